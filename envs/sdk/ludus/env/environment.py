@@ -1,0 +1,91 @@
+"""What an environment is: one class to subclass, and its face for language models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, Protocol
+
+from ludus.env.types import (
+    Action,
+    ActionT,
+    JsonObject,
+    Message,
+    Observation,
+    ObservationT,
+    State,
+    StateT,
+    Transition,
+)
+
+
+class TextFace(Protocol[ActionT, ObservationT]):
+    """How a language model sees an environment and answers it."""
+
+    def render(self, observation: ObservationT, *, first: bool) -> list[Message]:
+        """The messages that this observation adds; `first` is True right after a reset."""
+        ...
+
+    def parse(self, text: str, observation: ObservationT) -> ActionT:
+        """The action that `text` means here.
+
+        Raises:
+            ActionParseError: no legal action can be read from the text.
+        """
+        ...
+
+    def legal_answers(self, observation: ObservationT) -> list[str]:
+        """The legal actions as text that `parse` reads back; empty when they cannot be listed."""
+        ...
+
+
+class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
+    """One environment instance: one player's session, one episode at a time.
+
+    Contract, checked by `ludus.env.check.check_environment`: the same seed and the same
+    actions give the same episode, bit for bit, whatever else the process does. So all
+    randomness comes from generators that `reset(seed=...)` makes, never from global state.
+    """
+
+    action_type: ClassVar[type[Action]]
+    observation_type: ClassVar[type[Observation]]
+    state_type: ClassVar[type[State]] = State
+    name: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    version: ClassVar[str] = "0.1.0"
+    steps_on_event_loop: ClassVar[bool] = False
+    """True promises that reset and step return within about a millisecond, never block and
+    never wait: the server then calls them without a thread hop."""
+
+    text_face: TextFace[Any, Any] | None = None
+    """Set it to let language models play."""
+
+    @property
+    def options(self) -> JsonObject:
+        """What this environment was built with, for people and reports."""
+        return {}
+
+    @abstractmethod
+    def reset(self, *, seed: int | None = None, **options: Any) -> Transition[ObservationT]:
+        """The first observation of a new episode; reward None.
+
+        Args:
+            seed: fixes all randomness of the episode; None draws a fresh one.
+            options: further keyword arguments an environment may declare by name.
+        """
+
+    @abstractmethod
+    def step(self, action: ActionT) -> Transition[ObservationT]:
+        """What the action led to.
+
+        Raises:
+            IllegalActionError: the rules do not allow it; the episode is unchanged.
+        """
+
+    @property
+    @abstractmethod
+    def state(self) -> StateT:
+        """Where the episode stands."""
+
+    def close(self) -> None:
+        """Frees what the environment holds; called once, also after errors."""
+        return None

@@ -1,0 +1,131 @@
+"""The types of the environment plane, one per stage.
+
+    Action --step--> Transition  (environment's side: typed observation)
+                        | server: JSON, text view, step number
+                        v
+                     StepResult  (client's side: what came over the wire)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypedDict, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+JsonObject = dict[str, Any]
+
+
+class Action(BaseModel):
+    """What a player does; subclass it with typed fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metadata: JsonObject = Field(default_factory=dict)
+
+
+class Observation(BaseModel):
+    """What a player sees; subclass it with typed fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metadata: JsonObject = Field(default_factory=dict)
+
+
+class State(BaseModel):
+    """Where an episode stands, for people and tools, not for the player."""
+
+    model_config = ConfigDict(extra="allow")
+
+    episode_id: str | None = None
+    step_count: int = 0
+
+
+ActionT = TypeVar("ActionT", bound=Action)
+ObservationT = TypeVar("ObservationT", bound=Observation)
+StateT = TypeVar("StateT", bound=State)
+
+
+class Message(TypedDict):
+    """One chat message; `content` is text."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextView:
+    """What a language model is shown for one observation."""
+
+    messages: list[Message]
+    """The messages this observation adds to the conversation."""
+    legal_answers: list[str] = field(default_factory=list)
+    """The legal actions as text; empty when they cannot be listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[ObservationT]):
+    """What one `reset` or `step` of an environment returns."""
+
+    observation: ObservationT
+    reward: float | None = None
+    """None where nothing was scored: always after a reset."""
+    terminated: bool = False
+    """The rules ended the episode: the value of what follows is zero."""
+    truncated: bool = False
+    """A limit outside the rules ended it: what would have followed is unknown."""
+    info: JsonObject = field(default_factory=dict)
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    """Arrays too large for JSON, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a client gets for one `reset` or `step`, over any wire."""
+
+    observation: JsonObject
+    reward: float | None = None
+    terminated: bool = False
+    truncated: bool = False
+    info: JsonObject = field(default_factory=dict)
+    step_index: int = 0
+    """Steps taken in this episode; 0 after a reset."""
+    text: TextView | None = None
+    """Present when the environment has a text face."""
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """True when the episode is over, for either reason."""
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentDescription:
+    """What an environment server says of itself."""
+
+    name: str
+    description: str
+    version: str
+    action_schema: JsonObject
+    observation_schema: JsonObject
+    state_schema: JsonObject
+    has_text_view: bool
+    max_sessions: int
+    options: JsonObject = field(default_factory=dict)
+    """What the environment was built with, for example {"game": "blackjack"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyProbe:
+    """One situation in which a policy is asked what it would do, for charts and reports."""
+
+    messages: list[Message]
+    answers: list[str]
+    """The answers to compare, for example ["HIT", "STAND"]."""
+    reference: str
+    """The best answer known."""
+    panel: str
+    row: str
+    column: str

@@ -1,0 +1,61 @@
+"""The run configuration: one tree, read from TOML or YAML, checked before anything starts."""
+
+from ludus.proto.config.algorithm import (
+    ClipLoss,
+    Correction,
+    GrpoConfig,
+    GspoLoss,
+    NoCorrection,
+    PolicyLoss,
+    SequenceTis,
+    TokenTis,
+)
+from ludus.proto.config.load import apply_overrides, load_run_config, parse_override
+from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
+from ludus.proto.config.sections import (
+    EnvironmentConfig,
+    FolderWeightStore,
+    GeneratorConfig,
+    LearnerConfig,
+    LocalEnvironment,
+    ModelConfig,
+    PretrainedModel,
+    RayWeightStore,
+    RemoteEnvironment,
+    RolloutConfig,
+    TinyModel,
+    TransformersGenerator,
+    VllmGenerator,
+    WeightStoreConfig,
+)
+
+__all__ = [
+    "ClipLoss",
+    "Correction",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "FolderWeightStore",
+    "GeneratorConfig",
+    "GrpoConfig",
+    "GspoLoss",
+    "LearnerConfig",
+    "LocalEnvironment",
+    "ModelConfig",
+    "NoCorrection",
+    "PolicyLoss",
+    "PretrainedModel",
+    "RayWeightStore",
+    "RemoteEnvironment",
+    "RolloutConfig",
+    "RunConfig",
+    "SequenceTis",
+    "TinyModel",
+    "TokenTis",
+    "TrainingConfig",
+    "TransformersGenerator",
+    "VllmGenerator",
+    "WeightStoreConfig",
+    "apply_overrides",
+    "load_run_config",
+    "parse_override",
+]

@@ -1,0 +1,197 @@
+"""The one place for the error model: what can go wrong, and how it is said.
+
+    LudusError
+    ├── UserError                 bad input; the command line ends with exit code 2
+    │   ├── ConfigError           a run configuration that cannot work
+    │   ├── NotFoundError         a file, folder, model, game or environment that is not there
+    │   └── PortInUseError        something else listens on the port
+    ├── EnvError                  a call to an environment session failed; has a wire code
+    │   ├── InvalidCallError      malformed call: JSON, message type, schema
+    │   ├── ActionError           the action cannot be taken; the session is untouched
+    │   │   ├── IllegalActionError
+    │   │   └── ActionParseError  text that is no action
+    │   ├── EpisodeStateError     stepped before reset or after the end; wrong step number
+    │   ├── ExecutionError        the environment's own code raised
+    │   ├── CapacityError         no free session
+    │   ├── AuthenticationError
+    │   └── InfrastructureError   not the policy's doing: the episode is void, never a loss
+    │       ├── SessionLostError  the session is gone
+    │       ├── UnavailableError  the server cannot be reached
+    │       └── CallTimeoutError
+    ├── WeightSyncError           weights did not arrive, or are not those published
+    │   └── CanaryError
+    └── CheckpointError
+
+A message names the value that was found, what was expected, and the way out. A failed
+rollout is data (its status says why); a failed optimizer step is a crash.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorCode(StrEnum):
+    """Stable codes on every wire. The first seven are OpenEnv's own."""
+
+    INVALID_JSON = "INVALID_JSON"
+    UNKNOWN_TYPE = "UNKNOWN_TYPE"
+    VALIDATION_ERROR = "VALIDATION_ERROR"
+    EXECUTION_ERROR = "EXECUTION_ERROR"
+    CAPACITY_REACHED = "CAPACITY_REACHED"
+    FACTORY_ERROR = "FACTORY_ERROR"
+    SESSION_ERROR = "SESSION_ERROR"
+    ILLEGAL_ACTION = "ILLEGAL_ACTION"
+    ACTION_PARSE_ERROR = "ACTION_PARSE_ERROR"
+    NOT_RESET = "NOT_RESET"
+    EPISODE_OVER = "EPISODE_OVER"
+    STEP_CONFLICT = "STEP_CONFLICT"
+    SESSION_LOST = "SESSION_LOST"
+    UNAVAILABLE = "UNAVAILABLE"
+    TIMEOUT = "TIMEOUT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+
+
+class LudusError(Exception):
+    """Root of every error that Ludus raises on purpose."""
+
+
+class UserError(LudusError):
+    """Bad input: one clear message, exit code 2, nothing half-written."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class ConfigError(UserError):
+    """A run configuration that cannot work."""
+
+
+class NotFoundError(UserError):
+    """A named thing that is not there."""
+
+
+class PortInUseError(UserError):
+    """Something else listens on the port."""
+
+
+class EnvError(LudusError):
+    """A call to an environment session failed; `code` is what travels on the wire."""
+
+    default_code: ClassVar[ErrorCode] = ErrorCode.EXECUTION_ERROR
+
+    def __init__(self, message: str, code: ErrorCode | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+
+    def __reduce__(self) -> tuple[type[EnvError], tuple[str, ErrorCode]]:
+        # Exception pickles only `args`; the code must cross process borders too.
+        return type(self), (self.message, self.code)
+
+
+class InvalidCallError(EnvError):
+    """A malformed call; the session, if any, is untouched."""
+
+    default_code = ErrorCode.VALIDATION_ERROR
+
+
+class ActionError(EnvError):
+    """An action that cannot be taken; the session is untouched."""
+
+    default_code = ErrorCode.ILLEGAL_ACTION
+
+
+class IllegalActionError(ActionError):
+    """An action that the rules do not allow now."""
+
+
+class ActionParseError(ActionError):
+    """Text from which no action can be read."""
+
+    default_code = ErrorCode.ACTION_PARSE_ERROR
+
+
+class EpisodeStateError(EnvError):
+    """A call that does not fit the episode's progress."""
+
+    default_code = ErrorCode.NOT_RESET
+
+
+class ExecutionError(EnvError):
+    """The environment's own code raised."""
+
+
+class CapacityError(EnvError):
+    """All sessions of the server are taken."""
+
+    default_code = ErrorCode.CAPACITY_REACHED
+
+
+class AuthenticationError(EnvError):
+    """The token is missing or wrong."""
+
+    default_code = ErrorCode.UNAUTHENTICATED
+
+
+class InfrastructureError(EnvError):
+    """Not the policy's doing: the episode is void and must not be scored."""
+
+    default_code = ErrorCode.UNAVAILABLE
+
+
+class SessionLostError(InfrastructureError):
+    """The session is gone: its server or worker died, or it was closed."""
+
+    default_code = ErrorCode.SESSION_LOST
+
+
+class UnavailableError(InfrastructureError):
+    """The server cannot be reached."""
+
+
+class CallTimeoutError(InfrastructureError):
+    """The server did not answer in time."""
+
+    default_code = ErrorCode.TIMEOUT
+
+
+class WeightSyncError(LudusError):
+    """Published weights did not arrive whole."""
+
+
+class CanaryError(WeightSyncError):
+    """A worker's weights are not the ones that were published."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be read."""
+
+
+_CLASS_OF_CODE: dict[ErrorCode, type[EnvError]] = {
+    ErrorCode.INVALID_JSON: InvalidCallError,
+    ErrorCode.UNKNOWN_TYPE: InvalidCallError,
+    ErrorCode.VALIDATION_ERROR: InvalidCallError,
+    ErrorCode.EXECUTION_ERROR: ExecutionError,
+    ErrorCode.CAPACITY_REACHED: CapacityError,
+    ErrorCode.FACTORY_ERROR: ExecutionError,
+    ErrorCode.SESSION_ERROR: SessionLostError,
+    ErrorCode.ILLEGAL_ACTION: IllegalActionError,
+    ErrorCode.ACTION_PARSE_ERROR: ActionParseError,
+    ErrorCode.NOT_RESET: EpisodeStateError,
+    ErrorCode.EPISODE_OVER: EpisodeStateError,
+    ErrorCode.STEP_CONFLICT: EpisodeStateError,
+    ErrorCode.SESSION_LOST: SessionLostError,
+    ErrorCode.UNAVAILABLE: UnavailableError,
+    ErrorCode.TIMEOUT: CallTimeoutError,
+    ErrorCode.UNAUTHENTICATED: AuthenticationError,
+}
+
+
+def error_from_wire(code: str, message: str) -> EnvError:
+    """The exception that a wire code stands for; an unknown code is an ExecutionError."""
+    try:
+        known = ErrorCode(code)
+    except ValueError:
+        return ExecutionError(f"{message} (code: {code})")
+    return _CLASS_OF_CODE[known](message, known)

@@ -1,0 +1,134 @@
+"""What a run leaves in its folder, and the types of these files.
+
+runs/<name>/
+    config.json      RunConfig, resolved
+    metrics.jsonl    MetricsRow, one a line, in the order of time
+    summary.json     Summary
+    chart.json       PolicyChart, when the environment offers probes
+    report.html      made from the files above
+    trainer.log      what the trainer's processes logged
+    checkpoints/     step-<n>/, newest last
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+CHART_FILE = "chart.json"
+REPORT_FILE = "report.html"
+LOG_FILE = "trainer.log"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MetricsRow(_Record):
+    """One line of metrics.jsonl."""
+
+    kind: Literal["train", "eval"]
+    step: int
+    """Optimizer batches done; 0 before the first."""
+    elapsed_s: float
+    """Seconds of training so far; evaluations do not count."""
+    num_games_trained: int
+    """Episodes whose gradients were taken so far."""
+    values: dict[str, float]
+    """By TrainMetric or EvalMetric; a value that could not be had is left out."""
+
+
+class PolicyResult(_Record):
+    """How one policy did on the evaluation's deals."""
+
+    num_games: int
+    win_rate: float
+    win_rate_ci95: tuple[float, float]
+    """Wilson interval."""
+    draw_rate: float
+    expected_return: float
+    expected_return_ci95: tuple[float, float]
+    """Normal interval of the mean."""
+    invalid_rate: float = 0.0
+    """Share of episodes that ended because the text was no action."""
+
+
+class Summary(_Record):
+    """What a run came to."""
+
+    name: str
+    environment: str
+    """Name of the environment and what it was built with."""
+    finished: bool
+    """False when the run was stopped before its last step."""
+    seed: int
+    num_steps: int
+    generator: str
+    num_learner_ranks: int
+    num_rollout_workers: int
+    win_rate: float
+    win_rate_ci95: tuple[float, float]
+    draw_rate: float
+    expected_return: float
+    expected_return_ci95: tuple[float, float]
+    invalid_rate: float
+    gap_closed: float | None
+    """Share of the gap from the random to the optimal policy, on the same deals."""
+    gap_closed_ci95: tuple[float, float] | None
+    """Interval from the paired differences on these deals."""
+    eval_num_games: int
+    eval_temperature: float
+    start: PolicyResult | None
+    """The policy before training."""
+    baselines: dict[str, PolicyResult]
+    games_trained: int
+    games_played: int
+    episodes_lost: int
+    """Episodes that infrastructure voided: counted, never trained on."""
+    wall_seconds_training: float
+    wall_seconds_total: float
+    weight_syncs: int
+    canary_failures: int
+    canary_max_error: float
+    """Largest difference of a probe token's log-prob between worker and learner."""
+    environment_restarts: int
+    max_staleness_seen: int
+    versions: dict[str, str]
+    """Packages that decide the result."""
+
+
+class ChartCell(_Record):
+    """What the policy does in one situation."""
+
+    panel: str
+    row: str
+    column: str
+    probabilities: tuple[float, ...]
+    """In the order of PolicyChart.answers."""
+    reference: str
+    """The best answer known."""
+
+
+class PolicyChart(_Record):
+    """The policy in every situation the environment's probes name."""
+
+    answers: tuple[str, ...]
+    cells: tuple[ChartCell, ...]
+
+
+def read_metrics(run_dir: Path) -> list[MetricsRow]:
+    """The rows of a run's metrics.jsonl; a last line cut off by a crash is left out."""
+    rows: list[MetricsRow] = []
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(MetricsRow.model_validate_json(line))
+    return rows

@@ -1,0 +1,1 @@
+"""The training plane: rollouts, learner, weights, and the loops that join them."""
