@@ -12,6 +12,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +21,23 @@ from pydantic import BaseModel, ConfigDict
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
 REPORT_FILE = "report.html"
 LOG_FILE = "trainer.log"
 CHECKPOINTS_FOLDER = "checkpoints"
+
+
+class Phase(StrEnum):
+    """What a run is doing; shown live."""
+
+    START_ENVIRONMENT = "start_environment"
+    PREPARE_MODEL = "prepare_model"
+    START_WORKERS = "start_workers"
+    EVALUATE = "evaluate"
+    TRAIN = "train"
+    SAVE_CHECKPOINT = "save_checkpoint"
+    DONE = "done"
 
 
 class _Record(BaseModel):
@@ -33,14 +47,16 @@ class _Record(BaseModel):
 class MetricsRow(_Record):
     """One line of metrics.jsonl."""
 
-    kind: Literal["train", "eval"]
+    kind: Literal["train", "eval", "phase"]
     step: int
     """Optimizer batches done; 0 before the first."""
+    phase: Phase | None = None
+    """What the run turns to now; set in rows of kind "phase" only."""
     elapsed_s: float
     """Seconds of training so far; evaluations do not count."""
     num_games_trained: int
     """Episodes whose gradients were taken so far."""
-    values: dict[str, float]
+    values: dict[str, float] = {}
     """By TrainMetric or EvalMetric; a value that could not be had is left out."""
 
 
@@ -57,6 +73,18 @@ class PolicyResult(_Record):
     """Normal interval of the mean."""
     invalid_rate: float = 0.0
     """Share of episodes that ended because the text was no action."""
+
+
+class EvalReport(_Record):
+    """A policy and the fixed policies, judged on the same deals."""
+
+    policy: PolicyResult
+    baselines: dict[str, PolicyResult]
+    temperature: float
+    gap_closed: float | None
+    """Share of the gap from the random to the optimal policy; None where those are not named."""
+    gap_closed_ci95: tuple[float, float] | None
+    """Interval from the paired differences on these deals."""
 
 
 class Summary(_Record):

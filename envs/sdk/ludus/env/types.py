@@ -1,9 +1,9 @@
 """The types of the environment plane, one per stage.
 
-    Action --step--> Transition  (environment's side: typed observation)
-                        | server: JSON, text view, step number
-                        v
-                     StepResult  (client's side: what came over the wire)
+Action --step--> Transition  (environment's side: typed observation)
+                    | server: JSON, text view, step number
+                    v
+                 StepResult  (client's side: what came over the wire)
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""Loading OpenSpiel games: any sequential one by name, with what the environment must know of it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyspiel
+from ludus.proto.errors import ConfigError, NotFoundError
+
+_Dynamics = pyspiel.GameType.Dynamics
+_Information = pyspiel.GameType.Information
+
+UNIFORM_CHANCE_GAMES = frozenset(
+    {"blackjack", "catch", "gin_rummy", "hearts", "kuhn_poker", "leduc_poker", "pig", "spades"}
+)
+"""Games whose chance events are all equally likely: drawing by index spares OpenSpiel from
+listing a probability per event, which is most of the cost of a step."""
+
+PUBLIC_MOVE_GAMES = frozenset(
+    {"kuhn_poker", "leduc_poker", "liars_dice", "repeated_leduc_poker", "universal_poker"}
+)
+"""Games with hidden cards or dice whose moves everybody sees."""
+
+SLOW_GAMES = frozenset(
+    {
+        "bargaining",
+        "bridge",
+        "bridge_uncontested_bidding",
+        "colored_trails",
+        "tiny_bridge_2p",
+        "tiny_bridge_4p",
+        "yacht",
+    }
+)
+"""Games whose steps take longer than about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGame:
+    """A sequential game and what the environment must know of it."""
+
+    name: str
+    """As it was asked for, for example "kuhn_poker" or "kuhn_poker(players=3)"."""
+    short_name: str
+    """OpenSpiel's name without parameters."""
+    long_name: str
+    params: dict[str, Any]
+    """As they were asked for."""
+    game: pyspiel.Game
+    num_players: int
+    is_turn_based: bool
+    """True where players who would move at once are asked one after another instead."""
+    has_uniform_chance: bool
+    shows_moves: bool
+    """False where a player may not see what another one did."""
+    has_perfect_information: bool
+    has_random_seed: bool
+    """True where OpenSpiel itself draws random numbers; `reseeded` fixes them."""
+
+    def reseeded(self, seed: int) -> pyspiel.Game:
+        """The game with its own random numbers fixed by the seed; itself where it draws none."""
+        if not self.has_random_seed:
+            return self.game
+        game = pyspiel.load_game(self.short_name, {**self.params, "rng_seed": seed})
+        return pyspiel.convert_to_turn_based(game) if self.is_turn_based else game
+
+
+def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
+    """The game of that name, made sequential where its players move at once.
+
+    Args:
+        name: a registered name, also with parameters in brackets: "kuhn_poker(players=3)".
+
+    Raises:
+        NotFoundError: there is no game of that name.
+        ConfigError: the parameters do not fit, or the game cannot be played turn by turn.
+    """
+    # Games never change and are slow to build; a server has one per process, not per session.
+    return _load_game(name, json.dumps(dict(params or {}), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _load_game(name: str, params_json: str) -> LoadedGame:
+    params = json.loads(params_json)
+    short_name = name.partition("(")[0].strip()
+    _require_registered(short_name)
+    try:
+        game = pyspiel.load_game(name, params) if params else pyspiel.load_game(name)
+    except (pyspiel.SpielError, TypeError) as error:
+        raise ConfigError(
+            f"expected parameters that OpenSpiel's game {short_name!r} takes, got "
+            f"{name!r} with {params}: {error}; mend game or game_params"
+        ) from error
+    return _describe(name, params, *_made_sequential(name, game))
+
+
+def _describe(
+    name: str, params: dict[str, Any], game: pyspiel.Game, is_turn_based: bool
+) -> LoadedGame:
+    kind = game.get_type()
+    short_name = name.partition("(")[0].strip()
+    has_perfect_information = kind.information == _Information.PERFECT_INFORMATION
+    has_random_seed = "(" not in name and "rng_seed" in kind.parameter_specification
+    return LoadedGame(
+        name=name,
+        short_name=short_name,
+        long_name=kind.long_name,
+        params=params,
+        game=game,
+        num_players=game.num_players(),
+        is_turn_based=is_turn_based,
+        has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
+        shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
+        has_perfect_information=has_perfect_information,
+        has_random_seed=has_random_seed and "rng_seed" not in params,
+    )
+
+
+def _require_registered(short_name: str) -> None:
+    if short_name.startswith("python_"):
+        importlib.import_module("open_spiel.python.games")  # registers them
+    names = pyspiel.registered_names()
+    if short_name in names:
+        return
+    close = difflib.get_close_matches(short_name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see pyspiel.registered_names()"
+    raise NotFoundError(f"expected the name of an OpenSpiel game, got {short_name!r}; {hint}")
+
+
+def _made_sequential(name: str, game: pyspiel.Game) -> tuple[pyspiel.Game, bool]:
+    kind = game.get_type()
+    if kind.action_structs_only:
+        raise ConfigError(
+            f"expected a game whose moves are numbered, got {name!r}, whose moves are "
+            "structures; choose another game"
+        )
+    if kind.dynamics == _Dynamics.SEQUENTIAL:
+        return game, False
+    if kind.dynamics == _Dynamics.SIMULTANEOUS:
+        return pyspiel.convert_to_turn_based(game), True
+    raise ConfigError(
+        f"expected a sequential game, got {name!r}, a mean-field game, whose single player "
+        "stands for a population; choose another game"
+    )

@@ -1,0 +1,49 @@
+"""What travels between an OpenSpiel server and its players; the fields are OpenEnv's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ludus.env import Action, Observation, State
+from pydantic import Field
+
+UNNAMED_GAME = "catch"
+"""OpenEnv's clients send this game name when their user named none, whatever is played."""
+
+GamePhase = Literal["initial", "playing", "terminal"]
+
+
+class OpenSpielAction(Action):
+    """One move of the agent."""
+
+    action_id: int
+    """One of the observation's `legal_actions`."""
+    game_name: str = UNNAMED_GAME
+    """The game this move is meant for; the default stands for the one that is played."""
+    game_params: dict[str, Any] = Field(default_factory=dict)
+    """The parameters this move is meant for; the default stands for those in force."""
+
+
+class OpenSpielObservation(Observation):
+    """What the agent's seat may know of the game."""
+
+    info_state: list[float]
+    """OpenSpiel's information-state tensor, else its observation tensor, flat; empty where
+    the game has neither."""
+    legal_actions: list[int]
+    """The agent's legal moves, ascending; empty at the end."""
+    game_phase: GamePhase = "playing"
+    current_player_id: int = 0
+    """Whose turn it is; -4 at the end, as in OpenSpiel."""
+    opponent_last_action: int | None = None
+    """The latest move of another player in this episode; None where the rules may hide it."""
+
+
+class OpenSpielState(State):
+    """Where an episode stands and what is played."""
+
+    game_name: str = UNNAMED_GAME
+    agent_player: int = 0
+    opponent_policy: str = "random"
+    game_params: dict[str, Any] = Field(default_factory=dict)
+    num_players: int = 1

@@ -1,0 +1,126 @@
+"""How the checks play: episodes of random legal actions, repeatable and interleavable."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import orjson
+
+from ludus.env.core import EnvironmentFactory
+from ludus.env.environment import Environment
+from ludus.env.types import Action, Observation, Transition
+from ludus.proto.errors import ConfigError
+
+ActionSource = Callable[[Environment, Observation, random.Random], Action]
+
+
+@dataclass
+class CheckedEnvironment:
+    """The environment under check, and how its episodes are played."""
+
+    factory: EnvironmentFactory
+    seeds: Sequence[int]
+    num_steps: int
+    choose_action: ActionSource
+    _made: list[Environment] = field(default_factory=list)
+
+    def make(self) -> Environment:
+        """A new instance, which `close` closes."""
+        environment = self.factory()
+        self._made.append(environment)
+        return environment
+
+    def close(self) -> None:
+        """Closes every instance that was made."""
+        while self._made:
+            self._made.pop().close()
+
+    def play(
+        self, seed: int | None, actions: Sequence[Action] | None = None, *, policy_seed: int = 0
+    ) -> Player:
+        """A finished player: of random legal actions, or of the given ones."""
+        player = Player(self, seed, actions, policy_seed)
+        while player.advance():
+            pass
+        return player
+
+
+class Player:
+    """One episode, a step per `advance`, so that several can take turns."""
+
+    def __init__(
+        self,
+        checked: CheckedEnvironment,
+        seed: int | None,
+        actions: Sequence[Action] | None = None,
+        policy_seed: int = 0,
+    ) -> None:
+        self.environment = checked.make()
+        self.actions: list[Action] = []
+        self.transitions = [self.environment.reset(seed=seed)]
+        self._checked = checked
+        self._planned = actions
+        self._generator = random.Random(policy_seed)
+
+    @property
+    def record(self) -> list[bytes]:
+        """What the episode returned, one JSON object per transition, for comparison."""
+        return [record_of(transition) for transition in self.transitions]
+
+    @property
+    def is_over(self) -> bool:
+        """True when the environment ended the episode."""
+        return self.transitions[-1].terminated or self.transitions[-1].truncated
+
+    def advance(self) -> bool:
+        """True when a step was taken."""
+        num_steps = self._checked.num_steps if self._planned is None else len(self._planned)
+        if self.is_over or len(self.actions) >= num_steps:
+            return False
+        if self._planned is None:
+            observation = self.transitions[-1].observation
+            action = self._checked.choose_action(self.environment, observation, self._generator)
+        else:
+            action = self._planned[len(self.actions)]
+        self.actions.append(action)
+        self.transitions.append(self.environment.step(action))
+        return True
+
+
+def record_of(transition: Transition) -> bytes:
+    """Observation, reward, flags and tensors as JSON with sorted keys."""
+    return orjson.dumps(
+        {
+            "observation": transition.observation.model_dump(mode="json"),
+            "reward": transition.reward,
+            "terminated": transition.terminated,
+            "truncated": transition.truncated,
+            "tensors": {name: array.tolist() for name, array in transition.tensors.items()},
+        },
+        option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS,
+    )
+
+
+def random_legal_action(
+    environment: Environment, observation: Observation, generator: random.Random
+) -> Action:
+    """An action drawn from the legal answers, or from the observation's `legal_actions`.
+
+    Raises:
+        ConfigError: the environment lists its legal actions in neither way.
+    """
+    face = environment.text_face
+    answers = face.legal_answers(observation) if face is not None else []
+    if face is not None and answers:
+        return face.parse(generator.choice(answers), observation)
+    legal_actions = getattr(observation, "legal_actions", None)
+    fields = environment.action_type.model_fields
+    required = [name for name, info in fields.items() if info.is_required()]
+    if legal_actions and len(required) == 1:
+        return environment.action_type(**{required[0]: generator.choice(legal_actions)})
+    raise ConfigError(
+        f"expected {type(environment).__name__} to list legal answers or `legal_actions`,"
+        " got neither; pass choose_action to check_environment"
+    )

@@ -1,0 +1,117 @@
+"""From what an environment returns to what travels, once for all wires."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import orjson
+from pydantic import ValidationError
+
+from ludus.env.environment import TextFace
+from ludus.env.types import Action, JsonObject, Observation, Transition
+from ludus.proto.errors import ErrorCode, InvalidCallError
+
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class ResetArgs:
+    """What a reset may ask for."""
+
+    seed: int | None = None
+    episode_id: str = ""
+    options: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """A text view whose messages are JSON already."""
+
+    messages_json: bytes
+    legal_answers: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedResult:
+    """A transition ready for any wire; JSON parts are bytes that are copied, never parsed."""
+
+    step_index: int
+    observation_json: bytes
+    metadata_json: bytes
+    """The observation's metadata once more; empty when it has none."""
+    info_json: bytes
+    """Empty when there is no info."""
+    reward: float | None
+    terminated: bool
+    truncated: bool
+    tensors: dict[str, np.ndarray]
+    text: EncodedText | None
+
+    @property
+    def done(self) -> bool:
+        """True when the episode is over, for either reason."""
+        return self.terminated or self.truncated
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much room it takes in a message."""
+        num_bytes = 128 + len(self.observation_json) + len(self.info_json)
+        if self.text is not None:
+            num_bytes += len(self.text.messages_json)
+        if self.tensors:
+            num_bytes += sum(array.nbytes for array in self.tensors.values())
+        return num_bytes
+
+
+def encode_transition(
+    transition: Transition[Observation], face: TextFace | None, step_index: int
+) -> EncodedResult:
+    """The transition with everything that varies turned into JSON, and its text view."""
+    observation = transition.observation
+    text = None
+    if face is not None:
+        messages = face.render(observation, first=step_index == 0)
+        text = EncodedText(orjson.dumps(messages), face.legal_answers(observation))
+    return EncodedResult(
+        step_index=step_index,
+        observation_json=observation.__pydantic_serializer__.to_json(observation),
+        metadata_json=_json_or_nothing(observation.metadata),
+        info_json=_json_or_nothing(transition.info),
+        reward=None if transition.reward is None else float(transition.reward),
+        terminated=bool(transition.terminated),
+        truncated=bool(transition.truncated),
+        tensors=transition.tensors,
+        text=text,
+    )
+
+
+def decode_action(action_type: type[Action], action_json: bytes) -> Action:
+    """The typed action that the JSON describes.
+
+    Raises:
+        InvalidCallError: the JSON does not fit; the cause is pydantic's ValidationError.
+    """
+    try:
+        return action_type.__pydantic_validator__.validate_json(action_json)
+    except ValidationError as error:
+        raise _invalid_action(action_type, error) from error
+
+
+def _invalid_action(action_type: type[Action], error: ValidationError) -> InvalidCallError:
+    faults = error.errors(include_url=False, include_context=False)
+    if faults[0]["type"] == "json_invalid":
+        return InvalidCallError(f"Invalid JSON: {faults[0]['msg']}", ErrorCode.INVALID_JSON)
+    described = "; ".join(
+        f"{'.'.join(str(part) for part in fault['loc']) or 'action'}: {fault['msg']},"
+        f" got {fault['input']!r}"
+        for fault in faults
+    )
+    fields = ", ".join(action_type.model_fields)
+    return InvalidCallError(
+        f"expected an action of type {action_type.__name__} ({fields}): {described}"
+    )
+
+
+def _json_or_nothing(value: JsonObject) -> bytes:
+    return orjson.dumps(value, option=_JSON_OPTIONS) if value else b""

@@ -1,0 +1,136 @@
+"""The HTTP face of a server: OpenEnv's endpoints, `/ws`, and probes for Kubernetes.
+
+`POST /reset`, `POST /step` and `GET /state` are stateless as in OpenEnv 0.2 and later:
+each call has an environment of its own. A step there starts a fresh episode first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+from fastapi import Body, FastAPI, Request, Response, WebSocket
+from pydantic import ValidationError
+
+from ludus.env.authentication import RequireToken
+from ludus.env.core import SessionCore
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.openenv_messages import (
+    ResetRequest,
+    StepRequest,
+    error_data,
+    faults,
+    observation_payload,
+    reset_args,
+)
+from ludus.env.types import JsonObject
+from ludus.env.websocket_server import serve_websocket
+from ludus.proto.errors import EnvError, ErrorCode
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
+"""Probes carry no token."""
+
+_STATUS_OF_CODE = {
+    ErrorCode.CAPACITY_REACHED: 503,
+    ErrorCode.VALIDATION_ERROR: 422,
+    ErrorCode.ILLEGAL_ACTION: 422,
+}
+
+
+def build_app(core: SessionCore, *, token: str | None = None) -> FastAPI:
+    """The ASGI application; with a token, every path but the probes asks for it."""
+    app = FastAPI(title=core.description.name, version="1.0.0")
+    _add_description_routes(app, core)
+    _add_episode_routes(app, core)
+    app.add_exception_handler(EnvError, _error_handler(core))
+    if token:
+        app.add_middleware(RequireToken, token=token, open_paths=OPEN_PATHS)
+    return app
+
+
+def _add_description_routes(app: FastAPI, core: SessionCore) -> None:
+    description = core.description
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "healthy"}
+
+    @app.get("/healthz", include_in_schema=False)
+    @app.get("/readyz", include_in_schema=False)
+    async def probe() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metadata")
+    async def metadata() -> JsonObject:
+        return {
+            "name": description.name,
+            "description": description.description,
+            "readme_content": None,
+            "version": description.version,
+            "author": None,
+            "documentation_url": None,
+            "ludus": {
+                "has_text_view": description.has_text_view,
+                "max_sessions": description.max_sessions,
+                "options": description.options,
+            },
+        }
+
+    @app.get("/schema")
+    async def schema() -> JsonObject:
+        return {
+            "action": description.action_schema,
+            "observation": description.observation_schema,
+            "state": description.state_schema,
+        }
+
+
+def _add_episode_routes(app: FastAPI, core: SessionCore) -> None:
+    @app.post("/reset")
+    async def reset(body: Annotated[ResetRequest | None, Body()] = None) -> Response:
+        data = body.model_dump(exclude_unset=True) if body else {}
+        args = reset_args(data, core.environment_type, lenient=True)
+        session_id, first = await core.open(args)
+        await core.close(session_id)
+        return _observation(first)
+
+    @app.post("/step")
+    async def step(body: StepRequest) -> Response:
+        session_id, _ = await core.open(ResetArgs())
+        try:
+            result = await core.step(session_id, orjson.dumps(body.action))
+        finally:
+            await core.close(session_id)
+        return _observation(result)
+
+    @app.get("/state")
+    async def state() -> Response:
+        session_id, _ = await core.open()
+        try:
+            state_json = await core.state(session_id)
+        finally:
+            await core.close(session_id)
+        return Response(state_json, media_type="application/json")
+
+    @app.websocket("/ws")
+    async def websocket(websocket: WebSocket) -> None:
+        await serve_websocket(websocket, core)
+
+
+def _observation(result: EncodedResult) -> Response:
+    body = orjson.dumps(observation_payload(result))
+    return Response(body, media_type="application/json")
+
+
+def _error_handler(core: SessionCore):
+    async def handle(request: Request, error: EnvError) -> Response:
+        if isinstance(error.__cause__, ValidationError):
+            body = orjson.dumps({"detail": faults(error.__cause__)})
+            return Response(body, 422, media_type="application/json")
+        status = _STATUS_OF_CODE.get(error.code)
+        if status is None:
+            return Response("Internal Server Error", 500, media_type="text/plain")
+        body = orjson.dumps({"detail": error_data(error, core, stock=False)})
+        return Response(body, status, media_type="application/json")
+
+    return handle

@@ -1,0 +1,190 @@
+"""OpenEnv's JSON messages, as its stock clients of 0.2 to 0.10 send and expect them.
+
+Our own clients ask for extras (`/ws?ludus=1`). They stand beside `observation`, never
+inside it: typed stock clients refuse unknown keys there.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ludus.env.core import SessionCore
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.environment import Environment
+from ludus.env.session import accepts_option
+from ludus.env.types import JsonObject
+from ludus.proto.errors import EnvError, ErrorCode
+
+
+class ResetRequest(BaseModel):
+    """The arguments of a reset; further keys go to the environment if it takes them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    seed: int | None = Field(default=None, ge=0)
+    episode_id: str | None = Field(default=None, max_length=255)
+
+
+class StepRequest(BaseModel):
+    """The body of `POST /step`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    action: JsonObject
+    timeout_s: float | None = Field(default=None, gt=0)
+    request_id: str | None = Field(default=None, max_length=255)
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ResetMessage(_Envelope):
+    """Starts an episode."""
+
+    type: Literal["reset"]
+    data: JsonObject = Field(default_factory=dict)
+
+
+class StepMessage(_Envelope):
+    """Takes an action; `data` is the action itself."""
+
+    type: Literal["step"]
+    data: JsonObject
+
+
+class LudusStepMessage(_Envelope):
+    """A numbered step whose action is JSON or a language model's text."""
+
+    type: Literal["step"]
+    data: JsonObject | None = None
+    text: str | None = None
+    step_index: int = Field(default=0, ge=0)
+
+
+class StateMessage(_Envelope):
+    """Asks for the state."""
+
+    type: Literal["state"]
+
+
+class CloseMessage(_Envelope):
+    """Ends the session."""
+
+    type: Literal["close"]
+
+
+class McpMessage(_Envelope):
+    """A JSON-RPC call."""
+
+    type: Literal["mcp"]
+    data: JsonObject
+
+
+def reset_args(
+    data: JsonObject, environment_type: type[Environment], *, lenient: bool
+) -> ResetArgs:
+    """The arguments of a reset.
+
+    Args:
+        lenient: drops what the environment does not take, as stock servers do.
+
+    Raises:
+        ValidationError: seed or episode_id is malformed.
+    """
+    request = ResetRequest.model_validate(data)
+    options = request.model_extra or {}
+    if lenient:
+        options = {k: v for k, v in options.items() if accepts_option(environment_type, k)}
+    return ResetArgs(request.seed, request.episode_id or "", options)
+
+
+def observation_payload(result: EncodedResult) -> JsonObject:
+    """What stock clients get for a reset or step; holds JSON fragments."""
+    payload: JsonObject = {
+        "observation": orjson.Fragment(result.observation_json),
+        "reward": result.reward,
+        "done": result.terminated or result.truncated,
+    }
+    if result.metadata_json:
+        payload["metadata"] = orjson.Fragment(result.metadata_json)
+    return payload
+
+
+def ludus_payload(result: EncodedResult) -> JsonObject:
+    """The stock payload and beside it all that OpenEnv has no key for."""
+    payload = observation_payload(result)
+    payload["terminated"] = result.terminated
+    payload["truncated"] = result.truncated
+    payload["step_index"] = result.step_index
+    if result.info_json:
+        payload["info"] = orjson.Fragment(result.info_json)
+    if result.text is not None:
+        payload["text"] = {
+            "messages": orjson.Fragment(result.text.messages_json),
+            "legal_answers": result.text.legal_answers,
+        }
+    if result.tensors:
+        payload["tensors"] = [_tensor_json(name, a) for name, a in result.tensors.items()]
+    return payload
+
+
+def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
+    """The arrays that a payload's `tensors` hold."""
+    return {
+        tensor["name"]: np.frombuffer(
+            base64.b64decode(tensor["data"]), np.dtype(tensor["dtype"]).newbyteorder("<")
+        ).reshape(tensor["shape"])
+        for tensor in tensors
+    }
+
+
+def frame(kind: str, data: Any) -> str:
+    """A server's WebSocket frame."""
+    return orjson.dumps({"type": kind, "data": data}).decode()
+
+
+def error_data(error: EnvError, core: SessionCore, *, stock: bool) -> JsonObject:
+    """The `data` of an error frame; stock clients get OpenEnv's own words."""
+    data: JsonObject = {"message": error.message, "code": str(error.code)}
+    cause = error.__cause__
+    if error.code is ErrorCode.CAPACITY_REACHED:
+        data |= {"active_sessions": core.num_sessions, "max_sessions": core.max_sessions}
+    elif error.code is ErrorCode.FACTORY_ERROR:
+        data["factory_name"] = core.factory_name
+        if stock:
+            data["message"] = error.message.partition(" instance.")[0] + " instance."
+    elif isinstance(cause, ValidationError):
+        data |= validation_error_data(cause) if stock else {"errors": faults(cause)}
+    elif error.code is ErrorCode.EXECUTION_ERROR and stock and cause is not None:
+        data["message"] = str(cause)
+    return data
+
+
+def validation_error_data(error: ValidationError) -> JsonObject:
+    """The `data` of the error frame for a message that does not fit its schema."""
+    return {
+        "message": "Invalid message",
+        "code": str(ErrorCode.VALIDATION_ERROR),
+        "errors": faults(error),
+    }
+
+
+def faults(error: ValidationError) -> list[JsonObject]:
+    """Pydantic's faults as plain JSON values."""
+    return orjson.loads(error.json())
+
+
+def _tensor_json(name: str, array: np.ndarray) -> JsonObject:
+    little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return {
+        "name": name,
+        "dtype": array.dtype.name,
+        "shape": array.shape,
+        "data": base64.b64encode(little_endian.tobytes()).decode(),
+    }

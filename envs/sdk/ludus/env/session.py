@@ -1,0 +1,205 @@
+"""One session: an environment, its episode's progress, and the rules of calling it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
+from ludus.env.environment import Environment
+from ludus.env.types import JsonObject, Observation, State, Transition
+from ludus.proto.errors import (
+    ActionParseError,
+    EnvError,
+    EpisodeStateError,
+    ErrorCode,
+    ExecutionError,
+    InvalidCallError,
+)
+
+_log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class Owner:
+    """A connection and the sessions that end with it."""
+
+    session_ids: set[str] = field(default_factory=set)
+    ended: bool = False
+
+
+class Session:
+    """An environment with its episode's progress; knows no wire and no clock.
+
+    Its methods must not run in two threads at once; `SessionCore` sees to that.
+    """
+
+    __slots__ = (
+        "_environment",
+        "_episode_id",
+        "_last",
+        "_observation",
+        "close_when_done",
+        "id",
+        "last_used_s",
+        "lock",
+        "owner",
+    )
+
+    def __init__(
+        self,
+        session_id: str,
+        environment: Environment,
+        *,
+        close_when_done: bool,
+        owner: Owner | None,
+    ) -> None:
+        self.id = session_id
+        self.close_when_done = close_when_done
+        self.owner = owner
+        self.last_used_s = 0.0
+        self.lock = asyncio.Lock()
+        """Held while a thread runs a call of this session."""
+        self._environment = environment
+        self._episode_id: str | None = None
+        self._observation: Observation | None = None
+        self._last: EncodedResult | None = None
+        """The latest answer of the running episode; None before the first reset."""
+
+    @property
+    def last(self) -> EncodedResult | None:
+        """The latest answer, None before the first reset."""
+        return self._last
+
+    def reset(self, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        options = args.options
+        if options:
+            _reject_unknown_options(type(self._environment), options)
+        declared = declared_options(type(self._environment))
+        if args.episode_id and declared and "episode_id" in declared:
+            options = {**options, "episode_id": args.episode_id}
+        self._last = None
+        transition = self._guarded(
+            "reset", lambda: self._environment.reset(seed=args.seed, **options)
+        )
+        self._episode_id = args.episode_id or None
+        return self._advance(transition, 0)
+
+    def step(self, action: bytes | str, step_index: int = 0) -> EncodedResult:
+        """The answer to one action; a repeated number gets the first answer again.
+
+        Args:
+            action: bytes are JSON of the action type, a str is a language model's text.
+            step_index: this step's number in its episode, from 1; 0 means not numbered.
+        """
+        last = self._last
+        if last is None:
+            raise EpisodeStateError(
+                f"expected a reset before step {step_index or ''} of session {self.id};"
+                " call reset first",
+                ErrorCode.NOT_RESET,
+            )
+        if step_index and step_index != last.step_index + 1:
+            return self._repeated(last, step_index)
+        if last.terminated or last.truncated:
+            raise EpisodeStateError(
+                f"expected no step after the episode's end (it took {last.step_index} steps);"
+                " call reset to start the next one",
+                ErrorCode.EPISODE_OVER,
+            )
+        typed_action = self._typed(action)
+        transition = self._guarded("step", lambda: self._environment.step(typed_action))
+        return self._advance(transition, last.step_index + 1)
+
+    def state_json(self) -> bytes:
+        """The environment's state; the empty state before the first reset."""
+        if self._last is None:
+            return State(episode_id=self._episode_id).model_dump_json().encode()
+        return self._guarded("state", self._state_of_environment)
+
+    def close(self) -> None:
+        """Frees what the environment holds; a failure is logged, not raised."""
+        try:
+            self._environment.close()
+        except Exception:  # noqa: BLE001 - foreign code; the session is gone either way
+            _log.exception("close of %s failed", type(self._environment).__name__)
+
+    def _state_of_environment(self) -> bytes:
+        state = self._environment.state
+        if state.episode_id is None and self._episode_id is not None:
+            state = state.model_copy(update={"episode_id": self._episode_id})
+        return state.__pydantic_serializer__.to_json(state)
+
+    def _repeated(self, last: EncodedResult, step_index: int) -> EncodedResult:
+        if step_index == last.step_index:
+            return last
+        raise EpisodeStateError(
+            f"expected step {last.step_index + 1} (or {last.step_index} once more),"
+            f" got {step_index}; call reset to get back in step",
+            ErrorCode.STEP_CONFLICT,
+        )
+
+    def _typed(self, action: bytes | str) -> Any:
+        if isinstance(action, bytes):
+            return decode_action(self._environment.action_type, action)
+        face = self._environment.text_face
+        if face is None:
+            raise ActionParseError(
+                f"expected a JSON action: {type(self._environment).__name__} has no text face"
+            )
+        return self._guarded("parse", lambda: face.parse(action, self._observation))
+
+    def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
+        # When encoding fails the step has happened but has no answer: nothing can be
+        # repeated, so the episode is over for the client (NOT_RESET) rather than skewed.
+        self._last = None
+        self._observation = transition.observation
+        self._last = self._guarded(
+            "encoding",
+            lambda: encode_transition(transition, self._environment.text_face, step_index),
+        )
+        return self._last
+
+    def _guarded(self, what: str, call: Callable[[], ResultT]) -> ResultT:
+        """The call's value; whatever the environment's code raises becomes an ExecutionError."""
+        try:
+            return call()
+        except EnvError:
+            raise
+        except Exception as error:  # the boundary to foreign code
+            _log.exception("%s of %s failed", what, type(self._environment).__name__)
+            message = f"{type(error).__name__}: {error}"
+            raise ExecutionError(f"{what} failed with {message}") from error
+
+
+@functools.cache
+def declared_options(environment_type: type[Environment]) -> frozenset[str] | None:
+    """The names that the environment's `reset` accepts beside `seed`; None means any."""
+    parameters = inspect.signature(environment_type.reset).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(p.name for p in parameters) - {"self", "seed"}
+
+
+def accepts_option(environment_type: type[Environment], name: str) -> bool:
+    """True when the environment's `reset` takes a keyword argument of that name."""
+    declared = declared_options(environment_type)
+    return declared is None or name in declared
+
+
+def _reject_unknown_options(environment_type: type[Environment], options: JsonObject) -> None:
+    unknown = [name for name in options if not accepts_option(environment_type, name)]
+    if unknown:
+        declared = ", ".join(sorted(declared_options(environment_type) or ())) or "none"
+        raise InvalidCallError(
+            f"expected reset options out of: {declared}; got {', '.join(sorted(unknown))};"
+            f" {environment_type.__name__}.reset does not take them"
+        )

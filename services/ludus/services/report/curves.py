@@ -1,0 +1,152 @@
+"""The charts of a run: learning curves over games, and what training looked like inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import MetricsRow, PolicyResult
+from ludus.services.numbers import compact, fixed, fixed_interval, percent, percent_interval
+from ludus.services.report.drawing import Drawing
+from ludus.services.report.line_chart import Frame, Level, LineChart, Point, draw
+from ludus.services.report.run_files import RunFiles
+from ludus.services.report.scales import moving_mean
+from ludus.services.results import readable, trained_policy
+
+MEAN_WINDOW = 10
+"""Training steps over which the small charts average."""
+
+CURVE_FRAME = Frame(width=570, height=350, left=54, right=158, top=14, bottom=46)
+SMALL_FRAME = Frame(
+    width=350, height=170, left=52, right=12, top=10, bottom=28, num_x_ticks=4, num_y_ticks=3
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One quantity of an evaluation: where rows and results keep it, and how it is written."""
+
+    name: str
+    value: EvalMetric
+    low: EvalMetric
+    high: EvalMetric
+    of_result: Callable[[PolicyResult], tuple[float, tuple[float, float]]]
+    format: Callable[[float], str]
+    format_interval: Callable[[tuple[float, float]], str]
+
+
+WIN_RATE = Measure(
+    name="Win rate",
+    value=EvalMetric.WIN_RATE,
+    low=EvalMetric.WIN_RATE_CI95_LOW,
+    high=EvalMetric.WIN_RATE_CI95_HIGH,
+    of_result=lambda result: (result.win_rate, result.win_rate_ci95),
+    format=percent,
+    format_interval=percent_interval,
+)
+EXPECTED_RETURN = Measure(
+    name="Expected return",
+    value=EvalMetric.RETURN_MEAN,
+    low=EvalMetric.RETURN_CI95_LOW,
+    high=EvalMetric.RETURN_CI95_HIGH,
+    of_result=lambda result: (result.expected_return, result.expected_return_ci95),
+    format=lambda value: fixed(value, 3),
+    format_interval=fixed_interval,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingCurve:
+    metric: TrainMetric
+    title: str
+    unit: str
+
+
+TRAINING_CURVES = (
+    _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
+    _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
+    _TrainingCurve(TrainMetric.STALENESS_MEAN, "Staleness", "weight versions behind"),
+    _TrainingCurve(TrainMetric.MISMATCH_KL, "Sampler against learner", "KL, nats per token"),
+    _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
+    _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+)
+
+
+def learning_curve(run: RunFiles, measure: Measure, frame: Frame = CURVE_FRAME) -> Drawing | None:
+    """An evaluation measure over games trained, with 95 % band and baselines; None without data."""
+    points = _eval_points(run, measure)
+    if not points:
+        return None
+    baselines = run.summary.baselines if run.summary is not None else {}
+    goal = run.config.eval.optimal_policy if run.config is not None else None
+    levels = [
+        Level(readable(name), measure.of_result(result)[0], is_goal=name == goal)
+        for name, result in baselines.items()
+    ]
+    chart = LineChart(
+        label=f"{measure.name} over games trained",
+        points=points,
+        levels=levels,
+        format_y=measure.format,
+        final_label="this policy",
+        x_title="games trained",
+        x_high=float(max(row.num_games_trained for row in run.metrics)) if run.metrics else None,
+    )
+    return draw(chart, frame)
+
+
+def training_curves(run: RunFiles) -> list[tuple[str, str, str, Drawing]]:
+    """Title, unit, latest value and chart of each training metric that the run recorded."""
+    curves = []
+    for curve in TRAINING_CURVES:
+        rows = [row for row in run.train_rows if curve.metric in row.values]
+        if rows:
+            values = [row.values[curve.metric] for row in rows]
+            means = moving_mean(values, MEAN_WINDOW)
+            drawing = _training_chart(curve, rows, values, means)
+            curves.append((curve.title, curve.unit, compact(means[-1]), drawing))
+    return curves
+
+
+def _training_chart(
+    curve: _TrainingCurve, rows: list[MetricsRow], values: list[float], means: list[float]
+) -> Drawing:
+    games = [float(row.num_games_trained) for row in rows]
+    chart = LineChart(
+        label=f"{curve.title} over games trained",
+        points=[Point(x, y) for x, y in zip(games, means, strict=True)],
+        raw=[Point(x, y) for x, y in zip(games, values, strict=True)],
+    )
+    return draw(chart, SMALL_FRAME)
+
+
+def _eval_points(run: RunFiles, measure: Measure) -> list[Point]:
+    """One point per evaluation; the summary's, on more games, replaces the one at the end."""
+    summary = run.summary
+    points = [
+        _row_point(row, measure)
+        for row in run.eval_rows
+        if measure.value in row.values
+        and (summary is None or row.num_games_trained != summary.games_trained)
+    ]
+    if summary is not None:
+        value, interval = measure.of_result(trained_policy(summary))
+        points.append(_point(summary.games_trained, value, interval, measure))
+    return sorted(points, key=lambda point: point.x)
+
+
+def _row_point(row: MetricsRow, measure: Measure) -> Point:
+    values = row.values
+    interval = None
+    if measure.low in values and measure.high in values:
+        interval = (values[measure.low], values[measure.high])
+    return _point(row.num_games_trained, values[measure.value], interval, measure)
+
+
+def _point(
+    num_games: int, value: float, interval: tuple[float, float] | None, measure: Measure
+) -> Point:
+    spread = f" ({measure.format_interval(interval)})" if interval else ""
+    hover = f"after {num_games:,} games: {measure.format(value)}{spread}"
+    return Point(float(num_games), value, interval, hover)

@@ -1,0 +1,93 @@
+"""One picture of a run for a README: the win-rate curve and the learned policy chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ludus.proto.errors import ConfigError
+from ludus.services.numbers import percent
+from ludus.services.report.curves import WIN_RATE, learning_curve
+from ludus.services.report.drawing import Drawing, text
+from ludus.services.report.line_chart import Frame
+from ludus.services.report.markup import Markup, element, join
+from ludus.services.report.page import style_sheet, write_whole
+from ludus.services.report.policy_grid import (
+    Panel,
+    draw_policy,
+    draw_reference,
+    num_agreeing,
+    panels,
+)
+from ludus.services.report.run_files import RunFiles, load_run_files
+
+MARGIN = 26.0
+TITLE = 34.0
+CURVE = Frame(width=520, height=366, left=46, right=158, top=12, bottom=46)
+
+
+def write_figure(run_dir: Path, path: Path) -> Path:
+    """The path of a standalone SVG.
+
+    Raises:
+        NotFoundError: the folder holds no run.
+        ConfigError: the run has no evaluation yet, or the file cannot be written.
+    """
+    return write_whole(path, render_figure(load_run_files(run_dir)))
+
+
+def render_figure(run: RunFiles) -> str:
+    """The SVG as text."""
+    curve = learning_curve(run, WIN_RATE, CURVE)
+    if curve is None:
+        raise ConfigError(
+            f"expected a run with at least one evaluation, got '{run.run_dir}' without; "
+            "train it first with `ludus train`"
+        )
+    parts = [_titled("Win rate over games trained", curve)]
+    if run.chart is not None and run.chart.cells:
+        agreement = f"{num_agreeing(run.chart)} of {len(run.chart.cells)}"
+        title = f"What it learned: {agreement} situations as the {run.reference_name}"
+        widest = panels(run.chart)[0]
+        parts.append(_titled(title, _twins(run, widest)))
+    return _card(run, parts)
+
+
+def _twins(run: RunFiles, panel: Panel) -> Drawing:
+    assert run.chart is not None
+    policy = draw_policy(run.chart, panel, f"this policy, {panel.name}")
+    reference = draw_reference(run.chart, panel, f"{run.reference_name}, {panel.name}")
+    gap = 18.0
+    return Drawing(
+        policy.width + gap + reference.width,
+        policy.height,
+        join(policy.placed(0, 0), reference.placed(policy.width + gap, 0)),
+        policy.label,
+    )
+
+
+def _titled(title: str, drawing: Drawing) -> Drawing:
+    body = join(text(0, 16, title, class_="figure-title"), drawing.placed(0, TITLE))
+    return Drawing(drawing.width, drawing.height + TITLE, body, title)
+
+
+def _card(run: RunFiles, parts: list[Drawing]) -> str:
+    """The parts side by side on a sheet of their own, so that any page's colour will do."""
+    height = max(part.height for part in parts) + 2 * MARGIN
+    placed: list[Markup] = []
+    x = MARGIN
+    for part in parts:
+        placed.append(part.placed(x, MARGIN))
+        x += part.width + MARGIN
+    sheet = element("rect", x=0.5, y=0.5, width=x - 1, height=height - 1, rx=14, class_="paper")
+    final = f", {percent(run.summary.win_rate)} wins" if run.summary is not None else ""
+    return element(
+        "svg",
+        element("title", f"{run.name}{final}"),
+        element("style", style_sheet("style.css")),
+        sheet,
+        join(*placed),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {x:g} {height:g}",
+        width=x,
+        height=height,
+    )

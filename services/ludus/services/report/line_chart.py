@@ -1,0 +1,183 @@
+"""Line charts with confidence bands, labelled levels and hover text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ludus.services.numbers import compact
+from ludus.services.report.drawing import Drawing, hover, line, text
+from ludus.services.report.markup import Markup, element, join, number
+from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
+
+LABEL_GAP = 15.0
+"""Pixels between the baselines of two labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement."""
+
+    x: float
+    y: float
+    interval: tuple[float, float] | None = None
+    hover: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A horizontal line to compare with."""
+
+    name: str
+    value: float
+    is_goal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """What a chart shows; `draw` decides how it looks."""
+
+    label: str
+    points: Sequence[Point]
+    raw: Sequence[Point] = ()
+    """Noisy measurements behind the line, drawn faintly."""
+    levels: Sequence[Level] = ()
+    format_y: Callable[[float], str] = compact
+    final_label: str | None = None
+    """Written at the end of the line, beside the levels' names."""
+    x_title: str = ""
+    x_high: float | None = None
+    """Where the x axis ends; None ends it at the last point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The size of a chart and its margins, in pixels."""
+
+    width: float
+    height: float
+    left: float = 52
+    right: float = 16
+    top: float = 12
+    bottom: float = 28
+    num_x_ticks: int = 6
+    num_y_ticks: int = 5
+
+
+def draw(chart: LineChart, frame: Frame) -> Drawing:
+    """The chart as SVG."""
+    x = Scale(0.0, _x_end(chart), frame.left, frame.width - frame.right)
+    y = Scale(*_y_range(chart), frame.height - frame.bottom, frame.top)
+    layers = [
+        _grid(chart, frame, x, y),
+        _levels(chart, x, y),
+        _band(chart.points, x, y),
+        _polyline(chart.raw, x, y, "raw"),
+        _polyline(chart.points, x, y, "curve"),
+        _dots(chart.points, x, y),
+        _labels(chart, frame, y),
+    ]
+    return Drawing(frame.width, frame.height, join(*layers), chart.label)
+
+
+def _x_end(chart: LineChart) -> float:
+    known = [point.x for point in (*chart.points, *chart.raw)]
+    return max([*known, chart.x_high or 0.0]) or 1.0
+
+
+def _y_range(chart: LineChart) -> tuple[float, float]:
+    values = [point.y for point in (*chart.points, *chart.raw)]
+    values += [level.value for level in chart.levels]
+    values += [end for point in chart.points for end in point.interval or ()]
+    return padded_range(values)
+
+
+def _grid(chart: LineChart, frame: Frame, x: Scale, y: Scale) -> Markup:
+    parts: list[Markup] = []
+    for value in round_ticks(y.low, y.high, frame.num_y_ticks):
+        parts.append(line(x.start, y(value), x.end, y(value), "grid"))
+        parts.append(text(x.start - 8, y(value) + 4, chart.format_y(value), anchor="end"))
+    for value in round_ticks(x.low, x.high, frame.num_x_ticks):
+        parts.append(line(x(value), y.start, x(value), y.start + 4, "axis"))
+        parts.append(text(x(value), y.start + 18, compact(value), anchor="middle"))
+    parts.append(line(x.start, y.start, x.end, y.start, "axis"))
+    if chart.x_title:
+        middle = (x.start + x.end) / 2
+        parts.append(text(middle, frame.height - 2, chart.x_title, anchor="middle"))
+    return join(*parts)
+
+
+def _levels(chart: LineChart, x: Scale, y: Scale) -> Markup:
+    return join(
+        *(
+            hover(
+                f"{level.name}: {chart.format_y(level.value)}",
+                line(x.start, y(level.value), x.end, y(level.value), _level_class(level)),
+            )
+            for level in chart.levels
+        )
+    )
+
+
+def _level_class(level: Level) -> str:
+    return "level goal" if level.is_goal else "level"
+
+
+def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
+    ends = [(x(point.x), *point.interval) for point in points if point.interval]
+    if len(ends) < 2:
+        return Markup("")
+    upper = [(at, y(high)) for at, _, high in ends]
+    lower = [(at, y(low)) for at, low, _ in reversed(ends)]
+    return element("polygon", points=_coordinates([*upper, *lower]), class_="band")
+
+
+def _polyline(points: Sequence[Point], x: Scale, y: Scale, class_: str) -> Markup:
+    if len(points) < 2:
+        return Markup("")
+    places = [(x(point.x), y(point.y)) for point in points]
+    return element("polyline", points=_coordinates(places), class_=class_)
+
+
+def _dots(points: Sequence[Point], x: Scale, y: Scale) -> Markup:
+    """A dot where there is something to say under the pointer, or nothing to join."""
+    marked = [point for point in points if point.hover or len(points) == 1]
+    return join(
+        *(
+            hover(
+                point.hover,
+                element("circle", cx=x(point.x), cy=y(point.y), r=9, class_="target"),
+                element("circle", cx=x(point.x), cy=y(point.y), r=2.6, class_="dot"),
+            )
+            for point in marked
+        )
+    )
+
+
+def _labels(chart: LineChart, frame: Frame, y: Scale) -> Markup:
+    """Names of the levels and the end of the line, in the right margin."""
+    entries = [
+        (y(level.value), level.name, chart.format_y(level.value), _label_class(level))
+        for level in chart.levels
+    ]
+    if chart.final_label and chart.points:
+        last = chart.points[-1]
+        entries.append((y(last.y), chart.final_label, chart.format_y(last.y), "label policy"))
+    places = spread(
+        [place for place, *_ in entries], LABEL_GAP, frame.top, frame.height - frame.bottom
+    )
+    at = frame.width - frame.right + 10
+    return join(
+        *(
+            text(at, place + 4, element("tspan", value, class_="value"), f" {name}", class_=class_)
+            for place, (_, name, value, class_) in zip(places, entries, strict=True)
+        )
+    )
+
+
+def _label_class(level: Level) -> str:
+    return "label goal" if level.is_goal else "label"
+
+
+def _coordinates(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{number(at_x)},{number(at_y)}" for at_x, at_y in places)

@@ -1,0 +1,117 @@
+"""Reading what a run left in its folder, however far it came."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import NotFoundError
+from ludus.proto.runs import (
+    CHART_FILE,
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    MetricsRow,
+    PolicyChart,
+    Summary,
+    read_metrics,
+)
+from ludus.services.results import readable
+
+RecordT = TypeVar("RecordT", bound=BaseModel)
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of one run; what is missing is None or empty, and a notice says so."""
+
+    run_dir: Path
+    config: RunConfig | None
+    summary: Summary | None
+    chart: PolicyChart | None
+    metrics: tuple[MetricsRow, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        if self.summary is not None:
+            return self.summary.name
+        return self.config.name if self.config is not None else self.run_dir.resolve().name
+
+    @property
+    def eval_rows(self) -> list[MetricsRow]:
+        """Rows of evaluations."""
+        return [row for row in self.metrics if row.kind == "eval"]
+
+    @property
+    def train_rows(self) -> list[MetricsRow]:
+        """Rows of training steps."""
+        return [row for row in self.metrics if row.kind == "train"]
+
+    @property
+    def num_steps_done(self) -> int:
+        """Training steps that the metrics know of."""
+        return max((row.step for row in self.train_rows), default=0)
+
+    @property
+    def reference_name(self) -> str:
+        """What the best policy known is called."""
+        optimal = self.config.eval.optimal_policy if self.config is not None else None
+        return readable(optimal) if optimal else "reference"
+
+
+def load_run_files(run_dir: Path) -> RunFiles:
+    """What is in a run's folder.
+
+    Raises:
+        NotFoundError: the folder is not there, or holds no run.
+    """
+    known = [CONFIG_FILE, METRICS_FILE, SUMMARY_FILE]
+    if not any((run_dir / name).is_file() for name in known):
+        raise NotFoundError(_no_run(run_dir, known))
+    notices: list[str] = []
+    config = _load(run_dir / CONFIG_FILE, RunConfig, notices)
+    summary = _load(run_dir / SUMMARY_FILE, Summary, notices)
+    chart = None
+    if (run_dir / CHART_FILE).exists():
+        chart = _load(run_dir / CHART_FILE, PolicyChart, notices)
+    metrics = _guarded(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
+    return RunFiles(run_dir, config, summary, chart, tuple(metrics), tuple(notices))
+
+
+def _load(path: Path, record_type: type[RecordT], notices: list[str]) -> RecordT | None:
+    if not path.exists():
+        notices.append(f"{path.name} is missing.")
+        return None
+    return _guarded(lambda: record_type.model_validate_json(path.read_bytes()), path.name, notices)
+
+
+def _guarded(read: Callable[[], ValueT], file: str, notices: list[str]) -> ValueT | None:
+    try:
+        return read()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        notices.append(f"{file} cannot be read: {where}: {first['msg']}.")
+    except OSError as error:
+        notices.append(f"{file} cannot be read: {error.strerror}.")
+    return None
+
+
+def _no_run(run_dir: Path, known: list[str]) -> str:
+    wanted = f"expected a run's folder with one of {', '.join(known)}, got '{run_dir}'"
+    if not run_dir.parent.is_dir():
+        return f"{wanted}, which does not exist; runs usually stand in runs/"
+    others = sorted(path.name for path in run_dir.parent.iterdir() if path.is_dir())
+    close = difflib.get_close_matches(run_dir.name, others, n=3) or others[:5]
+    problem = "which holds none of them" if run_dir.is_dir() else "which does not exist"
+    hint = f"; beside it there is: {', '.join(close)}" if close else ""
+    return f"{wanted}, {problem}{hint}"

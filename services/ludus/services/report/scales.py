@@ -1,0 +1,74 @@
+"""From data to coordinates: linear scales, round ticks, labels that do not overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A linear map from a data range to a range of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def padded_range(values: Sequence[float], padding: float = 0.06) -> tuple[float, float]:
+    """The range of the values with some air; never empty."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        air = abs(low) * 0.5 or 1.0
+    else:
+        air = (high - low) * padding
+    # Where nothing is negative, nothing negative should be on the axis.
+    return (max(low - air, 0.0) if low >= 0 else low - air), high + air
+
+
+def round_ticks(low: float, high: float, num_wanted: int) -> list[float]:
+    """About `num_wanted` round values within the range, evenly spaced."""
+    step = _round_step((high - low) / max(num_wanted, 1))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The positions moved as little as needed to lie `gap` apart within low .. high."""
+    order = sorted(range(len(positions)), key=lambda index: positions[index])
+    moved = list(positions)
+    floor = low
+    for index in order:
+        moved[index] = max(moved[index], floor)
+        floor = moved[index] + gap
+    ceiling = high
+    for index in reversed(order):
+        moved[index] = min(moved[index], ceiling)
+        ceiling = moved[index] - gap
+    return moved
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and the up to `window - 1` before it."""
+    means, total = [], 0.0
+    for index, value in enumerate(values):
+        total += value
+        if index >= window:
+            total -= values[index - window]
+        means.append(total / min(index + 1, window))
+    return means
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    for factor in (1.0, 2.0, 2.5, 5.0, 10.0):
+        if step <= factor * power * (1 + 1e-9):
+            return factor * power
+    return 10.0 * power

@@ -1,0 +1,47 @@
+"""The shared ragged batch of the reference numbers: four sequences of 4, 2, 3 and 1 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+# A busy machine must not fail a test, and two runs must draw the same examples.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Four episodes of one group; every tensor but `rewards` [4] is [4, 4]."""
+
+    rewards: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    rollout_logprobs: Tensor
+
+
+@pytest.fixture
+def ragged() -> RaggedBatch:
+    return RaggedBatch(
+        rewards=torch.tensor([1, 0, 0, 0.5], dtype=torch.float64),
+        mask=torch.arange(4) < torch.tensor([[4], [2], [3], [1]]),
+        logprobs=_padded([-0.3, -1.4, -0.2, -1.5], [-0.9, -0.2], [-1, -0.3, -0.9], [-0.1]),
+        old_logprobs=_padded([-0.5, -1, -0.2, -2], [-0.7, -0.3], [-1.2, -0.1, -0.9], [-0.4]),
+        ref_logprobs=_padded([-0.6, -1.1, -0.3, -1.8], [-0.5, -0.4], [-1.1, -0.2, -0.7], [-0.5]),
+        rollout_logprobs=_padded(
+            [-0.55, -0.95, -0.25, -1.9], [-0.7, -0.35], [-1.1, -0.1, -1], [-0.45]
+        ),
+    )
+
+
+def _padded(*rows: list[float]) -> Tensor:
+    # nan behind the end of a row: whatever reads it shows.
+    return torch.tensor(
+        [[*row, *[torch.nan] * (4 - len(row))] for row in rows], dtype=torch.float64
+    )

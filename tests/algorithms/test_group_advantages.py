@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ludus.trainer.algorithms.advantages import group_advantages, is_dead_group
+
+BASELINES = st.sampled_from(["mean", "leave_one_out"])
+SCALES = st.sampled_from(["none", "group", "batch"])
+REWARD = st.floats(-10, 10, allow_nan=False, width=32) | st.just(torch.nan)
+
+
+@st.composite
+def reward_groups(draw: st.DrawFn) -> Tensor:
+    size = draw(st.integers(1, 6))
+    groups = st.lists(st.lists(REWARD, min_size=size, max_size=size), min_size=1, max_size=4)
+    return torch.tensor(draw(groups), dtype=torch.float64)
+
+
+@given(reward_groups(), BASELINES, SCALES)
+def test_advantages_of_every_group_sum_to_zero(rewards: Tensor, baseline: str, scale: str) -> None:
+    advantages = group_advantages(rewards, baseline, scale)
+    assert advantages.isfinite().all()
+    torch.testing.assert_close(advantages.sum(-1), torch.zeros(len(rewards)).double())
+
+
+@given(reward_groups(), BASELINES, SCALES, st.randoms())
+def test_permuting_a_group_permutes_its_advantages(
+    rewards: Tensor, baseline: str, scale: str, random: Random
+) -> None:
+    order = list(range(rewards.shape[1]))
+    random.shuffle(order)
+    torch.testing.assert_close(
+        group_advantages(rewards[:, order], baseline, scale),
+        group_advantages(rewards, baseline, scale)[:, order],
+    )
+
+
+@given(reward_groups(), BASELINES, st.sampled_from(["none", "group"]))
+def test_groups_do_not_see_each_other(rewards: Tensor, baseline: str, scale: str) -> None:
+    one_by_one = [group_advantages(group[None], baseline, scale) for group in rewards]
+    torch.testing.assert_close(group_advantages(rewards, baseline, scale), torch.cat(one_by_one))
+
+
+@given(reward_groups(), BASELINES, SCALES)
+def test_unscored_episodes_get_zero_and_change_nothing(
+    rewards: Tensor, baseline: str, scale: str
+) -> None:
+    unscored = torch.full((len(rewards), 2), torch.nan, dtype=torch.float64)
+    advantages = group_advantages(torch.cat([unscored, rewards], dim=1), baseline, scale)
+    assert (advantages[:, :2] == 0).all()
+    torch.testing.assert_close(advantages[:, 2:], group_advantages(rewards, baseline, scale))
+
+
+def test_an_unscored_episode_is_not_a_zero() -> None:
+    advantages = group_advantages(torch.tensor([[1.0, 0.0, torch.nan]]))
+    assert advantages.tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_a_single_scored_episode_gets_zero_under_every_variant() -> None:
+    rewards = torch.tensor([[3.0, torch.nan], [torch.nan, torch.nan]])
+    for baseline in ("mean", "leave_one_out"):
+        for scale in ("none", "group", "batch"):
+            assert group_advantages(rewards, baseline, scale).tolist() == [[0, 0], [0, 0]]
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5, torch.nan]])
+    advantages = group_advantages(rewards, "leave_one_out")
+    expected = [1 - 0.5 / 3, 0 - 1.5 / 3, 0 - 1.5 / 3, 0.5 - 1 / 3, 0]
+    torch.testing.assert_close(advantages, torch.tensor([expected]))
+
+
+def test_batch_scale_divides_by_the_std_of_all_rewards() -> None:
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    std = torch.tensor([0.0, 1.0, 0.0, 3.0]).std()
+    expected = torch.tensor([[-0.5, 0.5], [-1.5, 1.5]]) / (std + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, scale="batch"), expected)
+
+
+def test_equal_rewards_are_dead_although_their_std_is_not_zero() -> None:
+    rewards = torch.full((1, 10), 0.1)
+    noise = rewards - rewards.mean()
+    assert noise.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
+    assert is_dead_group(rewards).tolist() == [True]
+    assert not group_advantages(rewards, "mean", "group").any()
+
+
+def test_rewards_one_float_apart_are_not_dead() -> None:
+    one = torch.tensor(1.0)
+    rewards = torch.stack([one, one, torch.nextafter(one, torch.tensor(2.0))])
+    assert is_dead_group(rewards[None]).tolist() == [False]
+
+
+def test_a_group_with_fewer_than_two_scored_rewards_is_dead() -> None:
+    nan = torch.nan
+    rewards = torch.tensor([[1, nan, nan], [nan, nan, nan], [1, nan, 1], [1, nan, 0]])
+    assert is_dead_group(rewards).tolist() == [True, True, True, False]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.trainer.algorithms.logits import entropy, token_logprobs
+
+
+@given(st.integers(0, 2**31), st.floats(0.1, 3))
+def test_token_logprobs_are_those_of_the_tempered_softmax(seed: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(7, (2, 3), generator=generator)
+    full = (logits / temperature).log_softmax(-1)
+    torch.testing.assert_close(
+        token_logprobs(logits, targets, temperature), full.gather(-1, targets[..., None])[..., 0]
+    )
+
+
+def test_token_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
+    logits = torch.tensor([[3.0, 1.0, -2.0]], dtype=torch.bfloat16)
+    logprob = token_logprobs(logits, torch.tensor([1]))
+    assert logprob.dtype == torch.float32
+    torch.testing.assert_close(logprob, logits.float().log_softmax(-1)[:, 1])
+
+
+def test_entropy_is_log_v_when_uniform_and_zero_when_certain() -> None:
+    uniform, certain = torch.zeros(8), torch.tensor([1e4, 0.0, -1e4])
+    assert math.isclose(entropy(uniform).item(), math.log(8), rel_tol=1e-6)
+    assert entropy(certain).item() == 0.0
+
+
+@given(st.floats(-1e4, 1e4))
+def test_entropy_does_not_change_when_all_logits_shift(shift: float) -> None:
+    logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(entropy(logits + shift), entropy(logits), rtol=0, atol=1e-9)
+
+
+def test_a_token_that_cannot_be_sampled_adds_nothing_to_entropy_or_gradient() -> None:
+    logits = torch.tensor([0.3, -torch.inf, -0.7], requires_grad=True)
+    allowed = torch.tensor([0.3, -0.7], requires_grad=True)
+    entropy(logits).backward()
+    entropy(allowed).backward()
+    torch.testing.assert_close(entropy(logits), entropy(allowed))
+    torch.testing.assert_close(logits.grad[[0, 2]], allowed.grad)
+    assert logits.grad[1] == 0

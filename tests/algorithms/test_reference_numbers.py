@@ -1,0 +1,183 @@
+"""Every number is printed in a paper's code, or was worked out by hand, outside this project."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
+from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
+from ludus.trainer.algorithms.losses import clip_loss, gspo_loss, kl
+from ludus.trainer.algorithms.preference import bradley_terry_loss
+from ludus.trainer.algorithms.ratios import sequence_log_ratio, sequence_tis, token_tis
+
+if TYPE_CHECKING:
+    from conftest import RaggedBatch
+
+PRINTED_4 = 5.1e-5
+PRINTED_7 = 5.1e-8
+"""Half a unit of the last printed digit."""
+
+
+def f64(values: list[float] | list[list[float]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# Three tokens of one sequence, an advantage for each (NeMo-RL).
+ADVANTAGES = f64([[1, -1, 2]])
+OLD = f64([[-1, -1, -1]])
+NEW = f64([[-1.69315, -1, -0.59453]])
+ROLLOUT = f64([[-0.5, -1.5, -0.8]])
+MASK = torch.ones(1, 3, dtype=torch.bool)
+
+
+def test_anchor_ppo_clip() -> None:
+    assert clip_loss(NEW, OLD, ADVANTAGES, 0.2, 0.2).mean().item() == pytest.approx(
+        -0.6333, abs=PRINTED_4
+    )
+
+
+def test_anchor_gspo() -> None:
+    ratio = sequence_log_ratio(NEW, OLD, MASK).exp()
+    loss = gspo_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2)
+    assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=PRINTED_4)]
+    assert loss.mean().item() == pytest.approx(-0.6057, abs=PRINTED_4)
+
+
+def test_anchor_token_tis() -> None:
+    loss = token_tis(OLD, ROLLOUT, cap=0.8) * clip_loss(NEW, OLD, ADVANTAGES, 0.2, 0.2)
+    assert loss.mean().item() == pytest.approx(-0.4744, abs=PRINTED_4)
+
+
+def test_anchor_sequence_tis_with_gspo() -> None:
+    weight = sequence_tis(OLD, ROLLOUT, MASK, cap=0.8)[:, None]
+    loss = weight * gspo_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2)
+    assert loss.mean().item() == pytest.approx(-0.4846, abs=PRINTED_4)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", [-1, 14, 29]), ("k2", [0.5, 98, 420.5]), ("k3", [0.7183, 13, 28])],
+)
+def test_anchor_kl(estimator: str, expected: list[float]) -> None:
+    estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), estimator, input_clamp=torch.inf)
+    assert estimate.tolist() == pytest.approx(expected, abs=PRINTED_4)
+
+
+def test_anchor_k3_clamped() -> None:
+    estimate = kl(f64([-1, -1, -1]), f64([0, -15, -30]), "k3", input_clamp=20)
+    assert estimate.clamp(-10, 10).tolist() == pytest.approx([0.7183, 10, 10], abs=PRINTED_4)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "expected"),
+    [(1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3]), (1, 0.5, [3.625, 4.25, 3])],
+)
+def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> None:
+    values, terminated, unused = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
+    advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, unused, gamma, lam)
+    assert returns(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
+
+
+def test_table_mean_and_std(ragged: RaggedBatch) -> None:
+    rewards = ragged.rewards
+    assert rewards.mean().item() == 0.375
+    assert rewards.std().item() == pytest.approx(0.4787136, abs=PRINTED_7)
+    assert rewards.std(correction=0).item() == pytest.approx(0.4145781, abs=PRINTED_7)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        ("mean", "group", [1.3053097, -0.7831858, -0.7831858, 0.2610619]),
+        ("mean", "batch", [1.3053097, -0.7831858, -0.7831858, 0.2610619]),
+        ("mean", "none", [0.625, -0.375, -0.375, 0.125]),
+        ("leave_one_out", "none", [0.8333333, -0.5, -0.5, 0.1666667]),
+    ],
+)
+def test_table_advantages(
+    ragged: RaggedBatch, baseline: str, scale: str, expected: list[float]
+) -> None:
+    advantages = group_advantages(ragged.rewards[None], baseline, scale)
+    assert advantages.tolist() == [pytest.approx(expected, abs=PRINTED_7)]
+
+
+@pytest.mark.parametrize(
+    ("scale", "how", "expected"),
+    [
+        ("none", "token_mean", -0.0832437),
+        ("none", "sequence_mean", -0.0113098),
+        ("none", "constant", -0.0260137),
+        ("group", "token_mean", -0.1738541),
+        ("group", "sequence_mean", -0.0236205),
+        ("group", "constant", -0.0543294),
+    ],
+)
+def test_table_clip_loss(ragged: RaggedBatch, scale: str, how: str, expected: float) -> None:
+    advantages = group_advantages(ragged.rewards[None], scale=scale).reshape(4, 1)
+    loss = clip_loss(ragged.logprobs, ragged.old_logprobs, advantages, 0.2, 0.2)
+    assert _mean(loss, ragged, how) == pytest.approx(expected, abs=PRINTED_7)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("token_mean", 0.0348619), ("sequence_mean", 0.0425378)]
+)
+def test_table_k3(ragged: RaggedBatch, how: str, expected: float) -> None:
+    estimate = kl(ragged.logprobs, ragged.ref_logprobs, "k3")
+    assert _mean(estimate, ragged, how) == pytest.approx(expected, abs=PRINTED_7)
+
+
+def test_table_token_tis(ragged: RaggedBatch) -> None:
+    advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
+    loss = clip_loss(ragged.logprobs, ragged.old_logprobs, advantages, 0.2, 0.2)
+    weight = token_tis(ragged.old_logprobs, ragged.rollout_logprobs, cap=2)
+    assert _mean(weight * loss, ragged, "token_mean") == pytest.approx(-0.0801720, abs=PRINTED_7)
+
+
+def test_table_sequence_weights(ragged: RaggedBatch) -> None:
+    weight = sequence_tis(ragged.old_logprobs, ragged.rollout_logprobs, ragged.mask, cap=2)
+    assert weight.tolist() == pytest.approx([0.9512294, 1.0512711, 1, 1.0512711], abs=PRINTED_7)
+
+
+def test_table_gspo_ratios(ragged: RaggedBatch) -> None:
+    log_ratio = sequence_log_ratio(ragged.logprobs, ragged.old_logprobs, ragged.mask)
+    first_token = log_ratio[:, 0].exp()
+    assert first_token.tolist() == pytest.approx(
+        [1.0778842, 0.9512294, 1, 1.3498588], abs=PRINTED_7
+    )
+
+
+@pytest.mark.parametrize(
+    ("clip_low", "clip_high", "expected"), [(3e-4, 4e-4, -0.0001031), (0.2, 0.2, -0.0229916)]
+)
+def test_table_gspo_loss(
+    ragged: RaggedBatch, clip_low: float, clip_high: float, expected: float
+) -> None:
+    advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
+    loss = gspo_loss(
+        ragged.logprobs, ragged.old_logprobs, advantages, ragged.mask, clip_low, clip_high
+    )
+    assert _mean(loss, ragged, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.7], 0.4031860),
+        ([-0.2], 0.7981389),
+        ([0.0], 0.6931472),
+        ([0.7, -0.2, 0.0], 0.6314907),
+    ],
+)
+def test_table_bradley_terry(differences: list[float], expected: float) -> None:
+    rejected = f64([0.3] * len(differences))
+    loss = bradley_terry_loss(rejected + f64(differences), rejected)
+    assert loss.item() == pytest.approx(expected, abs=PRINTED_7)
+
+
+def _mean(per_token: Tensor, ragged: RaggedBatch, how: str) -> float:
+    denominator = loss_denominator(ragged.mask, how, max_tokens=8)
+    return aggregate(per_token, ragged.mask, how, denominator).item()

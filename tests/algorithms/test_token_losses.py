@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
+from ludus.trainer.algorithms.losses import (
+    cispo_loss,
+    clip_loss,
+    gspo_loss,
+    is_clipped,
+    kl,
+)
+
+if TYPE_CHECKING:
+    from conftest import RaggedBatch
+
+LOGPROB = st.floats(-50, 0, width=32)
+
+
+def loss_and_gradient(
+    ratio: float, advantage: float, dual_clip: float | None = None
+) -> tuple[float, float]:
+    logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+    a = torch.tensor([[advantage]], dtype=torch.float64)
+    loss = clip_loss(logprob, torch.zeros_like(logprob), a, 0.2, 0.28, dual_clip)
+    loss.sum().backward()
+    return loss.item(), logprob.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.1, 2.0, -2.2, -2.2),  # inside: the gradient of -r A is -r A
+        (1.5, 2.0, -2.56, 0.0),  # good and already likelier: stops at 1 + clip_high
+        (0.5, 2.0, -1.0, -1.0),  # good but less likely: goes on
+        (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: stops at 1 - clip_low
+        (1.5, -2.0, 3.0, 3.0),  # bad but likelier: goes on
+    ],
+)
+def test_the_clip_stops_only_steps_that_went_far_enough(
+    ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    assert loss_and_gradient(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-12)
+    clipped = is_clipped(torch.tensor(math.log(ratio)), torch.tensor(advantage), 0.2, 0.28)
+    assert bool(clipped) is (gradient == 0.0)
+
+
+@given(st.floats(0.01, 1000), st.floats(-5, 5))
+def test_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones(
+    ratio: float, advantage: float
+) -> None:
+    plain, _ = loss_and_gradient(ratio, advantage)
+    bounded, gradient = loss_and_gradient(ratio, advantage, dual_clip=3.0)
+    if advantage < 0:
+        assert bounded == min(plain, 3.0 * abs(advantage))
+        assert gradient == 0.0 or ratio <= 3.0 + 1e-9
+    else:
+        assert bounded == plain
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("difference", [-1e4, 1e4])
+def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
+    advantage: float, difference: float
+) -> None:
+    mask = torch.tensor([[True]])
+    for loss_of in (
+        lambda new, old, a: clip_loss(new, old, a, 0.2, 0.28),
+        lambda new, old, a: clip_loss(new, old, a, 0.2, 0.28, 3.0),
+        lambda new, old, a: gspo_loss(new, old, a, mask, 3e-4, 4e-4),
+        lambda new, old, a: cispo_loss(new, old, a, 1.0, 4.0),
+    ):
+        new = torch.tensor([[difference]], requires_grad=True)
+        loss = loss_of(new, torch.zeros(1, 1), torch.tensor([[advantage]]))
+        loss.sum().backward()
+        assert loss.isfinite().all() and new.grad.isfinite().all()
+
+
+def test_gspo_has_the_gradient_of_the_loss_written_per_sequence(ragged: RaggedBatch) -> None:
+    advantages = torch.tensor([0.625, -0.375, -0.375, 0.125], dtype=torch.float64)
+    mask = ragged.mask
+
+    per_token = ragged.logprobs.clone().requires_grad_()
+    loss = gspo_loss(per_token, ragged.old_logprobs, advantages[:, None], mask, 0.4, 0.4)
+    aggregate(loss, mask, "sequence_mean", 4).backward()
+
+    per_sequence = ragged.logprobs.clone().requires_grad_()
+    log_s = (per_sequence - ragged.old_logprobs).where(mask, 0.0).sum(-1) / mask.sum(-1)
+    s = log_s.exp()
+    (-torch.minimum(s * advantages, s.clamp(0.6, 1.4) * advantages)).mean().backward()
+    torch.testing.assert_close(per_token.grad[mask], per_sequence.grad[mask])
+    assert per_token.grad[mask].all(), "every sequence should be inside the clip"
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+    new = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
+    cispo_loss(new, torch.zeros(1, 3), torch.tensor([[2.0]]), 1.0, 4.0).sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([[-1.0, -4.0, -10.0]]))
+
+
+@given(LOGPROB, LOGPROB)
+def test_k2_and_k3_are_never_negative_and_zero_at_equality(new: float, ref: float) -> None:
+    new_logprobs, ref_logprobs = torch.tensor(new), torch.tensor(ref)
+    for estimator in ("k2", "k3"):
+        assert kl(new_logprobs, ref_logprobs, estimator) >= 0
+        assert kl(new_logprobs, new_logprobs, estimator) == 0
+
+
+def test_the_mean_of_k1_and_k3_over_the_policy_is_the_divergence() -> None:
+    new = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    ref = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+    exact = (new.exp() * (new - ref)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((new.exp() * kl(new, ref, estimator)).sum(), exact)
+
+
+@pytest.mark.parametrize(
+    ("difference", "gradient"),
+    [(1.0, 1 - math.e), (-15.0, 1.0), (5.0, 1 - math.exp(5)), (21.0, 0.0), (-21.0, 0.0)],
+)
+def test_the_gradient_of_k3_ends_at_the_input_clamp_and_not_before(
+    difference: float, gradient: float
+) -> None:
+    new = torch.tensor(-30.0, dtype=torch.float64, requires_grad=True)
+    kl(new, new.detach() + difference, "k3").backward()
+    assert new.grad.item() == pytest.approx(gradient, rel=1e-6)
+
+
+def test_padding_rows_count_for_nothing(ragged: RaggedBatch) -> None:
+    padded = torch.cat([ragged.mask, torch.zeros(3, 4).bool()])
+    for how, expected in (("token_mean", 10), ("sequence_mean", 4), ("constant", 32)):
+        assert loss_denominator(padded, how, max_tokens=8) == expected
+    loss = torch.ones(7, 4)
+    assert aggregate(loss, padded, "sequence_mean", 4).item() == 1.0
+
+
+def test_a_denominator_that_cannot_be_is_refused(ragged: RaggedBatch) -> None:
+    with pytest.raises(ValueError, match="got 0; skip"):
+        aggregate(torch.ones(4, 4), ragged.mask, "token_mean", 0)
+    with pytest.raises(ValueError, match="max_tokens expected a number"):
+        loss_denominator(ragged.mask, "constant")

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from ludus.env.evaluation import (
+    EpisodeOutcome,
+    gap_closed,
+    mean_interval,
+    play_policy,
+    summarise,
+    wilson_interval,
+)
+from ludus.env.types import JsonObject, StepResult
+from ludus.proto.errors import IllegalActionError, SessionLostError
+
+
+def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
+    return [
+        EpisodeOutcome(seed=seed, episode_return=value, num_steps=1)
+        for seed, value in enumerate(returns, start=first_seed)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_successes", "num_trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_is_that_of_newcombe_1998_table_1(
+    num_successes: int, num_trials: int, low: float, high: float
+) -> None:
+    assert wilson_interval(num_successes, num_trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_interval_stays_within_zero_and_one() -> None:
+    assert 0.9999 < wilson_interval(10, 10)[1] <= 1.0
+    assert 0.0 <= wilson_interval(0, 10)[0] < 0.0001
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_mean_interval_of_known_numbers() -> None:
+    # Mean 3, sample variance 2.5: 3 -+ 1.959964 * sqrt(2.5 / 5).
+    low, high = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (low, high) == pytest.approx((1.614096, 4.385904), abs=1e-6)
+    assert mean_interval([0.25]) == (0.25, 0.25)
+    with pytest.raises(ValueError, match="at least one value"):
+        mean_interval([])
+
+
+def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_out() -> None:
+    result = summarise(
+        [
+            *outcomes(1.0, 1.0, 0.0, -1.0, None),
+            EpisodeOutcome(seed=9, episode_return=-1.0, num_steps=1, invalid=True),
+            EpisodeOutcome(seed=10, episode_return=None, num_steps=1, invalid=True),
+        ]
+    )
+    assert result.num_games == 5
+    assert result.win_rate == pytest.approx(0.4)
+    assert result.draw_rate == pytest.approx(0.2)
+    assert result.expected_return == pytest.approx(0.0)
+    assert result.invalid_rate == pytest.approx(0.2)
+    assert result.win_rate_ci95 == wilson_interval(2, 5)
+
+
+def test_summary_of_void_episodes_only_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 2 that were all voided"):
+        summarise(outcomes(None, None))
+
+
+def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
+    generator = random.Random(7)
+    low = outcomes(*(generator.choice([-1.0, -1.0, 1.0]) for _ in range(999)))
+    best = outcomes(*(generator.choice([-1.0, 0.0, 1.0, 1.0]) for _ in range(999)))
+    assert gap_closed(low, low, best) == (0.0, (0.0, 0.0))
+    assert gap_closed(best, low, best) == (1.0, (1.0, 1.0))
+
+
+def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
+    policy = outcomes(0.0, 1.0, None, 1.0)
+    worst = outcomes(-1.0, -1.0, -1.0, 1.0, 5.0)
+    best = list(reversed(outcomes(1.0, 1.0, 1.0, 1.0)))
+    result = gap_closed(policy, worst, best)
+    assert result is not None
+    # Seeds 0, 1 and 3 count: mean(p - r) = (1 + 2 + 0) / 3, mean(o - r) = (2 + 2 + 0) / 3.
+    assert result[0] == pytest.approx(0.75)
+    # e = (-0.5, 0.5, 0), sd 0.5: 1.959964 * 0.5 / (sqrt(3) * 4 / 3).
+    assert result[1] == pytest.approx((0.75 - 0.424344, 0.75 + 0.424344), abs=2e-6)
+
+
+def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None:
+    generator = random.Random(0)
+    num_repeats, num_covered = 400, 0
+    for _ in range(num_repeats):
+        deals = [generator.gauss(0, 1) for _ in range(200)]
+        worst = outcomes(*(deal - 1 + generator.gauss(0, 0.5) for deal in deals))
+        best = outcomes(*(deal + 1 + generator.gauss(0, 0.5) for deal in deals))
+        policy = outcomes(*(deal + 0.5 + generator.gauss(0, 0.5) for deal in deals))
+        result = gap_closed(policy, worst, best)
+        assert result is not None
+        num_covered += result[1][0] <= 0.75 <= result[1][1]
+    assert 0.92 <= num_covered / num_repeats <= 0.98
+
+
+def test_there_is_no_gap_where_optimal_is_not_above_random() -> None:
+    assert gap_closed(outcomes(1.0, 1.0), outcomes(0.0, 0.0), outcomes(0.0, 0.0)) is None
+
+
+def test_gap_closed_without_common_seeds_is_refused() -> None:
+    with pytest.raises(ValueError, match="play the three on the same seeds"):
+        gap_closed(outcomes(1.0), outcomes(0.0), outcomes(1.0, first_seed=5))
+
+
+class CoinSession:
+    """Two tosses: reward 1 for each that the action names."""
+
+    def __init__(self, client: CoinClient, seed: int) -> None:
+        self._client, self._seed = client, seed
+        self._tosses = [random.Random(seed * 2 + toss).random() < 0.5 for toss in range(2)]
+        self._num_steps = 0
+
+    async def step(self, action: JsonObject) -> StepResult:
+        await asyncio.sleep(0.001 if self._seed % 2 else 0)
+        if self._seed in self._client.lost_seeds:
+            raise SessionLostError("the server died")
+        if action["heads"] is None:
+            raise IllegalActionError("expected heads to be true or false, got null")
+        reward = float(action["heads"] == self._tosses[self._num_steps])
+        self._num_steps += 1
+        over = self._num_steps == 2
+        self._client.num_open -= over
+        return StepResult({"toss": self._num_steps}, reward=reward, terminated=over)
+
+    async def close(self) -> None:
+        self._client.num_open -= 1
+
+
+class CoinClient:
+    def __init__(self, lost_seeds: tuple[int, ...] = ()) -> None:
+        self.lost_seeds = lost_seeds
+        self.num_open = 0
+        self.most_open = 0
+
+    async def open(
+        self, *, seed: int | None = None, close_when_done: bool = False
+    ) -> tuple[CoinSession, StepResult]:
+        assert seed is not None
+        assert close_when_done
+        await asyncio.sleep(0)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        return CoinSession(self, seed), StepResult({"toss": 0})
+
+
+def guess(observation: JsonObject, rng: random.Random) -> JsonObject:
+    return {"heads": rng.random() < 0.5}
+
+
+def play(client: CoinClient, seeds: range, **options: int) -> list[EpisodeOutcome]:
+    return asyncio.run(play_policy(client, guess, seeds, **options))
+
+
+def test_a_policy_plays_the_same_whatever_the_concurrency_and_in_the_order_of_seeds() -> None:
+    many, one = CoinClient(), CoinClient()
+    seeds = range(20, 0, -1)
+    assert play(many, seeds) == play(one, seeds, num_concurrent=1)
+    assert [outcome.seed for outcome in play(CoinClient(), seeds)] == list(seeds)
+    assert many.most_open == 20
+    assert one.most_open == 1
+
+
+def test_policies_randomness_is_not_the_environments() -> None:
+    # random.Random(seed) tosses the first coin of the deal seed * 2.
+    returns = [o.episode_return or 0.0 for o in play(CoinClient(), range(500))]
+    assert 0.9 < sum(returns) / len(returns) < 1.1
+
+
+def test_a_lost_session_voids_its_episode_only() -> None:
+    client = CoinClient(lost_seeds=(3,))
+    results = play(client, range(6))
+    assert [outcome.seed for outcome in results if outcome.episode_return is None] == [3]
+    assert all(outcome.num_steps == 2 for outcome in results if outcome.seed != 3)
+    assert client.num_open == 0
+
+
+def test_an_illegal_action_of_a_fixed_policy_is_an_error_and_leaves_no_session_open() -> None:
+    client = CoinClient()
+
+    def wrong(observation: JsonObject, rng: random.Random) -> JsonObject:
+        return {"heads": None}
+
+    with pytest.raises(IllegalActionError, match="got null"):
+        asyncio.run(play_policy(client, wrong, range(40), num_concurrent=4))
+    assert client.num_open == 0
+
+
+def test_every_outcome_is_reported_once() -> None:
+    seen: list[EpisodeOutcome] = []
+    results = asyncio.run(play_policy(CoinClient(), guess, range(10), on_episode=seen.append))
+    assert sorted(seen, key=lambda outcome: outcome.seed) == results

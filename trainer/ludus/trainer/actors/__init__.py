@@ -1,0 +1,1 @@
+"""The only place, beside main, that knows Ray: each actor wraps one plain object."""

@@ -1,0 +1,196 @@
+"""The actors of one kind as one object: what the controller talks to.
+
+LearnerGroup     num_ranks LearnerActors, called together
+RolloutWorkers   num_workers RolloutWorkerActors, each called for itself
+Buffer           one BufferActor
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.proto.errors import CanaryError, WeightSyncError
+from ludus.trainer.actors.buffer import BufferActor, TakenGroups
+from ludus.trainer.actors.learner import LearnerActor
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
+from ludus.trainer.types import Batch, GroupSpec, Probe, RolloutGroup
+from ludus.trainer.weights import CanaryReport
+
+_log = logging.getLogger(__name__)
+
+
+class Buffer:
+    """The replay buffer."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.actor: ActorHandle = BufferActor.remote(
+            max_staleness=run.training.max_staleness,
+            keep_dead_groups=run.algorithm.dead_groups == "keep",
+        )
+
+    async def put(self, groups: Sequence[RolloutGroup]) -> int:
+        """The number of groups that were not taken in and must be replaced."""
+        return await self.actor.put.remote(list(groups))
+
+    async def take(self, num_groups: int, version: int, timeout_s: float) -> TakenGroups | None:
+        """See BufferActor.take."""
+        return await self.actor.take.remote(num_groups, version, timeout_s)
+
+    async def groups(self) -> tuple[RolloutGroup, ...]:
+        """The waiting groups, oldest first."""
+        return await self.actor.groups.remote()
+
+
+class LearnerGroup:
+    """All ranks of the learner; each call goes to all of them and returns rank 0's answer."""
+
+    def __init__(self, run: RunConfig) -> None:
+        config = run.learner
+        self._ranks: list[ActorHandle] = [
+            LearnerActor.options(num_cpus=0, num_gpus=config.num_gpus_per_rank).remote(
+                rank, config.num_threads
+            )
+            for rank in range(config.num_ranks)
+        ]
+
+    async def start(self, spec: LearnerSpec, weights: WeightStoreConfig) -> None:
+        """Nothing; the ranks have met and hold the model."""
+        address = await self._ranks[0].rendezvous.remote()
+        await self._all("start", address, len(self._ranks), spec, weights)
+
+    async def train_step(
+        self, batch: Batch, learning_rate: float, entropy_coef: float
+    ) -> StepMetrics:
+        """What the step did."""
+        # Put once: the ranks of a machine map the same memory.
+        reference = ray.put(batch)
+        return await self._all("train_step", reference, learning_rate, entropy_coef)
+
+    async def publish(self, version: int, probe: Probe) -> PublishedWeights:
+        """The version, fetchable."""
+        return await self._all("publish", version, probe)
+
+    async def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
+        """The log-probs of each probe's completion under the policy."""
+        return await self._all("answer_logprobs", list(probes))
+
+    async def save(self, folder: Path) -> None:
+        """Nothing; writes the learner's state, and the model as a Hugging Face folder."""
+        await self._all("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """Nothing; goes on from a checkpoint."""
+        await self._all("load", folder)
+
+    async def _all(self, method: str, *args: object) -> object:
+        calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
+        return (await asyncio.gather(*calls))[0]
+
+
+@dataclass(slots=True)
+class RolloutWorkers:
+    """The rollout workers; one that dies is replaced and holds the newest weights again."""
+
+    specs: list[RolloutWorkerSpec]
+    buffer: Buffer
+    _actors: list[ActorHandle]
+    _newest: PublishedWeights | None = None
+    num_restarts: int = 0
+
+    @classmethod
+    async def start(cls, specs: list[RolloutWorkerSpec], buffer: Buffer) -> RolloutWorkers:
+        """The workers, ready to play."""
+        actors = await asyncio.gather(*(_start_worker(spec) for spec in specs))
+        return cls(specs, buffer, list(actors))
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    async def play(self, index: int, groups: Sequence[GroupSpec]) -> int:
+        """The number of groups that must be replaced; the others are in the buffer."""
+        try:
+            # The groups go from worker to buffer without passing through this process.
+            played = self._actors[index].play.remote(list(groups))
+            return await self.buffer.actor.put.remote(played)
+        except ray.exceptions.RayActorError:
+            await self._replace(index)
+            return len(groups)
+
+    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[EpisodeOutcome]:
+        """The outcome of one game per seed, in their order."""
+        num = len(self._actors)
+        parts = [
+            actor.evaluate.remote(list(seeds[index::num]), temperature)
+            for index, actor in enumerate(self._actors)
+        ]
+        outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
+        return sorted(outcomes, key=lambda outcome: outcome.seed)
+
+    async def load_weights(
+        self, published: PublishedWeights, timeout_s: float
+    ) -> list[CanaryReport]:
+        """The canary reports of all workers, which now sample from the published weights.
+
+        Raises:
+            CanaryError: a worker does not sample from them; it must take no traffic.
+            WeightSyncError: a worker did not hold them in time.
+        """
+        self._newest = published
+        loads = [actor.load_weights.remote(published) for actor in self._actors]
+        try:
+            async with asyncio.timeout(timeout_s):
+                reports: list[CanaryReport] = await asyncio.gather(*loads)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"weights version {published.manifest.version} "
+                f"({published.manifest.num_bytes} bytes) did not reach all "
+                f"{len(loads)} rollout workers within weights.timeout_s = {timeout_s:g}; "
+                "raise it, or see trainer.log for what the workers do"
+            ) from None
+        for report in reports:
+            if not report.ok:
+                raise CanaryError(str(report))
+        return reports
+
+    async def close(self) -> None:
+        """Nothing; ends engines and connections."""
+        closing = [actor.close.remote() for actor in self._actors]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _replace(self, index: int) -> None:
+        """Nothing; several calls that died with one worker replace it once."""
+        dead = self._actors[index]
+        async with _REPLACING:
+            if self._actors[index] is not dead:
+                return
+            _log.warning("rollout worker %d died; starting another", index)
+            self.num_restarts += 1
+            actor = await _start_worker(self.specs[index])
+            if self._newest is not None:
+                report = await actor.load_weights.remote(self._newest)
+                if not report.ok:
+                    raise CanaryError(str(report))
+            self._actors[index] = actor
+
+
+_REPLACING = asyncio.Lock()
+
+
+async def _start_worker(spec: RolloutWorkerSpec) -> ActorHandle:
+    rollout = spec.run.rollout
+    actor = RolloutWorkerActor.options(num_cpus=0, num_gpus=rollout.num_gpus_per_worker).remote(
+        rollout.num_threads
+    )
+    await actor.start.remote(spec)
+    return actor

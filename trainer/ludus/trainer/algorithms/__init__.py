@@ -1,0 +1,1 @@
+"""The mathematics of training: pure functions of tensors that can be checked against papers."""

@@ -1,0 +1,106 @@
+"""Checkpoints: all it takes to go on as if nothing had happened.
+
+    checkpoints/step-00000050/
+        learner/     weights, optimizer, random state, one part per rank
+        model/       the weights as a Hugging Face folder, for evaluation and for others
+        state.json   RunState
+
+A checkpoint is written aside and renamed, so one that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ludus.proto.errors import CheckpointError
+from ludus.trainer.types import RolloutGroup
+
+_STATE_FILE = "state.json"
+
+
+class RunState(BaseModel):
+    """Where a run stands between two steps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = 0
+    """Batches trained on; also the version of the weights."""
+    next_group: int = 0
+    """Index of the next group that was never begun."""
+    unfinished_groups: list[int] = []
+    """Groups that were being played; they are played again."""
+    buffered_groups: list[RolloutGroup] = []
+    """Groups that waited for training."""
+    games_played: int = 0
+    games_trained: int = 0
+    episodes_lost: int = 0
+    weight_syncs: int = 0
+    canary_failures: int = 0
+    canary_max_error: float = 0.0
+    environment_restarts: int = 0
+    max_staleness_seen: int = 0
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def begin(self, step: int) -> Path:
+        """A folder to write the checkpoint of `step` into."""
+        aside = self._folder / f"step-{step:08d}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
+
+    def commit(self, aside: Path, state: RunState) -> Path:
+        """The checkpoint, now whole; the oldest beyond those kept are gone."""
+        (aside / _STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+        target = aside.with_suffix("")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        for old in list_checkpoints(self._folder)[: -self._keep]:
+            shutil.rmtree(old)
+        return target
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix == "")
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest whole checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = list_checkpoints(folder)
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint in '{folder}'; train first, or name one with --checkpoint"
+        )
+    return found[-1]
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Where the run stood.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = checkpoint / _STATE_FILE
+    try:
+        return RunState.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
+            "to go on from the one before, or start anew with --overwrite"
+        ) from error

@@ -1,0 +1,1 @@
+"""From groups to batches: admission, buffer, advantages, sharing of equal sequences."""

@@ -1,0 +1,93 @@
+"""The seams of the trainer: each is one or two verbs, with one real version per backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ludus.trainer.types import Completion, Probe, Sampling, WeightManifest
+
+StateDict = Mapping[str, torch.Tensor]
+"""Full tensors on the CPU, by the names of the Hugging Face model."""
+
+
+class GenerateFn(Protocol):
+    """Samples one completion; many calls at once become one batch."""
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt for an engine."""
+
+    request_id: int
+    prompt_ids: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """The finished answer to an EngineRequest."""
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+class Engine(Protocol):
+    """What samples tokens. Not thread-safe: one thread owns it."""
+
+    def submit(self, request: EngineRequest) -> None:
+        """Nothing; takes the request into the batch that runs."""
+        ...
+
+    def step(self) -> list[EngineOutput]:
+        """What finished in one step of the batch; at least one step nearer to empty."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """True while a submitted request has no output yet."""
+        ...
+
+    def load_weights(self, state: StateDict) -> None:
+        """Nothing; from the next step on these weights sample."""
+        ...
+
+    def score(self, probe: Probe) -> list[float]:
+        """Log-probs of the probe's completion under the weights that would sample now."""
+        ...
+
+    def close(self) -> None:
+        """Nothing; frees memory and processes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """A version that workers can fetch."""
+
+    manifest: WeightManifest
+    location: Any
+    """Where the store keeps the bytes; only the store that published it can read it."""
+
+
+class WeightStore(Protocol):
+    """Carries weights from the learner to the rollout workers."""
+
+    def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
+        """The version, complete and fetchable; older ones beyond the retention are dropped."""
+        ...
+
+    def fetch(self, published: PublishedWeights) -> StateDict:
+        """The tensors as they were published.
+
+        Raises:
+            WeightSyncError: missing, cut off or altered.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The policy's update: model, micro-batches, optimizer step, checkpoints."""

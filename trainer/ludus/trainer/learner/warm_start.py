@@ -1,0 +1,99 @@
+"""The warm start of a model made from nothing.
+
+It teaches the format only: the answers it copies are random legal ones, so the model begins
+as a player that knows how to speak and nothing of the game.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import Qwen2ForCausalLM
+
+from ludus.env import Message
+from ludus.proto.config import TinyModel
+from ludus.trainer.learner.model import Policy
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.types import TrainingSample
+
+_SAMPLES_PER_UPDATE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the environment said, and what a player answered."""
+
+    messages: list[Message]
+    answer: str
+
+
+Conversation = list[Exchange]
+
+
+def warm_start(
+    model: Qwen2ForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
+) -> float:
+    """The mean cross-entropy per answer token in the last pass, after training on `samples`."""
+    policy = Policy(model, temperature=1.0).train()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.warm_start_learning_rate)
+    per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=config.warm_start_learning_rate,
+        total_steps=per_epoch * config.warm_start_epochs,
+    )
+    shuffler = random.Random(seed)
+    losses: list[float] = []
+    for _ in range(config.warm_start_epochs):
+        order = shuffler.sample(range(len(samples)), len(samples))
+        losses = []
+        for start in range(0, len(order), _SAMPLES_PER_UPDATE):
+            chosen = [samples[i] for i in order[start : start + _SAMPLES_PER_UPDATE]]
+            loss = _cross_entropy(policy, chosen)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+    return float(np.mean(losses))
+
+
+def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample:
+    """The conversation as tokens, with the answers as the tokens to learn."""
+    token_ids: list[int] = []
+    loss_mask: list[bool] = []
+    for exchange in conversation:
+        prompt_ids = (
+            chat.next_prompt(exchange.messages, ended=True)
+            if token_ids
+            else chat.first_prompt(exchange.messages)
+        )
+        answer_ids = chat.answer_ids(exchange.answer)
+        token_ids += prompt_ids + answer_ids
+        loss_mask += [False] * len(prompt_ids) + [True] * len(answer_ids)
+    return TrainingSample(token_ids, loss_mask, [0.0] * len(token_ids), advantage=0.0)
+
+
+def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
+    """The texts a tokenizer learns its words from, as the chat template will frame them."""
+    for conversation in conversations:
+        for exchange in conversation:
+            for message in exchange.messages:
+                yield f"{message['role']}\n{message['content']}"
+            yield f"assistant\n{exchange.answer}"
+
+
+def _cross_entropy(policy: Policy, samples: Sequence[TrainingSample]) -> torch.Tensor:
+    longest = max(len(sample.token_ids) for sample in samples)
+    token_ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+    sampled = torch.zeros(len(samples), longest, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        token_ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
+        sampled[row, : len(sample.token_ids)] = torch.tensor(sample.loss_mask)
+    logprobs, _ = policy(token_ids, sampled)
+    return -logprobs.sum() / sampled.sum()

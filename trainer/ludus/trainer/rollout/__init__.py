@@ -1,0 +1,1 @@
+"""Playing episodes with a language model: chat, engines, episodes, groups."""

@@ -1,0 +1,114 @@
+"""One episode: the policy and the environment in turns.
+
+        messages             prompt tokens           sampled tokens
+    env ---------> chat ----------------> generate ------------------> text
+     ^                                                                  |
+     +------------------------------- step <----------------------------+
+
+An episode that infrastructure ended is data with status LOST and reward None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ludus.env import StepResult
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.proto.config import RolloutConfig
+from ludus.proto.errors import ActionError, InfrastructureError
+from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.face import Face
+from ludus.trainer.types import Rollout, RolloutStatus, Sampling, Turn, join_turns
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """What it takes to play: the environment, the policy, and the language between them."""
+
+    client: AsyncEnvClient
+    generate: GenerateFn
+    chat: ChatTokenizer
+    face: Face
+    limits: RolloutConfig
+
+    async def play(self, seed: int, sampling: Sampling) -> Rollout:
+        """One episode of the deal `seed`."""
+        episode = _Episode(self, seed, sampling)
+        try:
+            session, first = await self.client.open(seed=seed, close_when_done=True)
+        except InfrastructureError:
+            return episode.end(RolloutStatus.LOST)
+        try:
+            return episode.end(await episode.run(session, first))
+        except InfrastructureError:
+            return episode.end(RolloutStatus.LOST)
+        finally:
+            if not episode.is_over:
+                await _close(session)
+
+
+class _Episode:
+    """The state of one episode while it is played."""
+
+    def __init__(self, player: Player, seed: int, sampling: Sampling) -> None:
+        self._player = player
+        self._seed = seed
+        self._sampling = sampling
+        self._turns: list[Turn] = []
+        self._return = 0.0
+        self.is_over = False
+        """True when the server has ended the episode and freed the session by itself."""
+
+    async def run(self, session: AsyncSession, result: StepResult) -> RolloutStatus:
+        """How the episode ended; turns and return are collected on the way."""
+        player, chat = self._player, self._player.chat
+        token_ids = prompt_ids = chat.first_prompt(player.face.messages(result, first=True))
+        while self._has_room(len(token_ids)):
+            completion = await player.generate(token_ids, self._sampling)
+            self._turns.append(Turn(prompt_ids, completion))
+            text = chat.decode(completion.token_ids)
+            try:
+                result = await session.step(**player.face.action(text, result))
+            except ActionError:
+                self._return += player.limits.invalid_action_reward
+                return RolloutStatus.INVALID_ACTION
+            self._return += result.reward or 0.0
+            if result.done:
+                self.is_over = True
+                ended = result.terminated
+                return RolloutStatus.TERMINATED if ended else RolloutStatus.TRUNCATED
+            messages = player.face.messages(result, first=False)
+            prompt_ids = chat.next_prompt(messages, ended=completion.stopped)
+            token_ids = [*token_ids, *completion.token_ids, *prompt_ids]
+        return RolloutStatus.TRUNCATED
+
+    def end(self, status: RolloutStatus) -> Rollout:
+        """The finished rollout; without a reward when it was lost or nothing was sampled."""
+        token_ids, loss_mask, logprobs = join_turns(self._turns)
+        scored = status is not RolloutStatus.LOST and self._turns
+        versions: Sequence[int] = [turn.completion.policy_version for turn in self._turns]
+        return Rollout(
+            seed=self._seed,
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            reward=self._return if scored else None,
+            status=status,
+            num_turns=len(self._turns),
+            policy_version=min(versions, default=0),
+        )
+
+    def _has_room(self, num_tokens: int) -> bool:
+        limits = self._player.limits
+        fits = num_tokens + limits.max_completion_tokens <= limits.max_tokens
+        return fits and len(self._turns) < limits.max_turns
+
+
+async def _close(session: AsyncSession) -> None:
+    try:
+        await session.close()
+    except InfrastructureError:
+        # The session died with its server: nothing is left to free.
+        return

@@ -1,0 +1,149 @@
+"""Runs an engine in a thread of its own and gives the event loop one coroutine: generate.
+
+    event loop                          engine thread
+    ----------                          -------------
+    await generate(...)   -- inbox -->  submit, step, step ...
+    future is resolved    <-- batch --  outputs of a step
+    await load(...)       -- inbox -->  between two steps: weights change in flight
+
+The thread takes all that waits in the inbox before each step, so calls that arrive while a
+step runs form the next batch without any timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest, StateDict
+from ludus.trainer.types import Completion, Probe, Sampling
+
+
+@dataclass(slots=True)
+class _Pending:
+    future: asyncio.Future[Completion]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Something to run on the engine's thread between two steps."""
+
+    run: Callable[[], Any]
+    future: asyncio.Future[Any]
+
+
+class Generator:
+    """An engine behind coroutines; made and used on one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[list[EngineRequest] | _Order | None] = queue.SimpleQueue()
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = itertools.count()
+        self._unsent: list[EngineRequest] = []
+        self._version = 0
+        self._failure: BaseException | None = None
+        self.num_tokens_generated = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """One sampled completion."""
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed") from self._failure
+        request_id = next(self._next_id)
+        pending = _Pending(self._loop.create_future(), self._version)
+        self._pending[request_id] = pending
+        if not self._unsent:
+            # All calls of this turn of the event loop travel together.
+            self._loop.call_soon(self._send)
+        self._unsent.append(EngineRequest(request_id, prompt_ids, sampling))
+        return await pending.future
+
+    async def load_weights(self, state: StateDict, version: int) -> None:
+        """Nothing; once it returns, new tokens come from these weights."""
+
+        def load() -> None:
+            self._engine.load_weights(state)
+
+        await self._order(load)
+        self._version = version
+
+    async def score(self, probe: Probe) -> list[float]:
+        """Log-probs of the probe's completion under the weights that sample now."""
+        return await self._order(lambda: self._engine.score(probe))
+
+    def close(self) -> None:
+        """Nothing; stops the thread and closes the engine."""
+        self._inbox.put(None)
+        self._thread.join(timeout=10)
+
+    async def _order(self, run: Callable[[], Any]) -> Any:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._inbox.put(_Order(run, future))
+        return await future
+
+    def _send(self) -> None:
+        self._inbox.put(self._unsent)
+        self._unsent = []
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._take_inbox():
+                outputs = self._engine.step() if self._engine.has_work else []
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except BaseException as error:  # noqa: BLE001 - handed to every waiting caller
+            self._loop.call_soon_threadsafe(self._fail, error)
+        finally:
+            self._engine.close()
+
+    def _take_inbox(self) -> bool:
+        """False once closed; waits only while the engine has nothing to do."""
+        wait = not self._engine.has_work
+        while True:
+            try:
+                item = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if item is None:
+                return False
+            if isinstance(item, _Order):
+                self._execute(item)
+            else:
+                for request in item:
+                    self._engine.submit(request)
+
+    def _execute(self, order: _Order) -> None:
+        try:
+            result = order.run()
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            self._loop.call_soon_threadsafe(order.future.set_exception, error)
+        else:
+            self._loop.call_soon_threadsafe(order.future.set_result, result)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            pending = self._pending.pop(output.request_id)
+            self.num_tokens_generated += len(output.token_ids)
+            if pending.future.cancelled():
+                continue
+            pending.future.set_result(
+                Completion(output.token_ids, output.logprobs, pending.version, output.stopped)
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        self._pending.clear()

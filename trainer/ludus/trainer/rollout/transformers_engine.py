@@ -1,0 +1,134 @@
+"""Samples with plain transformers: exact, dependency-free, fastest for tiny models on a CPU.
+
+Prompts of equal length form a batch without padding, and equal prompts are computed once:
+the episodes of a same-seed group begin with the same tokens, so most of a batch is shared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.types import Probe
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class TransformersEngine:
+    """One model in this process; each step answers the waiting requests of one length."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, end_token_id: int, seed: int, max_batch_size: int = 1024
+    ) -> None:
+        self._model = model.eval()
+        self._device = model.device
+        self._end_token_id = end_token_id
+        self._max_batch_size = max_batch_size
+        self._random = torch.Generator(device=self._device).manual_seed(seed)
+        self._waiting: dict[int, list[EngineRequest]] = defaultdict(list)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a submitted request has no output yet."""
+        return bool(self._waiting)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Nothing; the request waits for requests of the same length."""
+        self._waiting[len(request.prompt_ids)].append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[EngineOutput]:
+        """The answers to all waiting requests of the most common length."""
+        length = max(self._waiting, key=lambda key: len(self._waiting[key]))
+        requests = self._waiting.pop(length)
+        if rest := requests[self._max_batch_size :]:
+            self._waiting[length] = rest
+        return list(self._answer([_Sequence(r) for r in requests[: self._max_batch_size]]))
+
+    def load_weights(self, state: StateDict) -> None:
+        """Nothing; copies the tensors into the model in place."""
+        with torch.no_grad():
+            own = self._model.state_dict(keep_vars=True)
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+
+    @torch.inference_mode()
+    def score(self, probe: Probe) -> list[float]:
+        """Log-probs of the probe's completion at temperature 1."""
+        ids = torch.tensor([probe.prompt_ids + probe.completion_ids], device=self._device)
+        num_answer = len(probe.completion_ids)
+        logits = self._model(input_ids=ids[:, :-1], logits_to_keep=num_answer).logits
+        return token_logprobs(logits.float(), ids[:, -num_answer:])[0].tolist()
+
+    def close(self) -> None:
+        """Nothing to free."""
+        return None
+
+    def _answer(self, sequences: list[_Sequence]) -> Iterator[EngineOutput]:
+        unique, row_of = _unique_prompts(sequences)
+        cache = DynamicCache(config=self._model.config)
+        ids = torch.tensor(unique, device=self._device)
+        logits = self._forward(ids, cache)[row_of]
+        cache.batch_select_indices(row_of)
+        alive = sequences
+        while True:
+            ids, logprobs = self._sample(logits, alive)
+            finished, kept = [], []
+            columns = zip(alive, ids.tolist(), logprobs.tolist(), strict=True)
+            for row, (sequence, token_id, logprob) in enumerate(columns):
+                sequence.token_ids.append(token_id)
+                sequence.logprobs.append(logprob)
+                (finished if self._is_finished(sequence) else kept).append(row)
+            yield from (self._output(alive[row]) for row in finished)
+            if not kept:
+                return
+            if finished:
+                rows = torch.tensor(kept, device=self._device)
+                cache.batch_select_indices(rows)
+                ids = ids[rows]
+                alive = [alive[row] for row in kept]
+            logits = self._forward(ids[:, None], cache)
+
+    def _forward(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Logits of the next token, [rows, vocabulary]."""
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1].float()
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: Sequence[_Sequence]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        temperatures = [sequence.request.sampling.temperature for sequence in sequences]
+        scale = torch.tensor(temperatures, device=self._device)[:, None]
+        greedy = scale[:, 0] == 0
+        logprobs = torch.log_softmax(logits / torch.where(scale == 0, 1.0, scale), dim=-1)
+        ids = torch.multinomial(logprobs.exp(), 1, generator=self._random)[:, 0]
+        ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
+        return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+    def _is_finished(self, sequence: _Sequence) -> bool:
+        full = len(sequence.token_ids) >= sequence.request.sampling.max_tokens
+        return full or sequence.token_ids[-1] == self._end_token_id
+
+    def _output(self, sequence: _Sequence) -> EngineOutput:
+        stopped = sequence.token_ids[-1] == self._end_token_id
+        return EngineOutput(
+            sequence.request.request_id, sequence.token_ids, sequence.logprobs, stopped
+        )
+
+
+def _unique_prompts(sequences: Sequence[_Sequence]) -> tuple[list[list[int]], torch.Tensor]:
+    """The different prompts, and for each sequence the row of its own."""
+    rows: dict[tuple[int, ...], int] = {}
+    row_of = [rows.setdefault(tuple(s.request.prompt_ids), len(rows)) for s in sequences]
+    return [list(prompt) for prompt in rows], torch.tensor(row_of)
