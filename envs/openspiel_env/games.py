@@ -1,4 +1,4 @@
-"""Loading OpenSpiel games: any sequential one by name, with what the environment must know of it."""
+"""Loading OpenSpiel games: any sequential one by name, with what a seat must know of it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyspiel
+
 from ludus.proto.errors import ConfigError, NotFoundError
 
 _Dynamics = pyspiel.GameType.Dynamics
 _Information = pyspiel.GameType.Information
 
-UNIFORM_CHANCE_GAMES = frozenset(
-    {"blackjack", "catch", "gin_rummy", "hearts", "kuhn_poker", "leduc_poker", "pig", "spades"}
-)
-"""Games whose chance events are all equally likely: drawing by index spares OpenSpiel from
-listing a probability per event, which is most of the cost of a step."""
+UNIFORM_CHANCE_GAMES = frozenset({"blackjack", "catch", "kuhn_poker", "leduc_poker"})
+"""Games whose chance events are always equally likely: drawing by index spares OpenSpiel from
+listing a probability per event, which would be most of the cost of a step."""
 
 PUBLIC_MOVE_GAMES = frozenset(
     {"kuhn_poker", "leduc_poker", "liars_dice", "repeated_leduc_poker", "universal_poker"}
@@ -38,37 +37,34 @@ SLOW_GAMES = frozenset(
         "yacht",
     }
 )
-"""Games whose steps take longer than about a millisecond."""
+"""Games with moves, or chance between moves, that take longer than about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGame:
-    """A sequential game and what the environment must know of it."""
+    """A sequential game and what a player's seat must know of it."""
 
     name: str
     """As it was asked for, for example "kuhn_poker" or "kuhn_poker(players=3)"."""
-    short_name: str
-    """OpenSpiel's name without parameters."""
-    long_name: str
     params: dict[str, Any]
     """As they were asked for."""
     game: pyspiel.Game
+    short_name: str
+    """OpenSpiel's name, without parameters."""
+    long_name: str
     num_players: int
     is_turn_based: bool
     """True where players who would move at once are asked one after another instead."""
     has_uniform_chance: bool
+    has_perfect_information: bool
     shows_moves: bool
     """False where a player may not see what another one did."""
-    has_perfect_information: bool
     has_random_seed: bool
-    """True where OpenSpiel itself draws random numbers; `reseeded` fixes them."""
+    """True where OpenSpiel itself draws random numbers."""
 
     def reseeded(self, seed: int) -> pyspiel.Game:
-        """The game with its own random numbers fixed by the seed; itself where it draws none."""
-        if not self.has_random_seed:
-            return self.game
-        game = pyspiel.load_game(self.short_name, {**self.params, "rng_seed": seed})
-        return pyspiel.convert_to_turn_based(game) if self.is_turn_based else game
+        """The game with OpenSpiel's own random numbers fixed by a 31-bit seed."""
+        return pyspiel.load_game(self.short_name, {**self.game.get_parameters(), "rng_seed": seed})
 
 
 def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
@@ -81,44 +77,39 @@ def load_game(name: str, params: Mapping[str, Any] | None = None) -> LoadedGame:
         NotFoundError: there is no game of that name.
         ConfigError: the parameters do not fit, or the game cannot be played turn by turn.
     """
-    # Games never change and are slow to build; a server has one per process, not per session.
+    # Games never change and some take long to build: one per process, not one per session.
     return _load_game(name, json.dumps(dict(params or {}), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=32)
 def _load_game(name: str, params_json: str) -> LoadedGame:
     params = json.loads(params_json)
-    short_name = name.partition("(")[0].strip()
+    short_name = _short_name(name)
     _require_registered(short_name)
     try:
         game = pyspiel.load_game(name, params) if params else pyspiel.load_game(name)
     except (pyspiel.SpielError, TypeError) as error:
         raise ConfigError(
-            f"expected parameters that OpenSpiel's game {short_name!r} takes, got "
-            f"{name!r} with {params}: {error}; mend game or game_params"
+            f"expected parameters that OpenSpiel's game {short_name!r} takes, got {name!r} "
+            f"with {params}: {error}; mend game or game_params"
         ) from error
-    return _describe(name, params, *_made_sequential(name, game))
-
-
-def _describe(
-    name: str, params: dict[str, Any], game: pyspiel.Game, is_turn_based: bool
-) -> LoadedGame:
     kind = game.get_type()
-    short_name = name.partition("(")[0].strip()
-    has_perfect_information = kind.information == _Information.PERFECT_INFORMATION
-    has_random_seed = "(" not in name and "rng_seed" in kind.parameter_specification
+    sequential_game = _made_sequential(name, game)
+    has_perfect_information = (
+        kind.information == _Information.PERFECT_INFORMATION and sequential_game is game
+    )
     return LoadedGame(
         name=name,
+        params=params,
+        game=sequential_game,
         short_name=short_name,
         long_name=kind.long_name,
-        params=params,
-        game=game,
         num_players=game.num_players(),
-        is_turn_based=is_turn_based,
+        is_turn_based=sequential_game is not game,
         has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
-        shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_perfect_information=has_perfect_information,
-        has_random_seed=has_random_seed and "rng_seed" not in params,
+        shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
+        has_random_seed="rng_seed" in kind.parameter_specification,
     )
 
 
@@ -129,11 +120,13 @@ def _require_registered(short_name: str) -> None:
     if short_name in names:
         return
     close = difflib.get_close_matches(short_name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see pyspiel.registered_names()"
+    hint = (
+        f"did you mean {' or '.join(close)}?" if close else "pyspiel.registered_names() lists all"
+    )
     raise NotFoundError(f"expected the name of an OpenSpiel game, got {short_name!r}; {hint}")
 
 
-def _made_sequential(name: str, game: pyspiel.Game) -> tuple[pyspiel.Game, bool]:
+def _made_sequential(name: str, game: pyspiel.Game) -> pyspiel.Game:
     kind = game.get_type()
     if kind.action_structs_only:
         raise ConfigError(
@@ -141,10 +134,19 @@ def _made_sequential(name: str, game: pyspiel.Game) -> tuple[pyspiel.Game, bool]
             "structures; choose another game"
         )
     if kind.dynamics == _Dynamics.SEQUENTIAL:
-        return game, False
+        return game
     if kind.dynamics == _Dynamics.SIMULTANEOUS:
-        return pyspiel.convert_to_turn_based(game), True
+        return pyspiel.convert_to_turn_based(game)
     raise ConfigError(
-        f"expected a sequential game, got {name!r}, a mean-field game, whose single player "
-        "stands for a population; choose another game"
+        f"expected a game for separate players, got {name!r}, a mean-field game, whose one "
+        "player stands for a population; choose another game"
     )
+
+
+def is_slow(name: str) -> bool:
+    """True where a move can take longer than about a millisecond."""
+    return _short_name(name) in SLOW_GAMES
+
+
+def _short_name(name: str) -> str:
+    return name.partition("(")[0].strip()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ludus.env import Action, Observation, State
 from pydantic import Field
+
+from ludus.env import Action, Observation, State
 
 UNNAMED_GAME = "catch"
 """OpenEnv's clients send this game name when their user named none, whatever is played."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ludus.env import Action, Environment, Message, Observation, State, Transition
+from ludus.env.server import run_server_cli
 from ludus.proto.errors import ActionParseError, EpisodeStateError, ErrorCode, IllegalActionError
 
 NUM_STEPS = 5
@@ -87,7 +88,7 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
         if action.add == 13:
             raise ValueError("unlucky")
         if action.add == 99:
-            time.sleep(1.0)
+            time.sleep(0.4)
         self._state.total += action.add
         self._state.step_count += 1
         terminated = self._state.step_count >= NUM_STEPS
@@ -120,3 +121,7 @@ class ThreadedCountingEnv(CountingEnv):
     """The same in the server's threads."""
 
     steps_on_event_loop = False
+
+
+if __name__ == "__main__":
+    run_server_cli(CountingEnv)

@@ -61,17 +61,19 @@ def write_config(run_dir: Path, name: str) -> None:
 
 def metrics_rows(num_steps: int) -> list[MetricsRow]:
     noise = random.Random(3)
-    rows = [
-        MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
-        for phase in (Phase.START_ENVIRONMENT, Phase.PREPARE_MODEL, Phase.EVALUATE)
-    ]
-    rows.append(eval_row(0, 2000, noise))
-    rows.append(MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0))
+    rows = [phase_row(Phase.PREPARE_MODEL), eval_row(0, 2000, noise), phase_row(Phase.TRAIN)]
+    rows.append(
+        MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)
+    )
     for step in range(1, num_steps + 1):
         rows.append(train_row(step, noise))
         if step % 10 == 0 and step < NUM_STEPS:
             rows.append(eval_row(step, 2000, noise))
     return rows
+
+
+def phase_row(phase: Phase) -> MetricsRow:
+    return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
 def skill(step: int) -> float:

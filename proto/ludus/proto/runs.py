@@ -6,7 +6,8 @@ runs/<name>/
     summary.json     Summary
     chart.json       PolicyChart, when the environment offers probes
     report.html      made from the files above
-    trainer.log      what the trainer's processes logged
+    trainer.log      what the trainer's driver logged
+    environment.log  what the environment server that the run started logged
     checkpoints/     step-<n>/, newest last
 """
 
@@ -25,6 +26,7 @@ EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
 REPORT_FILE = "report.html"
 LOG_FILE = "trainer.log"
+ENVIRONMENT_LOG_FILE = "environment.log"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 

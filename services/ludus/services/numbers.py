@@ -51,16 +51,24 @@ def compact(value: float) -> str:
     return _short(value)
 
 
+def axis_count(value: float, largest: float) -> str:
+    """A count on an axis, in the unit that suits the largest one there: "0", "5k", "10k"."""
+    for limit, divisor, unit in ((1e7, 1e6, "M"), (1e4, 1e3, "k")):
+        if largest >= limit and value:
+            return f"{value / divisor:,g}{unit}"
+    return f"{value:,g}"
+
+
 def duration(seconds: float) -> str:
     """A time as "8.4 s", "94 s", "12 min 30 s" or "3 h 20 min"."""
     if seconds < 10:
-        return f"{seconds:.1f}\u00a0s"
+        return f"{seconds:.1f} s"
     if seconds < 120:
-        return f"{seconds:.0f}\u00a0s"
+        return f"{seconds:.0f} s"
     minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 120:
-        return f"{minutes}\u00a0min {rest_s}\u00a0s" if rest_s else f"{minutes}\u00a0min"
-    return f"{minutes // 60}\u00a0h {minutes % 60}\u00a0min"
+        return f"{minutes} min {rest_s} s" if rest_s else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _short(value: float) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ludus.proto.errors import CheckpointError
+from ludus.proto.runs import PolicyResult
 from ludus.trainer.types import RolloutGroup
 
 _STATE_FILE = "state.json"
@@ -43,6 +44,8 @@ class RunState(BaseModel):
     canary_max_error: float = 0.0
     environment_restarts: int = 0
     max_staleness_seen: int = 0
+    start: PolicyResult | None = None
+    """The policy before training, once it was judged."""
 
 
 class CheckpointFolder:
@@ -68,6 +71,16 @@ class CheckpointFolder:
         for old in list_checkpoints(self._folder)[: -self._keep]:
             shutil.rmtree(old)
         return target
+
+
+def learner_folder(checkpoint: Path) -> Path:
+    """The learner's part of a checkpoint."""
+    return checkpoint / "learner"
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """The checkpoint's weights as a Hugging Face folder."""
+    return checkpoint / "model"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -18,10 +19,12 @@ from ludus.proto.runs import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
+    EvalReport,
     MetricsRow,
     Phase,
     read_metrics,
 )
+from ludus.trainer.metrics import eval_values
 
 
 class RunFolder:
@@ -43,15 +46,24 @@ class RunFolder:
         """
         path = Path(run.output_dir) / run.name
         if path.exists() and any(path.iterdir()):
-            if not overwrite:
-                raise ConfigError(
-                    f"'{path}' holds a run already; go on with --resume, replace it with "
-                    "--overwrite, or take another name"
-                )
-            shutil.rmtree(path)
+            cls._clear(path, overwrite=overwrite)
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
         return cls(path)
+
+    @staticmethod
+    def _clear(path: Path, *, overwrite: bool) -> None:
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"'{path}' is not empty and not the folder of a run; take another name or "
+                "output_dir"
+            )
+        if any(path.glob(f"{CHECKPOINTS_FOLDER}/step-*")) and not overwrite:
+            raise ConfigError(
+                f"'{path}' holds a run already; go on with --resume, replace it with "
+                "--overwrite, or take another name"
+            )
+        shutil.rmtree(path)
 
     @classmethod
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
@@ -87,21 +99,13 @@ class RunFolder:
             )
         )
 
-    def row(
-        self, kind: str, step: int, num_games_trained: int, values: Mapping[str, float]
-    ) -> None:
-        """Nothing; appends a row of metrics."""
-        self._write(
-            MetricsRow.model_validate(
-                {
-                    "kind": kind,
-                    "step": step,
-                    "elapsed_s": self.elapsed_s,
-                    "num_games_trained": num_games_trained,
-                    "values": {str(name): float(value) for name, value in values.items()},
-                }
-            )
-        )
+    def trained(self, step: int, num_games_trained: int, values: Mapping[str, float]) -> None:
+        """Nothing; appends a training step's row."""
+        self._write(self._row("train", step, num_games_trained, values))
+
+    def evaluated(self, step: int, num_games_trained: int, report: EvalReport) -> None:
+        """Nothing; appends an evaluation's row."""
+        self._write(self._row("eval", step, num_games_trained, eval_values(report)))
 
     def record(self, name: str, record: BaseModel) -> None:
         """Nothing; writes a file of the folder as a whole or not at all."""
@@ -110,6 +114,21 @@ class RunFolder:
     def close(self) -> None:
         """Nothing; closes the files."""
         self._metrics.close()
+
+    def _row(
+        self,
+        kind: Literal["train", "eval"],
+        step: int,
+        num_games_trained: int,
+        values: Mapping[str, float],
+    ) -> MetricsRow:
+        return MetricsRow(
+            kind=kind,
+            step=step,
+            elapsed_s=self.elapsed_s,
+            num_games_trained=num_games_trained,
+            values={str(name): float(value) for name, value in values.items()},
+        )
 
     def _write(self, row: MetricsRow) -> None:
         self._metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")

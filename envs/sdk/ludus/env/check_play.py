@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import orjson
 
 from ludus.env.core import EnvironmentFactory
-from ludus.env.environment import Environment
+from ludus.env.environment import AnyEnvironment
 from ludus.env.types import Action, Observation, Transition
 from ludus.proto.errors import ConfigError
 
-ActionSource = Callable[[Environment, Observation, random.Random], Action]
+ActionSource = Callable[[AnyEnvironment, Observation, random.Random], Action]
 
 
 @dataclass
@@ -24,9 +24,9 @@ class CheckedEnvironment:
     seeds: Sequence[int]
     num_steps: int
     choose_action: ActionSource
-    _made: list[Environment] = field(default_factory=list)
+    _made: list[AnyEnvironment] = field(default_factory=list)
 
-    def make(self) -> Environment:
+    def make(self) -> AnyEnvironment:
         """A new instance, which `close` closes."""
         environment = self.factory()
         self._made.append(environment)
@@ -104,7 +104,7 @@ def record_of(transition: Transition) -> bytes:
 
 
 def random_legal_action(
-    environment: Environment, observation: Observation, generator: random.Random
+    environment: AnyEnvironment, observation: Observation, generator: random.Random
 ) -> Action:
     """An action drawn from the legal answers, or from the observation's `legal_actions`.
 

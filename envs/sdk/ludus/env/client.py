@@ -9,6 +9,7 @@ async with await AsyncEnvClient.connect("grpc://127.0.0.1:18000") as client:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,6 +91,7 @@ class AsyncEnvClient:
         """
         args = ResetArgs(seed, episode_id, options or {})
         wire, first = await self._transport.open(args, close_when_done)
+        assert first is not None, "a reset was asked for"
         return AsyncSession(wire, close_when_done), first
 
     async def open_session(self) -> AsyncSession:
@@ -101,20 +103,23 @@ class AsyncEnvClient:
         self, steps: Sequence[tuple[AsyncSession, Action | JsonObject | str]]
     ) -> list[StepResult | EnvError]:
         """One result or error per step, in order; a str is text, anything else an action."""
-        begun: list[AsyncSession] = []
+        outcomes: list[StepResult | EnvError | None] = [None] * len(steps)
+        begun: list[tuple[int, AsyncSession, StepCall]] = []
+        for index, (session, action) in enumerate(steps):
+            try:
+                begun.append((index, session, session._begin_step(encode_action(action))))
+            except EnvError as error:
+                outcomes[index] = error
         try:
-            calls = []
-            for session, action in steps:
-                calls.append(session._begin_step(encode_action(action)))
-                begun.append(session)
-            outcomes = await self._transport.step_many(calls)
+            answers = await self._transport.step_many([call for _, _, call in begun])
         except BaseException as error:
-            for session in begun:
+            for _, session, _ in begun:
                 session._end_step(error)
             raise
-        for session, outcome in zip(begun, outcomes, strict=True):
-            session._end_step(outcome)
-        return outcomes
+        for (index, session, _), answer in zip(begun, answers, strict=True):
+            session._end_step(answer)
+            outcomes[index] = answer
+        return [outcome for outcome in outcomes if outcome is not None]
 
     async def close(self) -> None:
         """Ends the connection and with it all its sessions."""
@@ -205,7 +210,8 @@ class AsyncSession:
         """Frees the session; one that is gone already is no error."""
         if self._gone is None:
             self._gone = "it was closed"
-            await self._wire.close()
+            with contextlib.suppress(SessionLostError):
+                await self._wire.close()
 
     async def __aenter__(self) -> AsyncSession:
         return self

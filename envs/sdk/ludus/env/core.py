@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.environment import Environment
+from ludus.env.environment import AnyEnvironment
 from ludus.env.session import Owner, Session
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.errors import (
@@ -37,7 +37,7 @@ from ludus.proto.errors import (
 
 _log = logging.getLogger(__name__)
 
-EnvironmentFactory = Callable[[], Environment]
+EnvironmentFactory = Callable[[], AnyEnvironment]
 ResultT = TypeVar("ResultT")
 
 STEP_THREAD_NAME = "ludus-env-step"
@@ -92,8 +92,8 @@ class SessionCore:
 
     @property
     def factory_name(self) -> str:
-        """The factory's own name, for messages."""
-        return getattr(self._factory, "__name__", type(self._factory).__name__)
+        """The factory's own name, or what it makes when it has none."""
+        return getattr(self._factory, "__name__", self.environment_type.__name__)
 
     # -- calls without a wait, for environments that step on the event loop ------------
 
@@ -352,7 +352,7 @@ _CONNECTION_ENDED = "the connection that opened it ended"
 _EPISODE_ENDED = "its episode ended and it was opened with close_when_done"
 
 
-def describe_environment(environment: Environment, max_sessions: int) -> EnvironmentDescription:
+def describe_environment(environment: AnyEnvironment, max_sessions: int) -> EnvironmentDescription:
     """What a server says of this environment."""
     kind = type(environment)
     return EnvironmentDescription(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import orjson
 from pydantic import ValidationError
 
 from ludus.env.environment import TextFace
-from ludus.env.types import Action, JsonObject, Observation, Transition
+from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, InvalidCallError
 
+MAX_SEED = 2**64 - 1
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -22,6 +24,10 @@ class ResetArgs:
     seed: int | None = None
     episode_id: str = ""
     options: JsonObject = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class EncodedResult:
 
 
 def encode_transition(
-    transition: Transition[Observation], face: TextFace | None, step_index: int
+    transition: Transition[Any], face: TextFace[Any, Any] | None, step_index: int
 ) -> EncodedResult:
     """The transition with everything that varies turned into JSON, and its text view."""
     observation = transition.observation

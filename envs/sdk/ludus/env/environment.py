@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ludus.env.types import (
     Action,
@@ -17,15 +17,18 @@ from ludus.env.types import (
     Transition,
 )
 
+ReadActionT = TypeVar("ReadActionT", bound=Action, covariant=True)
+ShownObservationT = TypeVar("ShownObservationT", bound=Observation, contravariant=True)
 
-class TextFace(Protocol[ActionT, ObservationT]):
+
+class TextFace(Protocol[ReadActionT, ShownObservationT]):
     """How a language model sees an environment and answers it."""
 
-    def render(self, observation: ObservationT, *, first: bool) -> list[Message]:
+    def render(self, observation: ShownObservationT, *, first: bool) -> list[Message]:
         """The messages that this observation adds; `first` is True right after a reset."""
         ...
 
-    def parse(self, text: str, observation: ObservationT) -> ActionT:
+    def parse(self, text: str, observation: ShownObservationT) -> ReadActionT:
         """The action that `text` means here.
 
         Raises:
@@ -33,7 +36,7 @@ class TextFace(Protocol[ActionT, ObservationT]):
         """
         ...
 
-    def legal_answers(self, observation: ObservationT) -> list[str]:
+    def legal_answers(self, observation: ShownObservationT) -> list[str]:
         """The legal actions as text that `parse` reads back; empty when they cannot be listed."""
         ...
 
@@ -89,3 +92,7 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     def close(self) -> None:
         """Frees what the environment holds; called once, also after errors."""
         return None
+
+
+AnyEnvironment = Environment[Any, Any, Any]
+"""An environment whose types do not matter here."""

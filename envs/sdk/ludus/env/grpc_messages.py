@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import orjson
@@ -12,6 +13,8 @@ from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, Text
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 
+CONNECTED_KEY = "ludus-connected"
+"""In the first metadata of a Connect stream: the server has accepted it."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """A batch that has grown beyond this is sent and the next one begun."""
@@ -136,7 +139,7 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
     )
 
 
-def fill_tensors(messages: Iterable[pb.Tensor], tensors: Mapping[str, np.ndarray]) -> None:
+def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
     """Appends the arrays to a repeated Tensor field."""
     for name, array in tensors.items():
         little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
@@ -17,6 +17,7 @@ from ludus.env.authentication import MISSING_TOKEN, is_authorized
 from ludus.env.core import SessionCore
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import (
+    CONNECTED_KEY,
     MAX_BATCH_BYTES,
     describe_message,
     fill_error,
@@ -30,7 +31,7 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 
 ResultT = TypeVar("ResultT")
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = grpc.aio.ServicerContext
 
 _STATUS_OF_CODE = {
     ErrorCode.INVALID_JSON: grpc.StatusCode.INVALID_ARGUMENT,
@@ -95,8 +96,7 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
         return response
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
-        # The client takes the first metadata as the sign that the stream is up.
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         owner = Owner()
         try:
             if self._core.runs_inline:
@@ -150,28 +150,28 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
 
     async def _serve(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
         kind = call.WhichOneof("call")
-        request = getattr(call, kind) if kind else None
         try:
-            if kind == "step":
-                await self._step(request, reply.result)
-            elif kind == "open":
-                await self._open(request, reply.open, owner)
-            elif kind == "reset":
-                await self._reset(request, reply.result)
-            elif kind == "state":
-                state_json = await self._core.state(request.session_id)
-                reply.state.session_id = request.session_id
-                reply.state.state_json = state_json
-            elif kind == "close":
-                await self._core.close(request.session_id)
-                reply.close.SetInParent()
-            else:
-                raise InvalidCallError(
-                    "expected one of open, reset, step, state, close; got an empty call",
-                    ErrorCode.UNKNOWN_TYPE,
-                )
+            match kind:
+                case "step":
+                    await self._step(call.step, reply.result)
+                case "open":
+                    await self._open(call.open, reply.open, owner)
+                case "reset":
+                    await self._reset(call.reset, reply.result)
+                case "state":
+                    reply.state.state_json = await self._core.state(call.state.session_id)
+                    reply.state.session_id = call.state.session_id
+                case "close":
+                    await self._core.close(call.close.session_id)
+                    reply.close.SetInParent()
+                case _:
+                    raise InvalidCallError(
+                        "expected one of open, reset, step, state, close; got an empty call",
+                        ErrorCode.UNKNOWN_TYPE,
+                    )
         except EnvError as error:
-            fill_error(reply.error, error, getattr(request, "session_id", ""))
+            session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
+            fill_error(reply.error, error, session_id)
 
     def _step_now(self, request: pb.StepRequest, reply: pb.Reply | pb.StepReply) -> int:
         """About how many bytes it added to the reply."""

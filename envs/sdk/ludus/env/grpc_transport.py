@@ -21,6 +21,7 @@ import orjson
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import (
+    CONNECTED_KEY,
     MAX_BATCH_BYTES,
     fill_reset_args,
     read_description,
@@ -67,11 +68,7 @@ class GrpcTransport:
 
     async def connect(self, patience_s: float) -> None:
         """Returns when a stream to the server is up."""
-        async with self._connecting:
-            if self._stream is not None and self._stream.broken is None:
-                return
-            deadline_s = asyncio.get_running_loop().time() + patience_s
-            self._stream = await retry_until(lambda: self._new_stream(deadline_s), patience_s)
+        await self._live_stream(patience_s)
 
     async def describe(self) -> EnvironmentDescription:
         """What the server says of its environment."""
@@ -81,10 +78,7 @@ class GrpcTransport:
         self, reset: ResetArgs | None, close_when_done: bool
     ) -> tuple[GrpcSession, StepResult | None]:
         """A new session on the live stream, which is made anew when it broke."""
-        stream = self._stream
-        if stream is None or stream.broken is not None:
-            await self.connect(self._options.reconnect_timeout_s)
-            stream = self._stream
+        stream = await self._live_stream(self._options.reconnect_timeout_s)
         call, future = stream.begin()
         call.open.close_when_done = close_when_done
         if reset is not None:
@@ -110,11 +104,19 @@ class GrpcTransport:
             await self._stream.close()
         await self._channel.close()
 
+    async def _live_stream(self, patience_s: float) -> _Stream:
+        """The stream, made anew when it broke; many callers wait for one attempt."""
+        async with self._connecting:
+            if self._stream is None or self._stream.broken is not None:
+                deadline_s = asyncio.get_running_loop().time() + patience_s
+                self._stream = await retry_until(lambda: self._new_stream(deadline_s), patience_s)
+            return self._stream
+
     async def _new_stream(self, deadline_s: float) -> _Stream:
         call = self._stub.Connect(metadata=self._metadata)
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         try:
-            await asyncio.wait_for(call.wait_for_connection(), remaining_s)
+            await asyncio.wait_for(_connected(call), remaining_s)
         except TimeoutError:
             call.cancel()
             raise UnavailableError(
@@ -290,6 +292,18 @@ class _Stream:
             if not future.done():
                 future.set_exception(SessionLostError(self.broken))
         self._tasks[0].cancel()
+
+
+async def _connected(call: Any) -> None:
+    """Returns when the server has accepted the stream, raises AioRpcError when it refuses."""
+    await call.wait_for_connection()
+    if CONNECTED_KEY in dict(await call.initial_metadata()):
+        return
+    # A refusal without metadata of its own looks like a connection at first.
+    status = await call.code()
+    raise grpc.aio.AioRpcError(
+        status, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
 
 
 _NO_CALL: tuple[None, float] = (None, 0.0)

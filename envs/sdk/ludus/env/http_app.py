@@ -6,6 +6,7 @@ each call has an environment of its own. A step there starts a fresh episode fir
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import orjson
@@ -90,9 +91,12 @@ def _add_episode_routes(app: FastAPI, core: SessionCore) -> None:
     async def reset(body: Annotated[ResetRequest | None, Body()] = None) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
         args = reset_args(data, core.environment_type, lenient=True)
-        session_id, first = await core.open(args)
-        await core.close(session_id)
-        return _observation(first)
+        session_id, _ = await core.open()
+        try:
+            result = await core.reset(session_id, args)
+        finally:
+            await core.close(session_id)
+        return _observation(result)
 
     @app.post("/step")
     async def step(body: StepRequest) -> Response:
@@ -122,8 +126,9 @@ def _observation(result: EncodedResult) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _error_handler(core: SessionCore):
-    async def handle(request: Request, error: EnvError) -> Response:
+def _error_handler(core: SessionCore) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EnvError), "registered for EnvError only"
         if isinstance(error.__cause__, ValidationError):
             body = orjson.dumps({"detail": faults(error.__cause__)})
             return Response(body, 422, media_type="application/json")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.env.core import SessionCore
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.environment import Environment
+from ludus.env.environment import AnyEnvironment
 from ludus.env.session import accepts_option
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode
@@ -87,7 +87,7 @@ class McpMessage(_Envelope):
 
 
 def reset_args(
-    data: JsonObject, environment_type: type[Environment], *, lenient: bool
+    data: JsonObject, environment_type: type[AnyEnvironment], *, lenient: bool
 ) -> ResetArgs:
     """The arguments of a reset.
 

@@ -21,11 +21,6 @@ from typing import NoReturn
 import grpc
 import uvicorn
 
-try:
-    import uvloop
-except ImportError:  # there is none for Windows
-    uvloop = None
-
 from ludus.env.core import STEP_THREAD_NAME, EnvironmentFactory, SessionCore
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.grpc_server import EnvServicer, TokenInterceptor
@@ -36,6 +31,7 @@ from ludus.proto.errors import ConfigError, PortInUseError, UserError
 _log = logging.getLogger(__name__)
 
 GRPC_PORT_OFFSET = 10_000
+_HTTP_GRACE_S = 1.0
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers share a port and split its calls
@@ -137,10 +133,10 @@ class EnvServer:
 
     async def stop(self) -> None:
         """Returns within about two seconds, when everything is closed."""
-        self._http_server.should_exit = True
-        self._tasks[1].cancel()
-        await self._grpc_server.stop(grace=0.3)
-        await self._tasks[0]
+        http_serving, sweeping = self._tasks
+        sweeping.cancel()
+        self._http_server.stop()
+        await asyncio.gather(self._grpc_server.stop(grace=0.3), http_serving)
         await self.core.shut_down()
 
     async def __aenter__(self) -> EnvServer:
@@ -266,7 +262,27 @@ async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> No
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` owns them."""
+    """uvicorn that stops when told, not when it next looks, and leaves signals to `serve`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Lets `serve` return."""
+        self._stop.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # fills the default headers
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_HTTP_GRACE_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -282,9 +298,11 @@ def _http_config(core: SessionCore, options: ServerOptions) -> uvicorn.Config:
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,
         access_log=False,
+        date_header=False,
+        server_header=False,
         log_config=None,
+        log_level="warning",
         lifespan="off",
-        timeout_graceful_shutdown=1,
     )
 
 
@@ -323,4 +341,8 @@ def _authority(host: str, port: int) -> str:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    return uvloop.new_event_loop() if uvloop is not None else asyncio.new_event_loop()
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
-from ludus.env.environment import Environment
+from ludus.env.environment import AnyEnvironment
 from ludus.env.types import JsonObject, Observation, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -56,7 +56,7 @@ class Session:
     def __init__(
         self,
         session_id: str,
-        environment: Environment,
+        environment: AnyEnvironment,
         *,
         close_when_done: bool,
         owner: Owner | None,
@@ -181,7 +181,7 @@ class Session:
 
 
 @functools.cache
-def declared_options(environment_type: type[Environment]) -> frozenset[str] | None:
+def declared_options(environment_type: type[AnyEnvironment]) -> frozenset[str] | None:
     """The names that the environment's `reset` accepts beside `seed`; None means any."""
     parameters = inspect.signature(environment_type.reset).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -189,13 +189,13 @@ def declared_options(environment_type: type[Environment]) -> frozenset[str] | No
     return frozenset(p.name for p in parameters) - {"self", "seed"}
 
 
-def accepts_option(environment_type: type[Environment], name: str) -> bool:
+def accepts_option(environment_type: type[AnyEnvironment], name: str) -> bool:
     """True when the environment's `reset` takes a keyword argument of that name."""
     declared = declared_options(environment_type)
     return declared is None or name in declared
 
 
-def _reject_unknown_options(environment_type: type[Environment], options: JsonObject) -> None:
+def _reject_unknown_options(environment_type: type[AnyEnvironment], options: JsonObject) -> None:
     unknown = [name for name in options if not accepts_option(environment_type, name)]
     if unknown:
         declared = ", ".join(sorted(declared_options(environment_type) or ())) or "none"

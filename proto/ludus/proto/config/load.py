@@ -139,7 +139,7 @@ def _follow(location: Sequence[str]) -> tuple[str, list[type[BaseModel]]]:
         names.append(part)
         if depth < len(location) - 1:
             fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-            sections = [model for field in fields for model in _models_in(field.annotation)]
+            sections = [model for field in fields for model in models_in(field.annotation)]
     return ".".join(names), sections
 
 
@@ -149,11 +149,12 @@ def _closest(key: str, sections: Sequence[type[BaseModel]]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The configuration sections that a field of this type may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_in(argument)
 
 
 def _kind(section: type[BaseModel]) -> str | None:

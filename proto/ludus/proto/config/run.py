@@ -94,6 +94,7 @@ class RunConfig(Section):
     """How weights reach the rollout workers."""
     eval: EvalConfig = EvalConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that trainer.log holds."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

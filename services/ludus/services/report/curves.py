@@ -33,6 +33,7 @@ class Measure:
     high: EvalMetric
     of_result: Callable[[PolicyResult], tuple[float, tuple[float, float]]]
     format: Callable[[float], str]
+    format_tick: Callable[[float], str]
     format_interval: Callable[[tuple[float, float]], str]
 
 
@@ -43,6 +44,7 @@ WIN_RATE = Measure(
     high=EvalMetric.WIN_RATE_CI95_HIGH,
     of_result=lambda result: (result.win_rate, result.win_rate_ci95),
     format=percent,
+    format_tick=lambda share: percent(share, 0),
     format_interval=percent_interval,
 )
 EXPECTED_RETURN = Measure(
@@ -52,6 +54,7 @@ EXPECTED_RETURN = Measure(
     high=EvalMetric.RETURN_CI95_HIGH,
     of_result=lambda result: (result.expected_return, result.expected_return_ci95),
     format=lambda value: fixed(value, 3),
+    format_tick=lambda value: fixed(value, 2),
     format_interval=fixed_interval,
 )
 
@@ -67,7 +70,7 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
     _TrainingCurve(TrainMetric.ENTROPY, "Entropy", "nats per token"),
     _TrainingCurve(TrainMetric.STALENESS_MEAN, "Staleness", "weight versions behind"),
-    _TrainingCurve(TrainMetric.MISMATCH_KL, "Sampler against learner", "KL, nats per token"),
+    _TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
     _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
     _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
 )
@@ -89,6 +92,7 @@ def learning_curve(run: RunFiles, measure: Measure, frame: Frame = CURVE_FRAME) 
         points=points,
         levels=levels,
         format_y=measure.format,
+        format_tick=measure.format_tick,
         final_label="this policy",
         x_title="games trained",
         x_high=float(max(row.num_games_trained for row in run.metrics)) if run.metrics else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.runs import PolicyChart
 from ludus.services.numbers import percent
 from ludus.services.report.curves import WIN_RATE, learning_curve
 from ludus.services.report.drawing import Drawing, text
@@ -12,7 +13,7 @@ from ludus.services.report.line_chart import Frame
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.page import style_sheet, write_whole
 from ludus.services.report.policy_grid import (
-    Panel,
+    ROW_LABELS,
     draw_policy,
     draw_reference,
     num_agreeing,
@@ -22,7 +23,9 @@ from ludus.services.report.run_files import RunFiles, load_run_files
 
 MARGIN = 26.0
 TITLE = 34.0
-CURVE = Frame(width=520, height=366, left=46, right=158, top=12, bottom=46)
+CAPTION = 24.0
+TWIN_GAP = 18.0
+CURVE = Frame(width=520, height=470, left=46, right=158, top=12, bottom=46)
 
 
 def write_figure(run_dir: Path, path: Path) -> Path:
@@ -46,21 +49,29 @@ def render_figure(run: RunFiles) -> str:
     parts = [_titled("Win rate over games trained", curve)]
     if run.chart is not None and run.chart.cells:
         agreement = f"{num_agreeing(run.chart)} of {len(run.chart.cells)}"
-        title = f"What it learned: {agreement} situations as the {run.reference_name}"
-        widest = panels(run.chart)[0]
-        parts.append(_titled(title, _twins(run, widest)))
+        title = f"What it learned: {agreement} answers as {run.reference_name}"
+        parts.append(_titled(title, _twins(run, run.chart)))
     return _card(run, parts)
 
 
-def _twins(run: RunFiles, panel: Panel) -> Drawing:
-    assert run.chart is not None
-    policy = draw_policy(run.chart, panel, f"this policy, {panel.name}")
-    reference = draw_reference(run.chart, panel, f"{run.reference_name}, {panel.name}")
-    gap = 18.0
+def _twins(run: RunFiles, chart: PolicyChart) -> Drawing:
+    """The first panel of the policy chart beside the reference's, and how to read them."""
+    panel = panels(chart)[0]
+    policy = draw_policy(chart, panel, f"this policy, {panel.name}")
+    reference = draw_reference(chart, panel, f"{run.reference_name}, {panel.name}")
+    caption = (
+        f"Orange {chart.answers[0]}, blue {chart.answers[-1]}; paler where the policy is less "
+        "sure; outlined where the two differ."
+    )
+    at = policy.width + TWIN_GAP
     return Drawing(
-        policy.width + gap + reference.width,
-        policy.height,
-        join(policy.placed(0, 0), reference.placed(policy.width + gap, 0)),
+        at + reference.width,
+        policy.height + CAPTION,
+        join(
+            policy.placed(0, 0),
+            reference.placed(at, 0),
+            text(ROW_LABELS, policy.height + CAPTION - 4, caption),
+        ),
         policy.label,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import REPORT_FILE
-from ludus.services.report import sections
+from ludus.services.report import headline, sections
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.run_files import RunFiles, load_run_files
 
@@ -61,9 +61,9 @@ def write_whole(path: Path, content: str) -> Path:
 
 def _content(run: RunFiles) -> list[Markup | None]:
     return [
-        sections.header(run),
-        sections.notices(run),
-        sections.headline(run),
+        headline.header(run),
+        headline.notices(run),
+        headline.headline(run),
         sections.learning(run),
         sections.learned_policy(run),
         sections.policies(run),

@@ -65,7 +65,7 @@ class RunFiles:
     def reference_name(self) -> str:
         """What the best policy known is called."""
         optimal = self.config.eval.optimal_policy if self.config is not None else None
-        return readable(optimal) if optimal else "reference"
+        return readable(optimal) if optimal else "the reference"
 
 
 def load_run_files(run_dir: Path) -> RunFiles:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from ludus.proto.config import RunConfig
-from ludus.proto.metrics import EvalMetric
-from ludus.proto.runs import MetricsRow, PolicyChart, PolicyResult, Summary
+from ludus.proto.runs import PolicyChart, PolicyResult, Summary
 from ludus.services.numbers import (
     compact,
-    duration,
     fixed,
     fixed_interval,
     percent,
@@ -32,45 +29,10 @@ from ludus.services.report.policy_grid import (
 )
 from ludus.services.report.run_files import RunFiles
 from ludus.services.report.scales import Scale, padded_range
-from ludus.services.results import NamedResult, compared_policies, readable
+from ludus.services.results import NamedResult, compared_policies
 
 POLICY_COLUMNS = ("Policy", "Games", "Wins", "95% interval", "Draws", "Return", "95% interval", "")
 NUMBER_COLUMNS = frozenset({"Games", "Wins", "Draws", "Return"})
-
-
-def header(run: RunFiles) -> Markup:
-    """Name of the run and what it was."""
-    return element(
-        "header",
-        element("p", "Ludus run report", class_="kicker"),
-        element("h1", run.name),
-        element("p", _lead(run), class_="lead"),
-    )
-
-
-def notices(run: RunFiles) -> Markup | None:
-    """What is missing or unfinished; None when all is there."""
-    texts = list(run.notices)
-    if run.summary is not None and not run.summary.finished:
-        texts.insert(0, f"The run was stopped before its last step: {_progress(run)}.")
-    elif run.summary is None:
-        texts.insert(0, f"The run is not finished: {_progress(run)}.")
-    if not run.metrics:
-        texts.append("No metrics were recorded, so there are no curves.")
-    if not texts:
-        return None
-    return element("ul", *(element("li", text) for text in texts), class_="notices", role="status")
-
-
-def headline(run: RunFiles) -> Markup | None:
-    """The numbers that matter, large; None before the first evaluation."""
-    if run.summary is not None:
-        tiles = _summary_tiles(run, run.summary)
-    elif run.eval_rows:
-        tiles = _latest_tiles(run.eval_rows[-1])
-    else:
-        return None
-    return element("dl", *tiles, class_="tiles")
 
 
 def learning(run: RunFiles) -> Markup | None:
@@ -96,11 +58,13 @@ def learned_policy(run: RunFiles) -> Markup | None:
         return None
     explanation = (
         "The likeliest answer in every situation, and how sure the policy is of it, beside "
-        f"the {run.reference_name}. Outlined cells differ from it."
+        f"{run.reference_name}. Outlined cells differ from it."
     )
     drawn = [_panel(chart, panel, run.reference_name) for panel in panels(chart)]
-    content = element("div", *drawn, class_="grids")
-    return _section("What it learned", explanation, content, _legend(chart, run.reference_name))
+    # The last panel is usually the lowest: the legend stands under it.
+    *first, last = drawn
+    column = element("div", last, _legend(chart, run.reference_name))
+    return _section("What it learned", explanation, element("div", *first, column, class_="grids"))
 
 
 def policies(run: RunFiles) -> Markup | None:
@@ -162,105 +126,6 @@ def details(run: RunFiles) -> Markup | None:
     return _section("Run", None, *parts) if parts else None
 
 
-def _lead(run: RunFiles) -> str:
-    config = run.config
-    if run.summary is not None:
-        return (
-            f"{run.summary.environment} · {run.summary.num_steps} steps · "
-            f"{run.summary.generator} generator · seed {run.summary.seed}"
-        )
-    if config is None:
-        return str(run.run_dir)
-    return (
-        f"{_environment_of(config)} · {config.training.num_steps} steps · "
-        f"{config.generator.kind} generator · seed {config.seed}"
-    )
-
-
-def _environment_of(config: RunConfig) -> str:
-    environment = config.environment
-    return environment.package if environment.kind == "local" else environment.address
-
-
-def _progress(run: RunFiles) -> str:
-    wanted = run.config.training.num_steps if run.config is not None else None
-    of_all = f" of {wanted}" if wanted is not None else ""
-    return f"step {run.num_steps_done}{of_all}"
-
-
-def _summary_tiles(run: RunFiles, summary: Summary) -> list[Markup]:
-    start = summary.start
-    before = [f"{percent(start.win_rate)} before training"] if start else []
-    return_before = [f"{fixed(start.expected_return, 3)} before training"] if start else []
-    tiles = [
-        _tile(
-            "Win rate",
-            percent(summary.win_rate),
-            [f"{percent_interval(summary.win_rate_ci95)} (95%)", *before],
-            main=True,
-        ),
-        _tile(
-            "Expected return",
-            fixed(summary.expected_return, 3),
-            [f"{fixed_interval(summary.expected_return_ci95)} (95%)", *return_before],
-        ),
-    ]
-    if summary.gap_closed is not None:
-        tiles.append(_gap_tile(run, summary, summary.gap_closed))
-    tiles.append(
-        _tile(
-            "Games trained",
-            f"{summary.games_trained:,}",
-            [f"{summary.games_played:,} played", f"{summary.episodes_lost:,} lost"],
-        )
-    )
-    tiles.append(
-        _tile(
-            "Training time",
-            duration(summary.wall_seconds_training),
-            [
-                f"{duration(summary.wall_seconds_total)} with start and evaluations",
-                _workers(summary),
-            ],
-        )
-    )
-    return tiles
-
-
-def _gap_tile(run: RunFiles, summary: Summary, gap: float) -> Markup:
-    interval = summary.gap_closed_ci95
-    notes = [f"{percent_interval(interval)} (95%)"] if interval else []
-    low = run.config.eval.random_policy if run.config is not None else None
-    return _tile(
-        "Gap closed",
-        percent(gap),
-        [*notes, f"from {readable(low or 'random')} to {run.reference_name}"],
-    )
-
-
-def _latest_tiles(row: MetricsRow) -> list[Markup]:
-    values = row.values
-    tiles = []
-    if EvalMetric.WIN_RATE in values:
-        note = f"at step {row.step}, the latest evaluation"
-        tiles.append(_tile("Win rate", percent(values[EvalMetric.WIN_RATE]), [note], main=True))
-    if EvalMetric.RETURN_MEAN in values:
-        tiles.append(_tile("Expected return", fixed(values[EvalMetric.RETURN_MEAN], 3), []))
-    tiles.append(_tile("Games trained", f"{row.num_games_trained:,}", []))
-    tiles.append(_tile("Training time", duration(row.elapsed_s), []))
-    return tiles
-
-
-def _tile(title: str, figure: str, notes: list[str], *, main: bool = False) -> Markup:
-    return element(
-        "div",
-        element("dt", title),
-        element("dd", figure, class_="figure"),
-        *(element("dd", note, class_="note") for note in notes),
-        class_="tile main" if main else "tile",
-    )
-
-
 def _panel(chart: PolicyChart, panel: Panel, reference_name: str) -> Markup:
     return element(
         "div",
@@ -280,7 +145,7 @@ def _legend(chart: PolicyChart, reference_name: str) -> Markup:
         "div",
         draw_legend(chart).inline(),
         element("strong", f"{num_agreeing(chart)} of {len(chart.cells)}"),
-        f" situations are answered as the {reference_name} answers them.",
+        f" situations are answered as {reference_name} answers them.",
         class_="legend",
     )
 
@@ -316,22 +181,18 @@ def _whisker(result: PolicyResult, scale: Scale) -> Drawing:
 
 def _run_facts(summary: Summary) -> list[tuple[str, str]]:
     return [
+        ("Environment", summary.environment),
         ("Generator", summary.generator),
         ("Rollout workers", str(summary.num_rollout_workers)),
         ("Learner ranks", str(summary.num_learner_ranks)),
         ("Weight syncs", f"{summary.weight_syncs:,}"),
         ("Canary failures", f"{summary.canary_failures:,}"),
         ("Largest canary error", f"{compact(summary.canary_max_error)} nats"),
-        ("Largest staleness", f"{summary.max_staleness_seen} versions"),
+        ("Largest staleness in versions", str(summary.max_staleness_seen)),
         ("Environment restarts", f"{summary.environment_restarts:,}"),
         ("Invalid answers", percent(summary.invalid_rate, 2)),
         ("Episodes lost", f"{summary.episodes_lost:,}"),
     ]
-
-
-def _workers(summary: Summary) -> str:
-    ranks = summary.num_learner_ranks
-    return f"{summary.num_rollout_workers} rollout + {ranks} learner processes"
 
 
 def _facts(pairs: list[tuple[str, str]]) -> Markup:

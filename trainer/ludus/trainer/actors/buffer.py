@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-import ray
-
 from ludus.trainer.data.buffer import GroupBuffer, RolloutCounts
 from ludus.trainer.types import RolloutGroup
 
@@ -23,7 +21,6 @@ class TakenGroups:
     """Groups dropped for their age; they must be replaced."""
 
 
-@ray.remote(num_cpus=0)
 class BufferActor:
     """Holds finished groups; its calls interleave on one event loop."""
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -34,7 +35,7 @@ class Buffer:
     """The replay buffer."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.actor: ActorHandle = BufferActor.remote(
+        self.actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(
             max_staleness=run.training.max_staleness,
             keep_dead_groups=run.algorithm.dead_groups == "keep",
         )
@@ -58,7 +59,7 @@ class LearnerGroup:
     def __init__(self, run: RunConfig) -> None:
         config = run.learner
         self._ranks: list[ActorHandle] = [
-            LearnerActor.options(num_cpus=0, num_gpus=config.num_gpus_per_rank).remote(
+            ray.remote(num_cpus=0, num_gpus=config.num_gpus_per_rank)(LearnerActor).remote(
                 rank, config.num_threads
             )
             for rank in range(config.num_ranks)
@@ -85,15 +86,15 @@ class LearnerGroup:
         """The log-probs of each probe's completion under the policy."""
         return await self._all("answer_logprobs", list(probes))
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, state_folder: Path, model_folder: Path) -> None:
         """Nothing; writes the learner's state, and the model as a Hugging Face folder."""
-        await self._all("save", folder)
+        await self._all("save", state_folder.absolute(), model_folder.absolute())
 
     async def load(self, folder: Path) -> None:
         """Nothing; goes on from a checkpoint."""
-        await self._all("load", folder)
+        await self._all("load", folder.absolute())
 
-    async def _all(self, method: str, *args: object) -> object:
+    async def _all(self, method: str, *args: object) -> Any:
         calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
         return (await asyncio.gather(*calls))[0]
 
@@ -189,8 +190,7 @@ _REPLACING = asyncio.Lock()
 
 async def _start_worker(spec: RolloutWorkerSpec) -> ActorHandle:
     rollout = spec.run.rollout
-    actor = RolloutWorkerActor.options(num_cpus=0, num_gpus=rollout.num_gpus_per_worker).remote(
-        rollout.num_threads
-    )
+    worker_class = ray.remote(num_cpus=0, num_gpus=rollout.num_gpus_per_worker)(RolloutWorkerActor)
+    actor = worker_class.remote(rollout.num_threads)
     await actor.start.remote(spec)
     return actor

@@ -22,7 +22,6 @@ from ludus.trainer.weights import FolderStore, make_manifest
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-@ray.remote
 class LearnerActor:
     """One rank. Every call but `rendezvous` must reach all ranks."""
 
@@ -69,9 +68,10 @@ class LearnerActor:
         """The log-probs of each probe's completion under the policy."""
         return self._learner.answer_logprobs(probes)
 
-    def save(self, folder: Path) -> None:
-        """Nothing; writes this rank's part of a checkpoint."""
-        self._learner.save(folder)
+    def save(self, state_folder: Path, model_folder: Path) -> None:
+        """Nothing; writes this rank's part of a checkpoint, and from rank 0 the model."""
+        self._learner.save(state_folder)
+        self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
         """Nothing; goes on from a checkpoint."""

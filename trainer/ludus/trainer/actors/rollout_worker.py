@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ray
 import torch
 
 from ludus.env.client import AsyncEnvClient
@@ -37,7 +36,6 @@ class RolloutWorkerSpec:
     """Of its sampling; differs between workers."""
 
 
-@ray.remote
 class RolloutWorkerActor:
     """Plays what it is asked to play; calls interleave on one event loop."""
 

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
 from ludus.proto.config import GrpoConfig, LearnerConfig
 from ludus.proto.errors import CheckpointError
@@ -128,6 +130,14 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Nothing; writes weights, optimizer and random state, each rank its part."""
         dcp.save(self._state(), checkpoint_id=folder)
+
+    def export_model(self, folder: Path) -> None:
+        """Nothing; rank 0 writes the policy as a folder that any Hugging Face loader reads."""
+        state = self.full_state()
+        if self._rank == 0:
+            self._policy.language_model.config.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self._spec.model_path).save_pretrained(folder)
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
     def load(self, folder: Path) -> None:
         """Nothing; goes on from what `save` wrote, also with another number of ranks.

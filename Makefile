@@ -1,0 +1,36 @@
+# An index: each target is one line; the scripts behind it are in dev/.
+PYTHON ?= python3.11
+GENERATOR ?= transformers
+TORCH_INDEX_URL ?=
+NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint bench proto clean
+
+help:       ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup:      ## make .venv with everything (TORCH_INDEX_URL= for PyTorch's CPU wheels)
+	@PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
+
+demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SEED=, ARGS=)
+	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
+
+test: setup ## all tests
+	@$(VENV)/python -m pytest
+
+test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
+	@$(VENV)/python -m pytest -m "not slow"
+
+lint: setup ## ruff, import contracts, types
+	@bash dev/lint.sh
+
+bench: setup ## measure what the README claims
+	@$(VENV)/python bench/generators.py
+
+proto: setup ## generate the gRPC stubs anew
+	@$(VENV)/python dev/generate_proto.py
+
+clean:      ## remove .venv, caches and runs
+	@bash dev/clean.sh

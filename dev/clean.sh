@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Removes what the build and the runs made; asks nothing, since git has all the rest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf .venv .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+find . -name __pycache__ -type d -prune -exec rm -rf {} +
+find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

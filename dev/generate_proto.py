@@ -1,0 +1,43 @@
+"""Writes the gRPC stubs of every .proto below proto/, or checks that they are up to date."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).parent.parent / "proto"
+
+
+def generate(output: Path) -> list[Path]:
+    """The stub files, written below `output`, relative to it."""
+    sources = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.proto"))]
+    outputs = [f"--{kind}_out={output}" for kind in ("python", "pyi", "grpc_python")]
+    code = protoc.main(["protoc", f"-I{ROOT}", *outputs, *sources])
+    if code:
+        sys.exit(code)
+    return sorted(path.relative_to(output) for path in output.rglob("*_pb2*.py*"))
+
+
+def drifted() -> list[Path]:
+    """The checked-in stubs that differ from what their .proto gives now."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder)
+        return [
+            path
+            for path in generate(fresh)
+            if not (ROOT / path).exists()
+            or (ROOT / path).read_text() != (fresh / path).read_text()
+        ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    if not parser.parse_args().check:
+        generate(ROOT)
+    elif stale := drifted():
+        sys.exit(f"stale stubs, run `make proto`: {', '.join(map(str, stale))}")

@@ -1,0 +1,64 @@
+"""The situations of blackjack's strategy chart, as a language model would be asked in them."""
+
+from __future__ import annotations
+
+from ludus.env.types import PolicyProbe
+
+from .games import LoadedGame, load_game
+from .models import OpenSpielObservation
+from .seat_view import SeatView
+from .solutions import BlackjackState, blackjack_states
+from .text import TextStyle, make_face
+
+_HIT = 0
+_HOLE_CARD = 3 * 13 + 1
+"""The two of spades, which no example hand holds."""
+
+
+def blackjack_probes() -> list[PolicyProbe]:
+    """One probe per decision, in the compact style."""
+    return _probes("compact")
+
+
+def blackjack_rules_probes() -> list[PolicyProbe]:
+    """One probe per decision, in the style that explains the rules."""
+    return _probes("rules")
+
+
+def _probes(style: TextStyle) -> list[PolicyProbe]:
+    loaded = load_game("blackjack")
+    face = make_face(loaded, 0, style)
+    return [
+        PolicyProbe(
+            messages=face.render(_example(loaded, state), first=True),
+            answers=list(face.words),
+            reference=state.best_move,
+            panel="soft" if state.is_soft else "hard",
+            row=str(state.total),
+            column=state.up_card,
+        )
+        for state in blackjack_states()
+    ]
+
+
+def _example(loaded: LoadedGame, state: BlackjackState) -> OpenSpielObservation:
+    """The observation of one hand that is in that state."""
+    first, second, *later = _ranks(state.total, state.is_soft)
+    up_card = 1 if state.up_card == "A" else int(state.up_card)
+    game_state = loaded.game.new_initial_state()
+    # Suits keep the cards apart: a club, a diamond, a spade to hide, a heart; clubs later.
+    for card in (first - 1, 13 + second - 1, _HOLE_CARD, 26 + up_card - 1):
+        game_state.apply_action(card)
+    for rank in later:
+        game_state.apply_action(_HIT)
+        game_state.apply_action(rank - 1)
+    return SeatView(loaded, 0).observe(game_state, "initial")
+
+
+def _ranks(total: int, is_soft: bool) -> tuple[int, ...]:
+    """What the cards of an example hand count, ace 1."""
+    if is_soft:
+        return 1, total - 11
+    if total <= 11:
+        return 2, total - 2
+    return (10, total - 10) if total <= 20 else (10, 9, 2)

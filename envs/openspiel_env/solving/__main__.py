@@ -1,0 +1,78 @@
+"""`python -m openspiel_env.solving` writes solutions.json anew; it takes about a minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyspiel
+
+from ..solutions import SOLUTIONS_FILE, UP_CARDS
+from . import blackjack
+from .small_games import Value, solve_hidden_information, solve_perfect_information
+
+_NUM_DIGITS = 12
+
+
+def main() -> None:
+    """Nothing; the file is written beside the package's modules."""
+    chart = blackjack.basic_strategy()
+    solutions = {
+        "made_by": "python -m openspiel_env.solving",
+        "blackjack_basic_strategy": _chart_rows(chart),
+        "reference_returns": {
+            "blackjack": {"0": _rounded(_blackjack_values(chart))},
+            "catch": _by_seat("catch", solve_perfect_information),
+            "tic_tac_toe": _by_seat("tic_tac_toe", solve_perfect_information),
+            "kuhn_poker": _by_seat("kuhn_poker", solve_hidden_information),
+        },
+    }
+    path = Path(__file__).parent.parent / SOLUTIONS_FILE
+    path.write_text(json.dumps(solutions, indent=1) + "\n")
+
+
+def _blackjack_values(chart: blackjack.Chart) -> dict[str, Value]:
+    outcomes = {
+        "random": blackjack.evaluate(lambda hand, open_card: 0.5),
+        "always_stand": blackjack.evaluate(lambda hand, open_card: 0.0),
+        "dealer_rule": blackjack.evaluate(
+            lambda hand, open_card: float(blackjack.best_total(hand)[0] < 17)
+        ),
+        "basic_strategy": blackjack.evaluate(chart.hit_probability),
+        "optimal": blackjack.over_deals(blackjack.play_optimally),
+    }
+    return {
+        name: Value(outcome.expected_return, outcome.win, outcome.draw)
+        for name, outcome in outcomes.items()
+    }
+
+
+def _by_seat(name: str, solve: Any) -> dict[str, Any]:
+    game = pyspiel.load_game(name)
+    return {str(seat): _rounded(solve(game, seat)) for seat in range(game.num_players())}
+
+
+def _rounded(values: Mapping[str, Value]) -> dict[str, dict[str, float]]:
+    return {
+        name: {part: round(number, _NUM_DIGITS) for part, number in value._asdict().items()}
+        for name, value in values.items()
+    }
+
+
+def _chart_rows(chart: blackjack.Chart) -> dict[str, dict[str, str]]:
+    """One letter per open card, in the order of `UP_CARDS`; rows are totals."""
+
+    def row(total: int, is_soft: bool) -> str:
+        open_cards = [1 if name == "A" else int(name) for name in UP_CARDS]
+        return "".join("H" if (total, is_soft, card) in chart.hits else "S" for card in open_cards)
+
+    return {
+        "hard": {str(total): row(total, False) for total in range(4, 22)},
+        "soft": {str(total): row(total, True) for total in range(12, 22)},
+    }
+
+
+if __name__ == "__main__":
+    main()

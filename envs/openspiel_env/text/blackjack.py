@@ -1,0 +1,86 @@
+"""Blackjack as text: "hard 16 vs 10", answered with HIT or STAND."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..models import OpenSpielObservation
+from .face import GameFace
+
+CARD_NAMES = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
+
+# Layout of OpenSpiel's observation tensor: 3 places for the phase, 30 for the player's total
+# in unary (0 first), then 52 cards three times: open card, player's hand, dealer's known hand.
+_TOTAL = 3
+_OPEN_CARD = 33
+_HAND = 85
+_DEALER_HAND = 137
+_NUM_CARDS = 52
+_NUM_RANKS = 13
+_PLAYER_ACES = tuple(_HAND + suit * _NUM_RANKS for suit in range(4))
+_COUNTS = tuple(min(card % _NUM_RANKS + 1, 10) for card in range(_NUM_CARDS))
+_UP_CARD_OF = tuple("A" if count == 1 else str(count) for count in _COUNTS)
+
+
+def hand_and_up_card(info_state: Sequence[float]) -> tuple[int, bool, str]:
+    """The player's best total, whether it is soft, and the dealer's open card: "A", "2" to "10"."""
+    total = info_state.index(0.0, _TOTAL) - _TOTAL - 1
+    up_card = _UP_CARD_OF[info_state.index(1.0, _OPEN_CARD) - _OPEN_CARD]
+    has_ace = any(info_state[place] for place in _PLAYER_ACES)
+    # An ace counts 11 exactly where the best total is above what the cards count with ace = 1.
+    is_soft = has_ace and total != sum(_COUNTS[card] for card in _cards(info_state, _HAND))
+    return total, is_soft, up_card
+
+
+def brief_situation(total: int, is_soft: bool, up_card: str) -> str:
+    """The compact text of a decision, for example "soft 18 vs A"."""
+    return f"{'soft' if is_soft else 'hard'} {total} vs {up_card}"
+
+
+class BlackjackFace(GameFace):
+    """Shows the hand's total, whether it is soft, and the dealer's open card."""
+
+    words = ("HIT", "STAND")
+    rules = (
+        "You play blackjack against a dealer, with one deck of 52 cards.\n"
+        "Cards 2 to 10 count their number; J, Q and K count 10. An ace (A) counts 11, or 1 "
+        "where 11 would take the hand above 21. A hand in which an ace counts 11 is soft, any "
+        "other is hard.\n"
+        "HIT gives you one more card; above 21 you lose at once. STAND ends your turn: the "
+        "dealer turns up the hidden card and draws until the dealer's hand counts 17 or more. "
+        "Above 21 the dealer loses; else the higher hand wins, and equal hands are a draw."
+    )
+
+    def brief(self, observation: OpenSpielObservation) -> str:
+        """For example "hard 16 vs 10"; at the end "over 19 vs 22"."""
+        info_state = observation.info_state
+        if observation.game_phase == "terminal":
+            return f"over {_total(info_state, _HAND)} vs {_total(info_state, _DEALER_HAND)}"
+        return brief_situation(*hand_and_up_card(info_state))
+
+    def prose(self, observation: OpenSpielObservation) -> str:
+        """The player's cards, their total, and the dealer's open card, or both hands at the end."""
+        info_state = observation.info_state
+        hand = _names(info_state, _HAND)
+        if observation.game_phase == "terminal":
+            return (
+                f"The game is over. Your hand: {hand} ({_total(info_state, _HAND)}). The dealer's "
+                f"hand: {_names(info_state, _DEALER_HAND)} ({_total(info_state, _DEALER_HAND)})."
+            )
+        total, is_soft, up_card = hand_and_up_card(info_state)
+        kind = "soft" if is_soft else "hard"
+        return f"Your hand: {hand} ({kind} {total}). The dealer shows: {up_card}. HIT or STAND?"
+
+
+def _cards(info_state: Sequence[float], start: int) -> list[int]:
+    return [card for card in range(_NUM_CARDS) if info_state[start + card]]
+
+
+def _names(info_state: Sequence[float], start: int) -> str:
+    return ", ".join(CARD_NAMES[card % _NUM_RANKS] for card in _cards(info_state, start))
+
+
+def _total(info_state: Sequence[float], start: int) -> int:
+    counts = [_COUNTS[card] for card in _cards(info_state, start)]
+    total = sum(counts)
+    return total + 10 if 1 in counts and total <= 11 else total

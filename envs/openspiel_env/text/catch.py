@@ -1,0 +1,52 @@
+"""Catch as text: where ball and paddle are, answered with LEFT, STAY or RIGHT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..games import LoadedGame
+from ..models import OpenSpielObservation
+from .face import GameFace, TextStyle
+
+DEFAULT_NUM_COLUMNS = 5
+
+
+def ball_and_paddle(
+    info_state: Sequence[float], num_columns: int = DEFAULT_NUM_COLUMNS
+) -> tuple[int, int, int]:
+    """Columns of ball and paddle, from 0, and the steps until the ball lands."""
+    marked = [cell for cell, value in enumerate(info_state) if value]
+    ball, paddle = marked[0], marked[-1]  # one and the same cell where the ball was caught
+    num_steps_left = len(info_state) // num_columns - 1 - ball // num_columns
+    return ball % num_columns, paddle % num_columns, num_steps_left
+
+
+class CatchFace(GameFace):
+    """Shows the columns of ball and paddle and how far the ball has to fall."""
+
+    words = ("LEFT", "STAY", "RIGHT")
+
+    def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
+        super().__init__(loaded, player, style)
+        _, self._num_columns = loaded.game.observation_tensor_shape()
+        self.rules = (
+            f"A ball falls in a field of {self._num_columns} columns, one row each turn. Your "
+            "paddle on the bottom row moves one column LEFT or RIGHT each turn, or STAYs. You "
+            "win if the paddle is under the ball when it lands."
+        )
+
+    def brief(self, observation: OpenSpielObservation) -> str:
+        """For example "ball 1 up 9 paddle 3"; columns count from 1."""
+        ball, paddle, num_steps_left = ball_and_paddle(observation.info_state, self._num_columns)
+        return f"ball {ball + 1} up {num_steps_left} paddle {paddle + 1}"
+
+    def prose(self, observation: OpenSpielObservation) -> str:
+        """The columns of ball and paddle, and the turns left."""
+        ball, paddle, num_steps_left = ball_and_paddle(observation.info_state, self._num_columns)
+        if observation.game_phase == "terminal":
+            outcome = "caught" if ball == paddle else "missed"
+            return f"The game is over: you {outcome} the ball."
+        return (
+            f"The ball is in column {ball + 1}, {num_steps_left} rows above the paddle. The paddle "
+            f"is in column {paddle + 1} of {self._num_columns}. LEFT, STAY or RIGHT?"
+        )

@@ -1,0 +1,43 @@
+"""Any other game as text: OpenSpiel's own strings for the situation and for the moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..games import LoadedGame
+from ..models import OpenSpielObservation
+from .face import GameFace, TextStyle
+
+
+class GenericFace(GameFace):
+    """Shows what OpenSpiel prints for the seat, and lists the legal moves."""
+
+    needs_text = True
+
+    def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:
+        super().__init__(loaded, player, style)
+        seat = f", as player {player} of players 0 to {loaded.num_players - 1}"
+        hidden = " Moves count once all players have chosen." if loaded.is_turn_based else ""
+        self.rules = (
+            f"You play the game {loaded.long_name}{seat if loaded.num_players > 1 else ''}. Each "
+            f"message shows the game as you see it, then your legal moves.{hidden}"
+        )
+
+    def brief(self, observation: OpenSpielObservation) -> str:
+        """OpenSpiel's string and the legal moves."""
+        return f"{observation.metadata['view']}\nmoves: {' | '.join(self.answers(observation))}"
+
+    def prose(self, observation: OpenSpielObservation) -> str:
+        """OpenSpiel's string and the legal moves, or that the game is over."""
+        view = observation.metadata["view"]
+        if observation.game_phase == "terminal":
+            return f"The game is over.\n{view}"
+        return f"{view}\nYour legal moves: {' | '.join(self.answers(observation))}"
+
+    def answers(self, observation: OpenSpielObservation) -> Sequence[str]:
+        """OpenSpiel's strings for the legal moves."""
+        return observation.metadata["answers"]
+
+    def vocabulary(self, observation: OpenSpielObservation) -> Sequence[str]:
+        """Only the legal moves: others cannot be listed."""
+        return self.answers(observation)

@@ -1,0 +1,67 @@
+"""`python -m ludus.env PACKAGE [--options JSON] ...`: serves an installed environment package."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import orjson
+
+from ludus.env.environment import Environment
+from ludus.env.packages import environment_factory
+from ludus.env.server import run_server_cli
+from ludus.env.types import JsonObject
+from ludus.proto.errors import ConfigError, UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ludus.env",
+        description="Serve an environment package; further arguments go to the server.",
+    )
+    parser.add_argument("package", help="for example openspiel_env")
+    parser.add_argument("--options", default="{}", help='JSON, for example {"game": "blackjack"}')
+    parser.add_argument("--exit-with-parent", action="store_true", help="never outlive the starter")
+    arguments, server_arguments = parser.parse_known_args(argv)
+    if arguments.exit_with_parent:
+        _exit_with_parent()
+    try:
+        factory = _checked_factory(arguments.package, arguments.options)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(UserError.exit_code)
+    run_server_cli(factory, argv=server_arguments)
+
+
+def _checked_factory(package: str, options_json: str) -> Callable[[], Environment]:
+    """The factory, after it has made one environment: bad options end here, not in a session."""
+    try:
+        options: JsonObject = orjson.loads(options_json)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(
+            f"--options expected a JSON object, got '{options_json}': {error}"
+        ) from None
+    factory = environment_factory(package, options)
+    factory().close()
+    return factory
+
+
+def _exit_with_parent() -> None:
+    """Nothing; the kernel ends this process when its parent dies, even by kill -9 (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the kernel was told
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The `ludus` command line."""

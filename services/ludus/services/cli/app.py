@@ -1,0 +1,41 @@
+"""The `ludus` command: collects its subcommands and turns errors into messages.
+
+Nothing here may import torch, ray, vllm or a game library: `ludus --help` answers at once.
+Commands import what they need when they run, and the trainer runs as a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ludus.proto.errors import LudusError, UserError
+from ludus.services.cli import env_commands, report_command, train_command
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+app = typer.Typer(
+    name="ludus",
+    help="Train language-model agents with reinforcement learning in any environment.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(env_commands.app, name="env")
+app.command("train")(train_command.train)
+app.command("eval")(train_command.evaluate)
+app.command("report")(report_command.report)
+
+
+def main() -> None:
+    """Runs the command line and exits: 2 after a user's mistake, 130 after Ctrl-C."""
+    try:
+        app(prog_name="ludus")
+    except LudusError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

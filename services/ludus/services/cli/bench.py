@@ -1,0 +1,110 @@
+"""Playing the fixed policies of an environment package on the same deals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, play_policy, summarise
+from ludus.proto.errors import NotFoundError, UnavailableError
+from ludus.proto.runs import PolicyResult
+from ludus.services.cli.package_policies import fixed_policies, reference_returns
+from ludus.services.cli.packages import require_package
+
+NUM_CONCURRENT = 256
+"""Sessions open at once."""
+CONNECT_TIMEOUT_S = 3.0
+"""How long a server may take to answer at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What to play."""
+
+    package: str | None
+    """Where the policies come from; None takes the package that the server names."""
+    policies: Sequence[str]
+    """By name; empty takes all."""
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """How one fixed policy did, and how fast it was played."""
+
+    name: str
+    result: PolicyResult
+    exact_return: float | None
+    """The expected return by enumeration, where the package knows it."""
+    num_void: int
+    """Episodes that infrastructure voided."""
+    steps_per_second: float
+
+
+OnEpisode = Callable[[str, EpisodeOutcome], None]
+
+
+async def bench(
+    plan: BenchPlan, address: str, token: str | None, on_episode: OnEpisode
+) -> list[BenchResult]:
+    """One result per policy, played one after the other on the same seeds.
+
+    Raises:
+        NotFoundError: no server answers at the address, or there is no such policy.
+        UnavailableError: the server went away.
+    """
+    async with await _connect(address, token) as client:
+        description = await client.describe()
+        package = plan.package or description.name
+        require_package(package)
+        policies = fixed_policies(package, description.options, plan.policies)
+        exact = reference_returns(package, description.options)
+        return [
+            await _bench_policy(client, name, policy, plan.seeds, exact.get(name), on_episode)
+            for name, policy in policies.items()
+        ]
+
+
+async def _connect(address: str, token: str | None) -> AsyncEnvClient:
+    try:
+        return await AsyncEnvClient.connect(
+            address, token=token, connect_timeout_s=CONNECT_TIMEOUT_S
+        )
+    except UnavailableError as error:
+        raise NotFoundError(
+            f"{error}; start one with `ludus env serve`, or leave --address out"
+        ) from None
+
+
+async def _bench_policy(
+    client: AsyncEnvClient,
+    name: str,
+    policy: FixedPolicy,
+    seeds: Sequence[int],
+    exact_return: float | None,
+    on_episode: OnEpisode,
+) -> BenchResult:
+    started_at_s = time.perf_counter()
+    outcomes = await play_policy(
+        client,
+        policy,
+        seeds,
+        num_concurrent=NUM_CONCURRENT,
+        on_episode=lambda outcome: on_episode(name, outcome),
+    )
+    wall_s = time.perf_counter() - started_at_s
+    num_void = sum(outcome.episode_return is None for outcome in outcomes)
+    if num_void == len(outcomes):
+        raise UnavailableError(
+            f"all {num_void} episodes of policy '{name}' were lost; see that the environment "
+            "server stays up"
+        )
+    return BenchResult(
+        name=name,
+        result=summarise(outcomes),
+        exact_return=exact_return,
+        num_void=num_void,
+        steps_per_second=sum(outcome.num_steps for outcome in outcomes) / wall_s,
+    )

@@ -1,0 +1,132 @@
+"""Showing a run's progress: a live panel on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from ludus.services.cli.console import say
+from ludus.services.cli.progress import RunProgress
+from ludus.services.numbers import duration
+
+PLAIN_INTERVAL_S = 5.0
+"""Least time between two plain lines."""
+BAR_WIDTH = 36
+
+
+class ProgressView(Protocol):
+    """Where progress is shown."""
+
+    def refresh(self, progress: RunProgress) -> None:
+        """Shows where the run stands now."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """Shows a warning that stays."""
+        ...
+
+    def finish(self, progress: RunProgress) -> None:
+        """Shows where the run ended."""
+        ...
+
+
+@contextlib.contextmanager
+def progress_view(console: Console) -> Iterator[ProgressView]:
+    """The view that suits the console."""
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    live = Live(console=console, refresh_per_second=8, transient=True)
+    with live:
+        yield TerminalView(console, live)
+
+
+class PlainView:
+    """One line every few seconds, and one whenever the run turns to something else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown_at_s = 0.0
+        self._phase_name = ""
+        self._line = ""
+
+    def refresh(self, progress: RunProgress) -> None:
+        """Prints a line when it is time and there is something new."""
+        is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
+        if is_due or progress.phase_name != self._phase_name:
+            self._print(progress)
+
+    def warn(self, message: str) -> None:
+        """Prints the warning."""
+        say(self._console, f"warning: {message}")
+
+    def finish(self, progress: RunProgress) -> None:
+        """Prints what was not shown yet."""
+        self._print(progress)
+
+    def _print(self, progress: RunProgress) -> None:
+        line = progress.line()
+        if line != self._line:
+            say(self._console, line)
+            self._shown_at_s = time.monotonic()
+            self._phase_name = progress.phase_name
+            self._line = line
+
+
+class TerminalView:
+    """A panel that stays in its place."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console = console
+        self._live = live
+        self._spinner = Spinner("dots")
+        self._started_at_s = time.monotonic()
+
+    def refresh(self, progress: RunProgress) -> None:
+        """Redraws the panel."""
+        self._live.update(Group(self._head(progress), self._bar(progress), _facts(progress)))
+
+    def warn(self, message: str) -> None:
+        """Prints the warning above the panel."""
+        say(self._console, f"warning: {message}", style="yellow")
+
+    def finish(self, progress: RunProgress) -> None:
+        """The panel disappears: what follows says it better."""
+
+    def _head(self, progress: RunProgress) -> Spinner:
+        elapsed = duration(time.monotonic() - self._started_at_s)
+        style = "yellow" if progress.is_stopping else "bold"
+        self._spinner.update(
+            text=Text.assemble((progress.phase_name, style), (f"  {elapsed}", "dim"))
+        )
+        return self._spinner
+
+    def _bar(self, progress: RunProgress) -> Table:
+        left = progress.seconds_left
+        row = Table.grid(padding=(0, 2))
+        row.add_row(
+            Text(f"step {progress.step}/{progress.num_steps}"),
+            ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
+            Text("" if left is None else f"{duration(left)} left", style="cyan"),
+        )
+        return row
+
+
+def _facts(progress: RunProgress) -> Table:
+    """Names above values, as many to a row as fit on most terminals."""
+    grid = Table.grid(padding=(0, 3))
+    facts = list(progress.facts().items())
+    for first in range(0, len(facts), 5):
+        row = facts[first : first + 5]
+        grid.add_row(*(Text(name, style="dim") for name, _ in row))
+        grid.add_row(*(Text(value) for _, value in row))
+    return grid

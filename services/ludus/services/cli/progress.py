@@ -1,0 +1,127 @@
+"""Where a run stands, from the rows of its metrics: no terminal, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import MetricsRow, Phase
+from ludus.services.numbers import compact, duration, fixed, percent, percent_interval
+
+PACE_WINDOW = 20
+"""Training steps from which the time left is told."""
+MEAN_WINDOW = 10
+"""Training steps over which the reward is averaged."""
+
+PHASE_NAMES = {
+    Phase.START_ENVIRONMENT: "starting the environment",
+    Phase.PREPARE_MODEL: "preparing the model",
+    Phase.START_WORKERS: "starting workers",
+    Phase.EVALUATE: "evaluating",
+    Phase.TRAIN: "training",
+    Phase.SAVE_CHECKPOINT: "saving a checkpoint",
+    Phase.DONE: "done",
+}
+
+
+class RunProgress:
+    """The state of a run as its metrics tell it."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.step = 0
+        self.num_games_trained = 0
+        self.num_episodes_lost = 0
+        self.phase: Phase | None = None
+        self.is_stopping = False
+        self._latest: dict[str, float] = {}
+        self._eval: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=MEAN_WINDOW)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
+
+    def update(self, rows: Iterable[MetricsRow]) -> None:
+        """Takes in further rows."""
+        for row in rows:
+            self.step = max(self.step, row.step)
+            self.num_games_trained = max(self.num_games_trained, row.num_games_trained)
+            if row.kind == "phase":
+                self.phase = row.phase
+            elif row.kind == "eval":
+                self._eval = row.values
+            else:
+                self._take_step(row)
+
+    @property
+    def phase_name(self) -> str:
+        """What the run is doing, in words."""
+        if self.is_stopping:
+            return "stopping, writing a checkpoint"
+        return "starting" if self.phase is None else PHASE_NAMES[self.phase]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Training time left at the present pace; None while that is unknown."""
+        if len(self._pace) < 2:
+            return None
+        (first_step, first_s), (last_step, last_s) = self._pace[0], self._pace[-1]
+        if last_step <= first_step:
+            return None
+        return (self.num_steps - last_step) * (last_s - first_s) / (last_step - first_step)
+
+    def facts(self) -> dict[str, str]:
+        """What is known by now, for people; in the order in which it is shown."""
+        facts = {
+            "wins": self._eval_text(),
+            "return": self._text(self._eval.get(EvalMetric.RETURN_MEAN)),
+            "reward": self._text(_mean(self._rewards)),
+            "games": f"{self.num_games_trained:,}" if self.num_games_trained else None,
+            "episodes/s": _compact(self._latest.get(TrainMetric.EPISODES_PER_SECOND)),
+            "tokens/s": _compact(self._latest.get(TrainMetric.TOKENS_PER_SECOND)),
+            "staleness": _compact(self._latest.get(TrainMetric.STALENESS_MEAN)),
+            "dead groups": _percent(self._latest.get(TrainMetric.DEAD_GROUP_RATIO)),
+            "canary error": _compact(self._latest.get(TrainMetric.CANARY_ERROR)),
+            "lost episodes": f"{self.num_episodes_lost:,}" if self.num_episodes_lost else None,
+        }
+        return {name: text for name, text in facts.items() if text is not None}
+
+    def line(self) -> str:
+        """Everything on one line, for logs."""
+        parts = [f"step {self.step}/{self.num_steps}", self.phase_name]
+        parts += [f"{name} {text}" for name, text in self.facts().items()]
+        if self.seconds_left is not None and self.step < self.num_steps:
+            parts.append(f"{duration(self.seconds_left)} left")
+        return " · ".join(parts)
+
+    def _take_step(self, row: MetricsRow) -> None:
+        self._latest = row.values
+        self._pace.append((row.step, row.elapsed_s))
+        self.num_episodes_lost += int(row.values.get(TrainMetric.NUM_EPISODES_LOST, 0))
+        if TrainMetric.REWARD_MEAN in row.values:
+            self._rewards.append(row.values[TrainMetric.REWARD_MEAN])
+
+    def _eval_text(self) -> str | None:
+        values = self._eval
+        if EvalMetric.WIN_RATE not in values:
+            return None
+        text = percent(values[EvalMetric.WIN_RATE])
+        if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
+            ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
+            text += f" ({percent_interval(ends)})"
+        return text
+
+    @staticmethod
+    def _text(value: float | None) -> str | None:
+        return None if value is None else fixed(value, 3)
+
+
+def _mean(values: deque[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _compact(value: float | None) -> str | None:
+    return None if value is None else compact(value)
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else percent(value, 0)

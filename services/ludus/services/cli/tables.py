@@ -1,0 +1,94 @@
+"""Tables of policies for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from ludus.proto.runs import EvalReport, PolicyResult, Summary
+from ludus.services.numbers import NONE, fixed, percent, percent_interval
+from ludus.services.results import NamedResult, compared_policies, ranked, readable
+
+if TYPE_CHECKING:
+    from ludus.services.cli.bench import BenchResult
+
+Interval = tuple[float, float]
+
+
+def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Table:
+    """One row per policy, with half-widths of 95 % intervals."""
+    table = new_table(title)
+    table.add_column("policy")
+    for name in ("games", "wins", "±95%", "draws", "return", "±95%"):
+        table.add_column(name, justify="right")
+    for named in results:
+        style = "bold cyan" if named.is_trained else None
+        table.add_row(Text(named.name), *result_cells(named.result), style=style)
+    return table
+
+
+def bench_table(results: Sequence[BenchResult]) -> Table:
+    """One row per fixed policy; exact returns beside the measured ones where they are known."""
+    table = new_table()
+    table.add_column("policy")
+    for name in ("games", "wins", "±95%", "draws", "return", "±95%", "exact", "steps/s"):
+        table.add_column(name, justify="right")
+    for bench in results:
+        exact = NONE if bench.exact_return is None else fixed(bench.exact_return, 4)
+        speed = f"{bench.steps_per_second:,.0f}"
+        table.add_row(Text(readable(bench.name)), *result_cells(bench.result), exact, speed)
+    return table
+
+
+def result_cells(result: PolicyResult) -> list[str]:
+    """Games, wins, draws and return of a policy, as a table shows them."""
+    return [
+        f"{result.num_games:,}",
+        percent(result.win_rate),
+        percent(half_width(result.win_rate_ci95)),
+        percent(result.draw_rate),
+        fixed(result.expected_return, 3),
+        fixed(half_width(result.expected_return_ci95), 3),
+    ]
+
+
+def summary_table(summary: Summary) -> Table:
+    """The policy before and after training, and the fixed policies."""
+    return policy_table(compared_policies(summary), summary.name)
+
+
+def eval_table(report: EvalReport) -> Table:
+    """The evaluated policy and the fixed policies."""
+    policy = NamedResult("policy", report.policy, is_trained=True)
+    return policy_table(
+        [policy, *ranked(report.baselines)], f"at temperature {report.temperature:g}"
+    )
+
+
+def gap_line(gap: float | None, interval: Interval | None) -> str | None:
+    """The share of the gap closed as a sentence; None where it is not defined."""
+    if gap is None:
+        return None
+    spread = f" ({percent_interval(interval)}, 95%)" if interval is not None else ""
+    return f"gap closed  {percent(gap)}{spread}"
+
+
+def half_width(interval: Interval) -> float:
+    """Half the width of an interval."""
+    return (interval[1] - interval[0]) / 2
+
+
+def new_table(title: str | None = None) -> Table:
+    """An empty table in the style of this command line."""
+    return Table(
+        title=None if title is None else Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=False,
+    )

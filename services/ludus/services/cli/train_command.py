@@ -1,0 +1,223 @@
+"""`ludus train` and `ludus eval`: both run the trainer as a child process."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.errors import ConfigError, NotFoundError, UserError
+from ludus.proto.runs import (
+    CONFIG_FILE,
+    EVAL_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    EvalReport,
+    Summary,
+)
+from ludus.services.cli.console import progress_console, results_console, say
+from ludus.services.cli.live_view import progress_view
+from ludus.services.cli.metrics_follower import MetricsFollower
+from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.tables import eval_table, gap_line, summary_table
+from ludus.services.cli.trainer_process import (
+    STOP_GRACE_S,
+    TrainerEnd,
+    TrainerOutput,
+    run_trainer,
+)
+from ludus.services.numbers import duration
+
+INTERRUPTED = 130
+FAILED = 1
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override one field; may be repeated."),
+]
+
+
+def train(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", show_default=False, help="Run configuration: .toml, .yaml or .json."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run of that name.")
+    ] = False,
+) -> None:
+    """Train a policy, judge it against fixed policies and write a report.
+
+    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume goes on from it.
+
+    Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
+    """
+    config = load_run_config(config_path, overrides or ())
+    if resume and overwrite:
+        raise ConfigError("expected --resume or --overwrite, got both; choose one")
+    if dry_run:
+        typer.echo(config.model_dump_json(indent=2))
+        return
+    run_dir = Path(config.output_dir) / config.name
+    flags = [flag for flag, is_set in (("--resume", resume), ("--overwrite", overwrite)) if is_set]
+    end = _run_training(config, run_dir, flags)
+    _exit_unless_well(end, run_dir, f"go on with: ludus train {run_dir / CONFIG_FILE} --resume")
+    _show_results(run_dir)
+
+
+def evaluate(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
+    ],
+    games: Annotated[
+        int | None, typer.Option(min=1, help="Games to play; eval.num_games if not set.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="0 takes the likeliest token; eval.temperature if not set."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Checkpoint folder; the run's latest if not set."),
+    ] = None,
+) -> None:
+    """Judge a trained policy against fixed policies on the same deals.
+
+    Writes RUN_DIR/eval.json.
+
+    Example: `ludus eval runs/demo --games 20000 --temperature 0`
+    """
+    config_path = run_dir / CONFIG_FILE
+    if not config_path.is_file():
+        raise NotFoundError(
+            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
+            "give a folder that `ludus train` wrote, for example runs/demo"
+        )
+    load_run_config(config_path)
+    output = run_dir / EVAL_FILE
+    arguments = ["eval", "--config", str(config_path), "--run-dir", str(run_dir)]
+    choices = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
+    for flag, value in choices.items():
+        if value is not None:
+            arguments += [flag, str(value)]
+    end = _run_evaluation([*arguments, "--output", str(output)])
+    _exit_unless_well(end, run_dir, "nothing was written")
+    report = EvalReport.model_validate_json(output.read_bytes())
+    console = results_console()
+    console.print(eval_table(report))
+    if line := gap_line(report.gap_closed, report.gap_closed_ci95):
+        say(console, line, style="bold")
+    say(console, f"written to {output}", style="dim")
+
+
+def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
+    console = progress_console()
+    progress = RunProgress(config.training.num_steps)
+    follower = MetricsFollower(run_dir / METRICS_FILE, keep_old_rows="--resume" in flags)
+    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
+        resolved = Path(folder) / CONFIG_FILE
+        resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        with progress_view(console) as view:
+
+            def show(output: TrainerOutput) -> None:
+                progress.update(follower.new_rows())
+                while output.warnings:
+                    view.warn(output.warnings.popleft())
+                view.refresh(progress)
+
+            def show_stopping() -> None:
+                progress.is_stopping = True
+                view.refresh(progress)
+
+            end = run_trainer(
+                ["train", "--config", str(resolved), *flags],
+                on_tick=show,
+                on_stopping=show_stopping,
+            )
+            view.finish(progress)
+            return end
+
+
+def _run_evaluation(arguments: list[str]) -> TrainerEnd:
+    console = progress_console()
+
+    def show(output: TrainerOutput) -> None:
+        while output.warnings:
+            say(console, f"warning: {output.warnings.popleft()}", style="yellow")
+
+    with console.status("evaluating"):
+        return run_trainer(
+            arguments, on_tick=show, on_stopping=lambda: say(console, "stopping", style="yellow")
+        )
+
+
+def _exit_unless_well(end: TrainerEnd, run_dir: Path, after_stop: str) -> None:
+    """Returns after a good end; any other one is explained once and becomes the exit code."""
+    console = progress_console()
+    if end.was_stopped:
+        how = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
+        say(console, f"{how}; {after_stop}")
+        raise typer.Exit(INTERRUPTED)
+    if end.exit_code == 0:
+        return
+    errors = "\n".join(f"error: {message}" for message in end.output.errors)
+    if end.exit_code == UserError.exit_code and errors:
+        say(console, errors)
+        raise typer.Exit(UserError.exit_code)
+    _explain_crash(console, end, errors, run_dir)
+    raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
+
+
+def _explain_crash(console: Console, end: TrainerEnd, errors: str, run_dir: Path) -> None:
+    said = errors or "\n".join(f"  {line}" for line in end.output.tail)
+    if said:
+        say(console, said)
+    how = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
+    log = run_dir / LOG_FILE
+    more = f"; more in {log}" if log.exists() else ""
+    if errors:
+        say(console, f"the trainer ended with {how}{more}")
+    else:
+        say(console, f"error: the trainer ended with {how}; its last words stand above{more}")
+
+
+def _show_results(run_dir: Path) -> None:
+    from ludus.services.report import write_report
+
+    path = run_dir / SUMMARY_FILE
+    if not path.is_file():
+        raise NotFoundError(f"expected the trainer to leave '{path}', found none; see {LOG_FILE}")
+    summary = Summary.model_validate_json(path.read_bytes())
+    report = write_report(run_dir)
+    console = results_console()
+    console.print(summary_table(summary))
+    if line := gap_line(summary.gap_closed, summary.gap_closed_ci95):
+        say(console, line, style="bold")
+    say(
+        console,
+        f"{summary.games_trained:,} games in {duration(summary.wall_seconds_training)} of training"
+        f" · {summary.generator} generator · {summary.weight_syncs} weight syncs,"
+        f" {summary.canary_failures} canary failures",
+    )
+    say(console, f"report      {report}")
+    say(console, f"judge again ludus eval {run_dir}", style="dim")
+    say(
+        console,
+        f"train on    ludus train {run_dir / CONFIG_FILE} --resume "
+        f"--set training.num_steps={summary.num_steps * 2}",
+        style="dim",
+    )

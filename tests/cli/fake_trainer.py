@@ -1,0 +1,175 @@
+"""Stands in for `python -m ludus.trainer`: `fake_trainer.py SCENARIO train|eval ...`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ludus.proto.config import RunConfig
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import (
+    CONFIG_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    EvalReport,
+    MetricsRow,
+    Phase,
+    PolicyResult,
+    Summary,
+)
+
+GAMES_PER_STEP = 100
+
+
+def main() -> int:
+    scenario = sys.argv[1]
+    args = parse(sys.argv[2:])
+    match scenario:
+        case "refuses":
+            sys.stderr.write("error: 'runs/demo' holds a run already\n  go on with --resume\nend\n")
+            return 2
+        case "crashes":
+            sys.stderr.write("Traceback (most recent call last):\nValueError: no gradient\n")
+            return 1
+        case "dies":
+            signal.raise_signal(signal.SIGKILL)
+    if args.command == "eval":
+        return evaluate(args)
+    run = RunConfig.model_validate_json(args.config.read_text())
+    folder = Path(run.output_dir) / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(run.model_dump_json())
+    (folder / LOG_FILE).write_text("started\n")
+    if scenario in ("waits", "never_stops"):
+        return wait(folder, stops=scenario == "waits")
+    return train(run, folder)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["train", "eval"])
+    for name in ("--config", "--run-dir", "--output", "--checkpoint"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--games", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--overwrite", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def train(run: RunConfig, folder: Path) -> int:
+    sys.stdout.write("noise on stdout\n")
+    sys.stderr.write("warning: vLLM is not installed here\n")
+    with (folder / METRICS_FILE).open("w", buffering=1) as metrics:
+        for row in rows(run.training.num_steps):
+            metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")
+            time.sleep(0.02)
+    (folder / SUMMARY_FILE).write_text(summary(run).model_dump_json())
+    return 0
+
+
+def wait(folder: Path, *, stops: bool) -> int:
+    """Until it is told to stop; counts how often it is told."""
+    told: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: told.append(received))
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (folder / "pids").write_text(f"{subprocess.os.getpid()} {helper.pid}")
+    while not told or not stops:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    (folder / "told").write_text(" ".join(str(number) for number in told))
+    return 130
+
+
+def rows(num_steps: int) -> list[MetricsRow]:
+    made = [MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)]
+    for step in range(1, num_steps + 1):
+        values = {
+            TrainMetric.REWARD_MEAN: -0.25,
+            TrainMetric.TOKENS_PER_SECOND: 2345.0,
+            TrainMetric.NUM_EPISODES_LOST: 1,
+        }
+        made.append(row("train", step, values))
+    values = {
+        EvalMetric.WIN_RATE: 0.401,
+        EvalMetric.WIN_RATE_CI95_LOW: 0.391,
+        EvalMetric.WIN_RATE_CI95_HIGH: 0.411,
+        EvalMetric.RETURN_MEAN: -0.1,
+    }
+    return [*made, row("eval", num_steps, values)]
+
+
+def row(kind: str, step: int, values: dict[str, float]) -> MetricsRow:
+    return MetricsRow.model_validate(
+        {
+            "kind": kind,
+            "step": step,
+            "elapsed_s": 2.0 * step,
+            "num_games_trained": GAMES_PER_STEP * step,
+            "values": values,
+        }
+    )
+
+
+def result(win_rate: float) -> PolicyResult:
+    return PolicyResult(
+        num_games=1000,
+        win_rate=win_rate,
+        win_rate_ci95=(win_rate - 0.01, win_rate + 0.01),
+        draw_rate=0.05,
+        expected_return=2 * win_rate - 0.95,
+        expected_return_ci95=(2 * win_rate - 0.97, 2 * win_rate - 0.93),
+    )
+
+
+def summary(run: RunConfig) -> Summary:
+    trained = result(0.401)
+    return Summary(
+        **trained.model_dump(exclude={"num_games"}),
+        name=run.name,
+        environment="openspiel_env",
+        finished=True,
+        seed=run.seed,
+        num_steps=run.training.num_steps,
+        generator="transformers",
+        num_learner_ranks=1,
+        num_rollout_workers=1,
+        gap_closed=0.912,
+        gap_closed_ci95=(0.881, 0.943),
+        eval_num_games=1000,
+        eval_temperature=1.0,
+        start=result(0.281),
+        baselines={"random": result(0.28), "basic_strategy": result(0.43)},
+        games_trained=GAMES_PER_STEP * run.training.num_steps,
+        games_played=5000,
+        episodes_lost=3,
+        wall_seconds_training=42.0,
+        wall_seconds_total=60.0,
+        weight_syncs=7,
+        canary_failures=0,
+        canary_max_error=1e-7,
+        environment_restarts=0,
+        max_staleness_seen=1,
+        versions={},
+    )
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    report = EvalReport(
+        policy=result(0.4).model_copy(update={"num_games": args.games or 1000}),
+        baselines={"random": result(0.28)},
+        temperature=1.0 if args.temperature is None else args.temperature,
+        gap_closed=None,
+        gap_closed_ci95=None,
+    )
+    args.output.write_text(report.model_dump_json())
+    return 0
+
+
+sys.exit(main())

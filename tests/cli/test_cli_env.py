@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from commands import RunCli
+
+from ludus.env.local_server import LocalServer
+
+
+@pytest.fixture(scope="module")
+def catch_address() -> Iterator[str]:
+    server = LocalServer("openspiel_env", {"game": "catch"}, max_sessions=300)
+    yield server.start().grpc
+    server.stop()
+
+
+def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:
+    result = ludus("env", "bench", "openspiel_env", "--option", "game=blackjack", "--games", "200")
+    assert result.code == 0, result.err
+    for policy in ("random", "always stand", "dealer rule", "basic strategy"):
+        assert policy in result.out
+    # Exact returns stand beside the measured ones.
+    assert "−0.3927" in result.out
+    assert "−0.0428" in result.out
+
+
+def test_bench_measures_what_is_known_exactly(ludus: RunCli, catch_address: str) -> None:
+    arguments = ("--address", catch_address, "--policy", "follow_ball", "--games", "60")
+    result = ludus("env", "bench", *arguments)
+    assert result.code == 0, result.err
+    row = next(line.split() for line in result.out.splitlines() if "follow ball" in line)
+    assert row[2:5] == ["60", "100.0%", "3.0%"]
+    assert "random" not in result.out
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones(
+    ludus: RunCli, catch_address: str
+) -> None:
+    result = ludus("env", "bench", "--address", catch_address, "--policy", "follow_bal")
+    assert result.code == 2
+    assert "--policy expected one of random, follow_ball, got 'follow_bal'" in result.err
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "check"])
+def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
+    result = ludus("env", command, "openspeil_env")
+    assert result.code == 2
+    assert result.err == (
+        "error: no environment package 'openspeil_env'; did you mean 'openspiel_env'?\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "check"])
+def test_an_unknown_game_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
+    result = ludus("env", command, "openspiel_env", "--option", "game=blackjak")
+    assert result.code == 2
+    assert "'blackjak'" in result.err
+    assert "did you mean" in result.err and "blackjack" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_an_option_the_package_does_not_take_is_named(ludus: RunCli) -> None:
+    result = ludus("env", "serve", "openspiel_env", "--option", "gaem=catch")
+    assert result.code == 2
+    assert "gaem" in result.err
+
+
+def test_an_option_without_a_value_is_refused(ludus: RunCli) -> None:
+    result = ludus("env", "serve", "openspiel_env", "--option", "game")
+    assert result.code == 2
+    assert "--option expected key=value, got 'game'" in result.err
+
+
+def test_a_port_in_use_is_named(ludus: RunCli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = ludus(
+            *("env", "serve", "openspiel_env", "--option", "game=catch", "--port", str(port)),
+            *("--grpc-port", "0"),
+        )
+    assert result.code == 2
+    assert f"got {port}" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_an_address_where_nothing_listens_is_named(ludus: RunCli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
+    result = ludus("env", "bench", "--address", address)
+    assert result.code == 2
+    assert result.err.startswith("error: ")
+    assert address in result.err
+    assert "ludus env serve" in result.err
+
+
+def test_an_address_without_a_scheme_is_refused(ludus: RunCli) -> None:
+    result = ludus("env", "bench", "--address", "127.0.0.1:18000")
+    assert result.code == 2
+    assert "grpc://host:port" in result.err
+
+
+def test_bench_needs_something_to_play_on(ludus: RunCli) -> None:
+    result = ludus("env", "bench")
+    assert result.code == 2
+    assert "expected PACKAGE or --address" in result.err
+
+
+def test_options_and_an_address_exclude_each_other(ludus: RunCli) -> None:
+    result = ludus("env", "bench", "--address", "grpc://127.0.0.1:1", "--option", "game=catch")
+    assert result.code == 2
+    assert "got both" in result.err
+
+
+def test_list_names_installed_packages(ludus: RunCli) -> None:
+    result = ludus("env", "list")
+    assert result.code == 0
+    assert "openspiel_env" in result.out
+    assert "OpenSpiel game" in result.out
+
+
+def test_check_shows_every_rule(ludus: RunCli) -> None:
+    result = ludus("env", "check", "openspiel_env", "--option", "game=catch")
+    assert result.code == 0, result.out
+    assert "same_seed_and_actions_give_the_same_episode" in result.out
+    assert "broken" not in result.out
+
+
+def test_a_broken_rule_makes_check_end_with_1(
+    ludus: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
+
+    reset = OpenSpielEnvironment.reset
+    monkeypatch.setattr(
+        OpenSpielEnvironment, "reset", lambda self, *, seed=None, **options: reset(self)
+    )
+    result = ludus("env", "check", "openspiel_env", "--option", "game=blackjack")
+    assert result.code == 1
+    rows = [line for line in result.out.splitlines() if "broken" in line]
+    assert any("same_seed_and_actions_give_the_same_episode" in row for row in rows)

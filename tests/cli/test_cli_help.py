@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from commands import RunCli
+
+COMMANDS = [
+    ("train",),
+    ("eval",),
+    ("report",),
+    ("env", "serve"),
+    ("env", "list"),
+    ("env", "check"),
+    ("env", "bench"),
+]
+HEAVY = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "grpc")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_with_an_example(
+    ludus: RunCli, command: tuple[str, ...]
+) -> None:
+    result = ludus(*command, "--help")
+    assert result.code == 0
+    assert f"Example: ludus {' '.join(command)}" in result.out
+
+
+def test_help_names_every_command(ludus: RunCli) -> None:
+    result = ludus("--help")
+    assert result.code == 0
+    assert all(name in result.out for name in ("train", "eval", "report", "env"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [("trian",), ("train", "--sett", "a=b"), ("env", "bench", "x_env", "--games", "0")]
+)
+def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(
+    ludus: RunCli, arguments: tuple[str, ...]
+) -> None:
+    result = ludus(*arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import ludus.services.cli.app",
+        "import sys; sys.argv = ['ludus', '--help']\n"
+        "from ludus.services.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass",
+        "import sys; sys.argv = ['ludus', 'train', '--dry-run']\n"
+        "from ludus.services.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass",
+    ],
+    ids=["import", "help", "dry-run"],
+)
+def test_the_command_line_loads_nothing_heavy(statement: str) -> None:
+    program = f"{statement}\nimport sys\nsys.stderr.write(' '.join(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stderr.split()
+    assert "ludus.services.cli.app" in loaded
+    assert not [name for name in HEAVY if name in loaded]

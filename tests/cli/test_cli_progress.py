@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import METRICS_FILE, MetricsRow, Phase
+from ludus.services.cli.live_view import PlainView, TerminalView
+from ludus.services.cli.metrics_follower import MetricsFollower
+from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.trainer_process import NUM_TAIL_LINES, TrainerOutput
+
+
+def train_row(step: int, elapsed_s: float, **values: float) -> MetricsRow:
+    return MetricsRow(
+        kind="train",
+        step=step,
+        elapsed_s=elapsed_s,
+        num_games_trained=step * 512,
+        values=values,
+    )
+
+
+def phase_row(phase: Phase) -> MetricsRow:
+    return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
+
+
+def eval_row(step: int, win_rate: float) -> MetricsRow:
+    values = {
+        EvalMetric.WIN_RATE: win_rate,
+        EvalMetric.WIN_RATE_CI95_LOW: win_rate - 0.02,
+        EvalMetric.WIN_RATE_CI95_HIGH: win_rate + 0.02,
+        EvalMetric.RETURN_MEAN: 2 * win_rate - 1,
+    }
+    return MetricsRow(
+        kind="eval", step=step, elapsed_s=step, num_games_trained=step * 512, values=values
+    )
+
+
+def written(*rows: MetricsRow) -> bytes:
+    return b"".join(row.model_dump_json(exclude_defaults=True).encode() + b"\n" for row in rows)
+
+
+def test_time_left_follows_the_pace_of_recent_steps() -> None:
+    progress = RunProgress(num_steps=100)
+    assert progress.seconds_left is None
+    progress.update([train_row(1, 50.0)])
+    assert progress.seconds_left is None
+    # A slow start, then half a second a step.
+    progress.update([train_row(step, 50.0 + 0.5 * (step - 1)) for step in range(2, 41)])
+    assert progress.seconds_left == 30.0
+
+
+def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
+    progress = RunProgress(num_steps=100)
+    rewards = {TrainMetric.REWARD_MEAN.value: 0.5, TrainMetric.NUM_EPISODES_LOST.value: 2.0}
+    progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.28), eval_row(10, 0.4)])
+    progress.update([train_row(step, step, **rewards) for step in range(1, 4)])
+    facts = progress.facts()
+    assert facts["wins"] == "40.0% (38.0 to 42.0%)"
+    assert facts["return"] == "−0.200"
+    assert facts["reward"] == "0.500"
+    assert facts["lost episodes"] == "6"
+    assert progress.line().startswith("step 10/100 · training · wins 40.0%")
+
+
+def test_a_stop_is_said_whatever_the_phase() -> None:
+    progress = RunProgress(num_steps=10)
+    progress.update([phase_row(Phase.EVALUATE)])
+    assert progress.phase_name == "evaluating"
+    progress.is_stopping = True
+    assert progress.phase_name == "stopping, writing a checkpoint"
+
+
+def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    follower = MetricsFollower(path, keep_old_rows=False)
+    assert follower.new_rows() == []
+    content = written(train_row(1, 1.0), train_row(2, 2.0))
+    path.write_bytes(content[:-10])
+    assert [row.step for row in follower.new_rows()] == [1]
+    assert follower.new_rows() == []
+    path.write_bytes(content)
+    assert [row.step for row in follower.new_rows()] == [2]
+
+
+def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(written(*(train_row(step, step) for step in range(1, 50))))
+    os.utime(path, ns=(1, 1))
+    follower = MetricsFollower(path, keep_old_rows=False)
+    assert follower.new_rows() == []
+    path.unlink()
+    assert follower.new_rows() == []
+    path.write_bytes(written(train_row(1, 1.0)))
+    assert [row.step for row in follower.new_rows()] == [1]
+
+
+def test_follower_keeps_the_rows_of_a_run_that_goes_on_and_copes_with_its_rewriting(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))
+    follower = MetricsFollower(path, keep_old_rows=True)
+    assert len(follower.new_rows()) == 5
+    # Resuming drops the rows after the checkpoint.
+    path.write_bytes(written(train_row(1, 1.0)))
+    assert [row.step for row in follower.new_rows()] == [1]
+
+
+def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(b'{"kind": "rumour"}\n' + written(train_row(1, 1.0)))
+    follower = MetricsFollower(path, keep_old_rows=True)
+    assert [row.step for row in follower.new_rows()] == [1]
+    assert follower.num_unreadable == 1
+
+
+def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_refresh() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=120))
+    progress = RunProgress(num_steps=3)
+    progress.update([phase_row(Phase.TRAIN)])
+    for step in (1, 2, 3):
+        progress.update([train_row(step, step)])
+        view.refresh(progress)
+    view.finish(progress)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 1/3 · training")
+    assert lines[1].startswith("step 3/3 · training")
+
+
+def test_terminal_view_shows_phase_bar_and_facts() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    live = Live(console=console, auto_refresh=False)
+    progress = RunProgress(num_steps=20)
+    progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.3)])
+    progress.update([train_row(step, step, tokens_per_second=2000.0) for step in range(1, 11)])
+    TerminalView(console, live).refresh(progress)
+    console.print(live.get_renderable())
+    shown = out.getvalue()
+    for expected in ("training", "step 10/20", "10 s left", "30.0% (28.0 to 32.0%)", "2,000"):
+        assert expected in shown
+
+
+def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> None:
+    output = TrainerOutput()
+    for line in (
+        "error: first",
+        "  more of it",
+        "plain",
+        "  indented",
+        "warning: slow",
+        "error: b",
+    ):
+        output.feed(line)
+    assert output.errors == ["first\n  more of it", "b"]
+    assert list(output.warnings) == ["slow"]
+    for index in range(100):
+        output.feed(str(index))
+    assert len(output.tail) == NUM_TAIL_LINES
+    assert output.tail[-1] == "99"

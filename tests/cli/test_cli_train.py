@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import FAKE_TRAINER, RunCli
+
+from ludus.proto.config import RunConfig
+from ludus.services.cli import trainer_process
+
+UseFake = Callable[[str], None]
+
+
+def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+) -> None:
+    fake_trainer("crashes")
+    result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
+    config = RunConfig.model_validate(json.loads(result.out))
+    assert result.code == 0
+    assert (config.training.num_steps, config.name) == (7, "mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.num_stpes=3", ["training.num_stpes", "did you mean 'num_steps'?"]),
+        ("training.num_steps=many", ["training.num_steps", "'many'"]),
+        ("learner.num_minibatches=5", ["learner.num_minibatches = 5", "groups_per_step"]),
+        ("environment.kind=elsewhere", ["environment.kind", "'elsewhere'"]),
+        ("training", ["--set expected section.field=value", "'training'"]),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_out(
+    ludus: RunCli, fake_trainer: UseFake, override: str, expected: list[str], tmp_path: Path
+) -> None:
+    fake_trainer("crashes")
+    result = ludus("train", "--set", override)
+    assert result.code == 2
+    assert result.err.startswith("error: ")
+    assert all(part in result.err for part in expected)
+    assert "Traceback" not in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_configuration_file_is_named(ludus: RunCli) -> None:
+    result = ludus("train", "no/such.toml")
+    assert result.code == 2
+    assert "no configuration at 'no/such.toml'" in result.err
+
+
+def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
+    result = ludus("train", "--resume", "--overwrite")
+    assert result.code == 2
+    assert "got both" in result.err
+
+
+def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+) -> None:
+    fake_trainer("goes_well")
+    result = ludus("train", "--set", "training.num_steps=3", "--set", "name=demo")
+    assert result.code == 0, result.err
+    # Progress goes to stderr, with the child's warnings; its chatter does not.
+    assert "step 3/3" in result.err
+    assert "wins 40.1% (39.1 to 41.1%)" in result.err
+    assert "lost episodes 3" in result.err
+    assert result.err.count("warning: vLLM is not installed here") == 1
+    assert "noise" not in result.err + result.out
+    for expected in (
+        "policy before training",
+        "policy after training",
+        "basic strategy",
+        "gap closed  91.2% (88.1 to 94.3%, 95%)",
+        "300 games in 42",
+        "transformers generator",
+        "7 weight syncs, 0 canary failures",
+        "runs/demo/report.html",
+        "ludus eval runs/demo",
+    ):
+        assert expected in result.out
+    assert (tmp_path / "runs/demo/report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_trainer: UseFake) -> None:
+    fake_trainer("refuses")
+    result = ludus("train")
+    assert result.code == 2
+    assert result.err.count("error: 'runs/demo' holds a run already\n  go on with --resume\n") == 1
+    assert "end" not in result.err.splitlines()
+
+
+def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
+    ludus: RunCli, fake_trainer: UseFake
+) -> None:
+    fake_trainer("crashes")
+    result = ludus("train")
+    assert result.code == 1
+    assert "ValueError: no gradient" in result.err
+    assert "the trainer ended with exit code 1" in result.err
+
+
+def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer: UseFake) -> None:
+    fake_trainer("dies")
+    result = ludus("train")
+    assert result.code == 1
+    assert "the trainer ended with signal 9" in result.err
+
+
+def test_eval_passes_its_choices_on_and_shows_the_report(
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+) -> None:
+    fake_trainer("goes_well")
+    ludus("train", "--set", "training.num_steps=1", "--set", "name=demo")
+    result = ludus("eval", "runs/demo", "--games", "4321", "--temperature", "0")
+    assert result.code == 0, result.err
+    assert "at temperature 0" in result.out
+    assert "4,321" in result.out
+    assert "random" in result.out
+    assert json.loads((tmp_path / "runs/demo/eval.json").read_text())["temperature"] == 0
+
+
+def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:
+    result = ludus("eval", str(tmp_path))
+    assert result.code == 2
+    assert "expected a run's folder with config.json" in result.err
+
+
+def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.Popen[str]:
+    """`ludus train` as a process of its own, with the fake trainer, once that one waits."""
+    command = [sys.executable, str(FAKE_TRAINER), scenario]
+    program = (
+        "from ludus.services.cli import app, trainer_process as t\n"
+        f"t.trainer_command = lambda arguments: [*{command!r}, *arguments]\n"
+        f"t.STOP_GRACE_S = {grace_s}\n"
+        "import sys; sys.argv = ['ludus', 'train', '--set', 'name=demo']\n"
+        "app.main()\n"
+    )
+    cli = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 20
+    while not pids(folder):
+        assert cli.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return cli
+
+
+def pids(folder: Path) -> list[int]:
+    path = folder / "runs/demo/pids"
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    cli = start_cli(tmp_path, "waits")
+    trainer_pids = pids(tmp_path)
+    # As a terminal does it: to the whole foreground group, of which the trainer is none.
+    cli.send_signal(number)
+    begun = time.monotonic()
+    _, err = cli.communicate(timeout=20)
+    assert cli.returncode == 130
+    assert time.monotonic() - begun < 5
+    assert "stopping, writing a checkpoint" in err
+    assert "ludus train runs/demo/config.json --resume" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "runs/demo/told").read_text() == str(int(number))
+    assert not any(is_running(pid) for pid in trainer_pids)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -> None:
+    cli = start_cli(tmp_path, "never_stops", grace_s=0.5)
+    trainer_pids = pids(tmp_path)
+    assert all(os.getpgid(pid) == trainer_pids[0] for pid in trainer_pids)
+    cli.send_signal(signal.SIGINT)
+    _, err = cli.communicate(timeout=20)
+    assert cli.returncode == 130
+    assert "killed after" in err
+    assert not any(is_running(pid) for pid in trainer_pids)
+
+
+def test_the_trainer_is_started_as_a_module_of_this_python() -> None:
+    command = trainer_process.trainer_command(["train", "--config", "c.json"])
+    assert command == [sys.executable, "-m", "ludus.trainer", "train", "--config", "c.json"]

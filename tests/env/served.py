@@ -1,0 +1,79 @@
+"""Servers for tests: in this event loop, or in a process that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from counting_env import CountingEnv
+
+from ludus.env.core import EnvironmentFactory
+from ludus.env.server import EnvServer, ServerOptions
+
+WIRES = ("grpc", "http")
+
+
+def running(factory: EnvironmentFactory = CountingEnv, **options: Any) -> EnvServer:
+    """A server on free ports, to be entered with `async with`."""
+    return EnvServer(factory, ServerOptions(**{"port": 0, **options}))
+
+
+def address_of(server: EnvServer | ServerProcess, wire: str) -> str:
+    return server.grpc_address if wire == "grpc" else server.http_address
+
+
+@dataclass
+class ServerProcess:
+    """A counting server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    http_address: str
+    grpc_address: str
+
+    @property
+    def ports(self) -> list[str]:
+        http, grpc = (a.rpartition(":")[2] for a in (self.http_address, self.grpc_address))
+        return ["--port", http, "--grpc-port", grpc]
+
+
+@contextmanager
+def server_process(
+    folder: Path,
+    *arguments: str,
+    module: str = str(Path(__file__).with_name("counting_env.py")),
+    env: dict[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    ready_file = folder / f"ready-{time.monotonic_ns()}.json"
+    command = [sys.executable, *module.split(), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--ready-file", str(ready_file), *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+    )
+    try:
+        ready = _wait_for(ready_file, process)
+        assert ready["pid"] == process.pid
+        yield ServerProcess(process, ready["http"], ready["grpc"])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _wait_for(ready_file: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+    deadline_s = time.monotonic() + 30.0
+    while not ready_file.exists():
+        if process.poll() is not None:
+            raise AssertionError(f"the server ended: {process.communicate()[1]}")
+        assert time.monotonic() < deadline_s, "the server did not get ready"
+        time.sleep(0.02)
+    return json.loads(ready_file.read_text())

@@ -1,0 +1,277 @@
+"""The client: the same behaviour over every wire."""
+
+import asyncio
+
+import pytest
+from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from served import WIRES, address_of, running
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.sync_client import EnvClient
+from ludus.proto.errors import (
+    ActionParseError,
+    AuthenticationError,
+    CallTimeoutError,
+    CapacityError,
+    ConfigError,
+    EpisodeStateError,
+    ExecutionError,
+    IllegalActionError,
+    InvalidCallError,
+    SessionLostError,
+    UnavailableError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+@pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
+def factory(request):
+    return request.param
+
+
+async def connected(server, wire, **options) -> AsyncEnvClient:
+    return await AsyncEnvClient.connect(address_of(server, wire), **options)
+
+
+async def play(client: AsyncEnvClient, seed: int) -> list:
+    session, first = await client.open(seed=seed, close_when_done=True)
+    results = [first]
+    while not results[-1].done:
+        results.append(await session.step({"add": 1 + len(results) % 3}))
+    return results
+
+
+async def test_an_episode_over_the_wire_has_everything(wire, factory):
+    async with running(factory) as server, await connected(server, wire) as client:
+        session, first = await client.open(seed=3, options={"start": 10, "note": "hi"})
+        assert first.observation["total"] == 10
+        assert first.observation["metadata"] == {"note": "hi"}
+        assert (first.reward, first.done, first.step_index) == (None, False, 0)
+        assert first.text.messages[0]["content"] == "Count to the end. Total 10."
+        second = await session.step(CountAction(add=8))
+        assert (second.reward, second.info, second.step_index) == (8.0, {"added": 8}, 1)
+        assert second.tensors["trace"].tolist() == [0.0, 1.0, 2.0]
+        third = await session.step(text="ADD 3")
+        assert third.text.legal_answers == ["ADD 1", "ADD 2", "ADD 3"]
+        assert await session.state() == {"episode_id": None, "step_count": 2, "total": 21}
+        last = await session.step({"add": 7})
+        assert (last.terminated, last.truncated, last.done) == (False, True, True)
+        again = await session.reset(seed=3)
+        assert again.observation["luck"] == first.observation["luck"]
+
+
+async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory):
+    async with running(factory) as server:
+        episodes = []
+        for wire in WIRES:
+            async with await connected(server, wire) as client:
+                episodes.append(await asyncio.gather(*(play(client, seed) for seed in range(20))))
+        assert episodes[0] == episodes[1]
+        assert episodes[0][0] != episodes[0][1]
+
+
+async def test_errors_arrive_as_the_exceptions_they_were(wire, factory):
+    cases = [
+        ({"add": "x"}, InvalidCallError),
+        ({"add": 0}, IllegalActionError),
+        ({"add": 13}, ExecutionError),
+    ]
+    async with running(factory) as server, await connected(server, wire) as client:
+        session = await client.open_session()
+        with pytest.raises(EpisodeStateError):
+            await session.step({"add": 1})
+        await session.reset()
+        for action, error in cases:
+            with pytest.raises(error):
+                await session.step(action)
+        with pytest.raises(ActionParseError, match="'HIT'"):
+            await session.step(text="HIT")
+        assert (await session.step({"add": 1})).step_index == 1
+        with pytest.raises(InvalidCallError, match="got colour"):
+            await session.reset(options={"colour": "red"})
+
+
+async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
+    async with (
+        running(max_sessions=2) as server,
+        await connected(server, wire) as client,
+    ):
+        first, _ = await client.open()
+        await client.open()
+        with pytest.raises(CapacityError, match="2/2"):
+            await client.open()
+        with pytest.raises(CapacityError, match="2/2"):
+            await client.open_session()
+        await first.close()
+        await settled(server, 1)
+        await client.open()
+        with pytest.raises(SessionLostError, match="it was closed"):
+            await first.step({"add": 1})
+
+
+async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
+    async with (
+        running(max_sessions=1) as server,
+        await connected(server, wire) as client,
+    ):
+        for seed in range(3):
+            await play(client, seed)
+            await settled(server, 0)
+
+
+async def test_a_client_that_leaves_leaves_no_session(wire, factory):
+    async with running(factory) as server:
+        async with await connected(server, wire) as client:
+            await asyncio.gather(*(client.open() for _ in range(10)))
+            assert server.core.num_sessions == 10
+        await settled(server, 0)
+
+
+async def test_256_sessions_at_once(wire, factory):
+    async with running(factory) as server, await connected(server, wire) as client:
+        episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))
+        assert all(len(episode) == 6 and episode[-1].terminated for episode in episodes)
+
+
+async def test_step_many_answers_in_order_and_each_for_itself(wire, factory):
+    async with running(factory) as server, await connected(server, wire) as client:
+        sessions = [(await client.open(seed=seed))[0] for seed in range(4)]
+        actions = [{"add": 1}, "ADD 2", {"add": 0}, CountAction(add=3)]
+        outcomes = await client.step_many(list(zip(sessions, actions, strict=True)))
+        assert [getattr(outcome, "reward", None) for outcome in outcomes] == [1.0, 2.0, None, 3.0]
+        assert isinstance(outcomes[2], IllegalActionError)
+        assert [session.step_index for session in sessions] == [1, 1, 0, 1]
+        assert (await sessions[0].step({"add": 1})).step_index == 2
+
+
+async def test_step_many_with_a_dead_session_still_steps_the_others(wire):
+    async with running() as server, await connected(server, wire) as client:
+        dead, _ = await client.open()
+        alive, _ = await client.open()
+        await dead.close()
+        outcomes = await client.step_many([(dead, "ADD 1"), (alive, "ADD 2")])
+        assert isinstance(outcomes[0], SessionLostError)
+        assert (outcomes[1].reward, (await alive.step({"add": 1})).step_index) == (2.0, 2)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+async def test_a_seed_that_no_wire_can_carry_is_refused(wire, seed):
+    async with running() as server, await connected(server, wire) as client:
+        with pytest.raises(InvalidCallError, match=f"got {seed}"):
+            await client.open(seed=seed)
+        await client.open(seed=2**64 - 1)
+
+
+async def test_two_calls_at_once_in_one_session_are_refused(wire):
+    async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
+        session, _ = await client.open()
+        outcomes = await asyncio.gather(
+            session.step({"add": 1}), session.step({"add": 2}), return_exceptions=True
+        )
+        assert outcomes[0].step_index == 1
+        assert isinstance(outcomes[1], EpisodeStateError)
+
+
+async def test_a_late_answer_is_never_taken_for_the_next_one(wire):
+    async with (
+        running(ThreadedCountingEnv) as server,
+        await connected(server, wire, timeout_s=0.15) as client,
+    ):
+        session, _ = await client.open()
+        other, _ = await client.open()
+        with pytest.raises(CallTimeoutError, match=r"within 0\.15 s"):
+            await session.step({"add": 99})
+        with pytest.raises(SessionLostError):
+            await session.step({"add": 1})
+        assert (await other.step({"add": 2})).observation["total"] == 2
+        await settled(server, 1)
+
+
+async def test_a_cancelled_call_drops_its_session(wire):
+    async with running(ThreadedCountingEnv) as server, await connected(server, wire) as client:
+        session, _ = await client.open()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.step({"add": 99}), 0.05)
+        with pytest.raises(SessionLostError, match="cancelled"):
+            await session.step({"add": 1})
+        await settled(server, 0)
+
+
+async def test_an_idle_session_is_lost_and_says_so(wire):
+    async with (
+        running(idle_timeout_s=0.1) as server,
+        await connected(server, wire) as client,
+    ):
+        session, _ = await client.open()
+        await settled(server, 0)
+        with pytest.raises(SessionLostError, match=r"idle for 0\.1 s"):
+            await session.step({"add": 1})
+        await client.open()
+
+
+async def test_the_description_says_what_the_environment_is(wire):
+    async with running() as server, await connected(server, wire) as client:
+        description = await client.describe()
+        assert description == server.core.description
+        assert description.options == {"num_steps": 5}
+        assert description.has_text_view
+        assert "add" in description.action_schema["properties"]
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+async def test_without_the_token_nothing_is_served(wire, token):
+    async with running(token="secret") as server:
+        with pytest.raises(AuthenticationError, match="token"):
+            await connected(server, wire, token=token)
+        async with await connected(server, wire, token="secret") as client:
+            assert (await client.describe()).name == "counting"
+            assert len(await play(client, 1)) == 6
+
+
+async def test_an_address_where_nobody_listens_is_unavailable(wire):
+    async with running() as server:
+        address = address_of(server, wire)
+    with pytest.raises(UnavailableError, match=address):
+        await AsyncEnvClient.connect(address, connect_timeout_s=0.3)
+
+
+async def test_an_address_without_a_known_scheme_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="'localhost:8000'"):
+        await AsyncEnvClient.connect("localhost:8000")
+
+
+async def test_the_synchronous_client_plays_the_same_episode(wire):
+    def play_synchronously(address: str) -> list:
+        with EnvClient.connect(address) as client:
+            assert client.describe().name == "counting"
+            session, first = client.open(seed=5)
+            results = [first]
+            while not results[-1].done:
+                results.append(session.step({"add": 1 + len(results) % 3}))
+            session.close()
+            other = client.open_session()
+            assert other.reset(seed=5) == first
+            assert client.step_many([(other, "ADD 2")])[0].observation == results[1].observation
+            assert other.state()["total"] == 2
+            with pytest.raises(IllegalActionError):
+                other.step({"add": 0})
+            return results
+
+    async with running() as server, await connected(server, wire) as client:
+        results = await asyncio.to_thread(play_synchronously, address_of(server, wire))
+        assert results == await play(client, 5)
+
+
+async def settled(server, num_sessions: int) -> None:
+    """Returns once the server has so many sessions; connections take a moment to end."""
+    for _ in range(200):
+        if server.core.num_sessions == num_sessions:
+            return
+        await asyncio.sleep(0.01)
+    assert server.core.num_sessions == num_sessions

@@ -1,0 +1,120 @@
+"""`check_environment` passes what is right and names what is wrong."""
+
+import random
+
+import pytest
+from counting_env import CountAction, CountingEnv, CountingFace, ThreadedCountingEnv
+
+from ludus.env.check import EnvironmentCheckError, check_environment
+from ludus.env.types import Transition
+from ludus.proto.errors import ActionParseError
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+def test_a_sound_environment_passes_every_check(factory):
+    report = check_environment(factory)
+    report.raise_if_failed()
+    assert report.ok
+    assert len(report.checks) == 13
+
+
+class IgnoresItsSeed(CountingEnv):
+    def reset(self, *, seed=None):
+        return super().reset(seed=random.SystemRandom().randrange(2**32))
+
+
+class KnowsOneSeed(CountingEnv):
+    def reset(self, *, seed=None):
+        return super().reset(seed=None if seed is None else 1)
+
+
+class UsesGlobalRandomness(CountingEnv):
+    def reset(self, *, seed=None):
+        random.seed(seed)
+        return super().reset(seed=seed)
+
+    def _observe(self, note=""):
+        observation = super()._observe(note)
+        return observation.model_copy(update={"luck": random.randrange(1_000_000)})
+
+
+class RewardsAReset(CountingEnv):
+    def reset(self, *, seed=None):
+        return Transition(super().reset(seed=seed).observation, reward=0.0)
+
+
+class EndsWithAnInteger(CountingEnv):
+    def step(self, action: CountAction):
+        return Transition(super().step(action).observation, reward=1.0, terminated=0)
+
+
+class NeverEnds(CountingEnv):
+    def step(self, action: CountAction):
+        self._over = False
+        return super().step(action)
+
+
+class ObservesTheWrongType(CountingEnv):
+    def reset(self, *, seed=None):
+        observation = super().reset(seed=seed).observation
+        return Transition(observation.model_copy(update={"total": "many"}))
+
+
+class RemembersTheLastEpisode(CountingEnv):
+    _num_resets = 0
+
+    def reset(self, *, seed=None):
+        self._num_resets += 1
+        return super().reset(seed=seed, start=self._num_resets)
+
+
+class ReadsMetadata(CountingEnv):
+    def step(self, action: CountAction):
+        return super().step(action.model_copy(update={"add": action.add + len(action.metadata)}))
+
+
+class Offers(CountingFace):
+    def legal_answers(self, observation):
+        return ["ADD 0"]
+
+
+class OffersIllegalAnswers(CountingEnv):
+    text_face = Offers()
+
+
+class Guesses(CountingFace):
+    def parse(self, text, observation):
+        try:
+            return super().parse(text, observation)
+        except ActionParseError:
+            return CountAction(add=1)
+
+
+class GuessesActions(CountingEnv):
+    text_face = Guesses()
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize(
+    ("factory", "rule"),
+    [
+        (IgnoresItsSeed, "same_seed_and_actions_give_the_same_episode"),
+        (KnowsOneSeed, "seeds_are_not_ignored"),
+        (UsesGlobalRandomness, "another_session_changes_nothing"),
+        (RewardsAReset, "reset_has_no_reward"),
+        (EndsWithAnInteger, "flags_and_rewards_have_their_types"),
+        (NeverEnds, "a_step_after_the_end_is_refused"),
+        (ObservesTheWrongType, "observations_fit_their_schema"),
+        (RemembersTheLastEpisode, "a_second_reset_starts_anew"),
+        (ReadsMetadata, "action_metadata_changes_nothing"),
+        (OffersIllegalAnswers, "every_legal_answer_is_a_legal_action"),
+        (GuessesActions, "garbage_is_no_action"),
+    ],
+)
+def test_a_broken_rule_is_found_and_named(factory, rule):
+    report = check_environment(factory, num_steps=20)
+    broken = {check.name: check.detail for check in report.checks if not check.ok}
+    assert rule in broken
+    assert broken[rule].startswith("expected ")
+    with pytest.raises(EnvironmentCheckError, match=rule):
+        report.raise_if_failed()

@@ -1,0 +1,126 @@
+"""The server as a process: ready file, ports, signals, and what a killed one leaves."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from counting_env import CountingEnv
+from served import WIRES, address_of, running, server_process
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.server import ServerOptions
+from ludus.proto.errors import ConfigError, PortInUseError, SessionLostError
+
+SERVER = str(Path(__file__).with_name("counting_env.py"))
+
+
+def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SERVER, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wire):
+    async def story():
+        with server_process(tmp_path) as first:
+            client = await AsyncEnvClient.connect(address_of(first, wire))
+            session, _ = await client.open(seed=1)
+            assert (await session.step({"add": 1})).reward == 1.0
+            first.process.kill()
+            first.process.wait()
+            with pytest.raises(SessionLostError):
+                await session.step({"add": 1})
+            opening = asyncio.create_task(client.open(seed=1))
+            await asyncio.sleep(0.2)
+            assert not opening.done()
+            with server_process(tmp_path, *first.ports):
+                again, _ = await asyncio.wait_for(opening, 20)
+                assert (await again.step({"add": 1})).step_index == 1
+                with pytest.raises(SessionLostError):
+                    await session.step({"add": 1})
+                await client.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_number):
+    async def story():
+        with server_process(tmp_path) as served:
+            clients = [await AsyncEnvClient.connect(address_of(served, wire)) for wire in WIRES]
+            for client in clients:
+                await client.open()
+            begun_s = time.monotonic()
+            served.process.send_signal(signal_number)
+            code = await asyncio.to_thread(served.process.wait, 5)
+            assert (code, time.monotonic() - begun_s < 2.0) == (0, True)
+            assert list(tmp_path.iterdir()) == []
+            assert "Traceback" not in served.process.stderr.read()
+            for client in clients:
+                await client.close()
+
+    asyncio.run(story())
+
+
+def test_a_port_in_use_is_named_and_nothing_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        http = run_to_its_end("--port", port, "--grpc-port", "0")
+        grpc = run_to_its_end("--port", "0", "--grpc-port", port)
+    for ended, name in ((http, "port"), (grpc, "grpc_port")):
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"error: expected a free {name}, got {port}: ")
+        assert ended.stderr.count("\n") == 1
+
+
+def test_two_servers_never_share_a_grpc_port():
+    async def story():
+        async with running() as server:
+            port = int(server.grpc_address.rpartition(":")[2])
+            with pytest.raises(PortInUseError, match=str(port)):
+                await running(grpc_port=port).start()
+
+    asyncio.run(story())
+
+
+def test_listening_beyond_this_machine_needs_a_token():
+    ended = run_to_its_end("--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 2
+    assert "expected a token to listen on 0.0.0.0" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert ServerOptions(host="0.0.0.0", insecure=True).token is None
+    assert ServerOptions(host="0.0.0.0", token="t").host == "0.0.0.0"
+
+
+def test_the_token_comes_from_the_environment_variable_named(tmp_path):
+    with server_process(tmp_path, "--token-env", "MY_TOKEN", env={"MY_TOKEN": "t"}) as served:
+        call = urllib.request.Request(
+            served.http_address + "/metadata", headers={"authorization": "Bearer t"}
+        )
+        with urllib.request.urlopen(call, timeout=5) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"port": 60_000}, "grpc_port between 0 and 65535, got 70000"),
+        ({"port": -1}, "port between 0 and 65535, got -1"),
+        ({"max_sessions": 0}, "max_sessions >= 1, got 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ServerOptions(**options)
+
+
+def test_neighbouring_ports_have_neighbouring_grpc_ports():
+    assert [ServerOptions(port=port).bound_grpc_port for port in (8004, 8005)] == [18004, 18005]
+    assert ServerOptions(port=0).bound_grpc_port == 0
+    assert CountingEnv.steps_on_event_loop

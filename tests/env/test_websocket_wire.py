@@ -1,0 +1,236 @@
+"""OpenEnv's `/ws` and HTTP endpoints, frame by frame."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from served import running
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
+def factory(request):
+    return request.param
+
+
+def socket_to(server, query: str = ""):
+    return connect(server.http_address.replace("http", "ws") + "/ws" + query)
+
+
+async def ask(socket, message) -> str:
+    await socket.send(message if isinstance(message, str | bytes) else json.dumps(message))
+    return await socket.recv()
+
+
+async def test_stock_clients_get_stock_frames(factory):
+    async with running(factory) as server, socket_to(server) as socket:
+        assert await ask(socket, {"type": "state"}) == (
+            '{"type":"state","data":{"episode_id":null,"step_count":0}}'
+        )
+        reset = {"seed": 5, "episode_id": "E", "start": 5, "unknown": True}
+        assert await ask(socket, {"type": "reset", "data": reset}) == (
+            '{"type":"observation","data":{"observation":{"metadata":{},"total":5,"luck":653159},'
+            '"reward":null,"done":false}}'
+        )
+        assert await ask(socket, {"type": "step", "data": {"add": 2}}) == (
+            '{"type":"observation","data":{"observation":{"metadata":{},"total":7,"luck":267853},'
+            '"reward":2.0,"done":false}}'
+        )
+        assert await ask(socket, {"type": "state"}) == (
+            '{"type":"state","data":{"episode_id":"E","step_count":1,"total":7}}'
+        )
+        assert '"done":true' in await ask(socket, {"type": "step", "data": {"add": 7}})
+
+
+async def test_metadata_stands_in_both_places():
+    async with running() as server, socket_to(server) as socket:
+        data = json.loads(await ask(socket, {"type": "reset", "data": {"note": "k"}}))["data"]
+        assert data["metadata"] == data["observation"]["metadata"] == {"note": "k"}
+
+
+async def test_close_gets_no_reply_and_the_socket_closes():
+    async with running() as server, socket_to(server) as socket:
+        await socket.send('{"type":"close"}')
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+        assert socket.close_code == 1000
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "said"),
+    [
+        ("{", "INVALID_JSON", "Invalid JSON: "),
+        ({"type": "bogus"}, "UNKNOWN_TYPE", "Unknown message type: bogus"),
+        ({}, "UNKNOWN_TYPE", "Unknown message type: "),
+        ({"type": "step", "data": {"add": 13}}, "EXECUTION_ERROR", "unlucky"),
+        ({"type": "step", "data": {"add": "x"}}, "VALIDATION_ERROR", "Invalid message"),
+        ({"type": "step"}, "VALIDATION_ERROR", "Invalid message"),
+        ({"type": "state", "request_id": "r1"}, "VALIDATION_ERROR", "Invalid message"),
+        ({"type": "reset", "data": {"seed": -1}}, "VALIDATION_ERROR", "Invalid message"),
+        (
+            {"type": "step", "data": {"add": 1}, "step_index": 1},
+            "VALIDATION_ERROR",
+            "Invalid message",
+        ),
+        ({"type": "step", "data": {"add": 0}}, "ILLEGAL_ACTION", "expected to add something"),
+    ],
+)
+async def test_a_bad_message_is_answered_and_the_session_stays(message, code, said):
+    async with running() as server, socket_to(server) as socket:
+        await ask(socket, {"type": "reset"})
+        reply = json.loads(await ask(socket, message))
+        assert reply["type"] == "error"
+        assert reply["data"]["code"] == code
+        assert reply["data"]["message"].startswith(said)
+        assert '"total":1' in await ask(socket, {"type": "step", "data": {"add": 1}})
+
+
+async def test_a_refused_key_is_named_as_pydantic_names_it():
+    async with running() as server, socket_to(server) as socket:
+        reply = await ask(socket, {"type": "state", "request_id": "r1"})
+        fault = json.loads(reply)["data"]["errors"][0]
+        assert fault.pop("url").startswith("https://errors.pydantic.dev/")
+        assert fault == {
+            "type": "extra_forbidden",
+            "loc": ["request_id"],
+            "msg": "Extra inputs are not permitted",
+            "input": "r1",
+        }
+
+
+@pytest.mark.parametrize("message", [b"\x00", "[1]"])
+async def test_what_is_no_message_ends_the_session(message):
+    async with running() as server, socket_to(server) as socket:
+        assert json.loads(await ask(socket, message))["data"]["code"] == "SESSION_ERROR"
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+        assert (socket.close_code, server.core.num_sessions) == (1000, 0)
+
+
+async def test_a_full_server_accepts_and_then_refuses():
+    async with (
+        running(max_sessions=1) as server,
+        socket_to(server),
+        socket_to(server) as second,
+    ):
+        assert await second.recv() == (
+            '{"type":"error","data":{"message":"Server at capacity: 1/1 sessions active.'
+            ' Cannot accept new connections.","code":"CAPACITY_REACHED",'
+            '"active_sessions":1,"max_sessions":1}}'
+        )
+        with pytest.raises(ConnectionClosed):
+            await second.recv()
+        assert second.close_code == 1000
+
+
+async def test_a_factory_that_fails_is_named():
+    made = []
+
+    def fragile():
+        if made:
+            raise OSError("no disk")
+        made.append(True)
+        return CountingEnv()
+
+    async with running(fragile) as server, socket_to(server) as socket:
+        assert await socket.recv() == (
+            '{"type":"error","data":{"message":"Environment factory \'fragile\' failed to create'
+            ' instance.","code":"FACTORY_ERROR","factory_name":"fragile"}}'
+        )
+
+
+async def test_extras_stand_beside_the_observation_for_our_client():
+    async with running() as server, socket_to(server, "?ludus=1") as socket:
+        await ask(socket, {"type": "reset", "data": {"seed": 5}})
+        step = {"type": "step", "text": "ADD 2", "step_index": 1}
+        reply = await ask(socket, step)
+        assert json.loads(reply)["data"] == {
+            "observation": {"metadata": {}, "total": 2, "luck": 267853},
+            "reward": 2.0,
+            "done": False,
+            "terminated": False,
+            "truncated": False,
+            "step_index": 1,
+            "info": {"added": 2},
+            "text": {
+                "messages": [{"role": "user", "content": "Total 2."}],
+                "legal_answers": ["ADD 1", "ADD 2", "ADD 3"],
+            },
+        }
+        assert await ask(socket, step) == reply
+
+
+async def test_mcp_is_answered_though_nobody_speaks_it():
+    async with running() as server, socket_to(server) as socket:
+        call = {"jsonrpc": "2.0", "id": 9, "method": "tools/list", "params": {}}
+        reply = json.loads(await ask(socket, {"type": "mcp", "data": call}))
+        assert (reply["type"], reply["data"]["id"]) == ("mcp", 9)
+        assert reply["data"]["error"]["message"] == "Environment does not support MCP"
+
+
+async def test_a_dropped_connection_leaves_no_session(factory):
+    async with running(factory) as server:
+        socket = await socket_to(server)
+        await ask(socket, {"type": "reset"})
+        socket.transport.abort()
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            if server.core.num_sessions == 0:
+                break
+        assert server.core.num_sessions == 0
+
+
+def request(server, path: str, body=None, method: str | None = None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    call = urllib.request.Request(server.http_address + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(call, timeout=5) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        body = error.read().decode()
+        return error.code, json.loads(body) if body.startswith(("{", "[")) else body
+
+
+async def test_http_endpoints_answer_as_openenv_does():
+    def talk():
+        ok = {"observation": {"metadata": {}, "total": 5, "luck": 653159}}
+        reset = request(server, "/reset", {"seed": 5, "start": 5, "unknown": 1})
+        assert reset == (200, {**ok, "reward": None, "done": False})
+        assert request(server, "/reset", method="POST")[0] == 200
+        status, step = request(server, "/step", {"action": {"add": 2}, "timeout_s": 30.0})
+        assert (status, step["reward"], step["observation"]["total"]) == (200, 2.0, 2)
+        assert request(server, "/state") == (200, {"episode_id": None, "step_count": 0})
+        status, invalid = request(server, "/step", {"action": {"add": "x"}})
+        assert (status, invalid["detail"][0]["loc"]) == (422, ["add"])
+        assert request(server, "/step", {"add": 2})[0] == 422
+        assert request(server, "/reset", {"seed": -1})[0] == 422
+        assert request(server, "/step", {"action": {"add": 13}}) == (500, "Internal Server Error")
+        assert request(server, "/health") == (200, {"status": "healthy"})
+        assert request(server, "/healthz")[0] == request(server, "/readyz")[0] == 200
+        assert set(request(server, "/schema")[1]) == {"action", "observation", "state"}
+        metadata = request(server, "/metadata")[1]
+        assert (metadata["name"], metadata["description"]) == ("counting", "Counts.")
+        openapi = request(server, "/openapi.json")[1]
+        assert openapi["info"]["version"] == "1.0.0"
+        assert {"/reset", "/step", "/state"} <= set(openapi["paths"])
+
+    async with running() as server:
+        await asyncio.to_thread(talk)
+        assert server.core.num_sessions == 0
+
+
+async def test_with_a_token_only_the_probes_are_open():
+    def talk():
+        assert [request(server, path)[0] for path in ("/health", "/readyz")] == [200, 200]
+        status, refused = request(server, "/metadata")
+        assert (status, refused["detail"]["code"]) == (401, "UNAUTHENTICATED")
+
+    async with running(token="secret") as server:
+        await asyncio.to_thread(talk)

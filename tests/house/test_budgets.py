@@ -1,0 +1,89 @@
+"""Sizes that keep the code readable; ruff holds complexity, nesting, and print."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ludus.proto.config import RunConfig
+from ludus.proto.config.load import models_in
+
+ROOT = Path(__file__).parents[2]
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_FIELDS = 20
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
+
+
+def sources() -> list[Path]:
+    """The Python files of the repository that people write."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    paths = [ROOT / name for name in listed if "_pb2" not in name]
+    return [path for path in paths if path.exists()]
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function of a file, nested ones too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_no_file_is_longer_than_the_budget() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert lengths, "found no sources"
+    assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_the_budget() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sources()
+        for node in functions(path)
+        if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_no_module_is_a_drawer() -> None:
+    assert [path for path in sources() if path.stem in FORBIDDEN_NAMES] == []
+
+
+def test_ruff_finds_nothing() -> None:
+    ruff = Path(sys.executable).parent / "ruff"
+    result = subprocess.run([ruff, "check", "."], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def config_sections(root: type[BaseModel]) -> set[type[BaseModel]]:
+    """The section and all those it holds."""
+    found = {root}
+    for field in root.model_fields.values():
+        for model in models_in(field.annotation):
+            found |= config_sections(model)
+    return found
+
+
+@pytest.mark.parametrize("section", sorted(config_sections(RunConfig), key=lambda s: s.__name__))
+def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
+    fields = section.model_fields
+    assert len(fields) <= MAX_FIELDS
+    unexplained = [
+        name
+        for name, field in fields.items()
+        if not field.description and name != "kind" and not list(models_in(field.annotation))
+    ]
+    assert unexplained == []
+    assert section.__doc__

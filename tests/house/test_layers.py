@@ -1,0 +1,39 @@
+"""The layers of AGENTS.md hold, and light programs stay light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "vllm", "transformers")
+
+
+def test_every_import_contract_holds() -> None:
+    linter = Path(sys.executable).parent / "lint-imports"
+    result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "module", ["ludus.proto.config", "ludus.env.client", "ludus.services.cli.app"]
+)
+def test_a_fresh_process_loads_no_heavy_package(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_the_environment_server_loads_no_heavy_package() -> None:
+    code = f"import sys, ludus.env.server; print([m for m in {HEAVY} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_generated_stubs_match_their_proto_files() -> None:
+    script = ROOT / "dev" / "generate_proto.py"
+    result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,89 @@
+"""A run configuration is right before anything starts, or says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.errors import ConfigError, NotFoundError
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_valid_run(path: Path) -> None:
+    assert load_run_config(path).training.num_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["training.num_stesp=5"], ["training.num_stesp", "unknown key", "'num_steps'"]),
+        (["model.widht=64"], ["model.widht", "did you mean 'width'"]),
+        (["environment.options=3"], ["environment.options", "got 3"]),
+        (["generator.kind=foo"], ["generator.kind", "'vllm', 'transformers'", "'foo'"]),
+        (["training.num_steps=many"], ["training.num_steps", "got 'many'"]),
+        (["rollout.group_size=1"], ["rollout.group_size", "greater than or equal to 2", "got 1"]),
+        (["training.max_staleness=-1"], ["training.max_staleness", "got -1"]),
+        (["learner.num_minibatches=5"], ["groups_per_step = 32", "5 equal parts", "35"]),
+        (["model.width=100", "model.num_heads=3"], ["model.width", "num_heads = 3", "96"]),
+        (["rollout.max_tokens=4096"], ["rollout.max_tokens = 4096", "model.max_tokens = 512"]),
+        (["rollout.num_workers=9"], ["4608 sessions", "environment.max_sessions = 2048"]),
+        (["algorithm.old_logprobs=rollout"], ["correction.kind = 'token_tis'", "twice"]),
+        (["algorithm.loss.kind=gspo"], ["gspo", "aggregation = 'sequence_mean'"]),
+        (["environment.render=a:b"], ["environment.parse"]),
+        (["environment.kind=remote"], ["environment.address", "required"]),
+        (["eval.random_policy=random"], ["random_policy = 'random'", "eval.baselines"]),
+        (["name=../../etc"], ["name", "'../../etc'"]),
+    ],
+)
+def test_a_mistake_is_named_with_field_value_and_way_out(
+    overrides: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)seed.*training\.num_steps"):
+        load_run_config(None, ["seed=-1", "training.num_steps=0"])
+
+
+def test_overrides_are_json_where_they_can_be_and_text_otherwise() -> None:
+    run = load_run_config(None, ["name=a2024", "seed=7", "environment.options.game=blackjack"])
+    assert run.environment.kind == "local"
+    assert (run.seed, run.environment.options) == (7, {"game": "blackjack"})
+
+
+def test_a_section_without_kind_is_the_default_variant() -> None:
+    run = load_run_config(None, ["generator.max_batch_size=8"])
+    assert run.generator.kind == "transformers"
+
+
+def test_a_configuration_survives_its_own_json() -> None:
+    run = load_run_config(None, ["generator.kind=vllm", "weights.kind=folder"])
+    assert RunConfig.model_validate_json(run.model_dump_json()) == run
+
+
+def test_a_missing_file_points_to_the_examples(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"nothing\.toml.*examples/"):
+        load_run_config(tmp_path / "nothing.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", "= 3"), ("a.yaml", "a: [1"), ("a.json", "{"), ("a.ini", "")]
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=name.partition(".")[2]):
+        load_run_config(path)
+
+
+def test_an_override_without_a_value_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"expected section\.field=value, got 'seed'"):
+        load_run_config(None, ["seed"])

