@@ -26,18 +26,8 @@ PUBLIC_MOVE_GAMES = frozenset(
 )
 """Games with hidden cards or dice whose moves everybody sees."""
 
-SLOW_GAMES = frozenset(
-    {
-        "bargaining",
-        "bridge",
-        "bridge_uncontested_bidding",
-        "colored_trails",
-        "tiny_bridge_2p",
-        "tiny_bridge_4p",
-        "yacht",
-    }
-)
-"""Games with moves, or chance between moves, that take longer than about a millisecond."""
+SLOW_GAMES = frozenset({"bridge", "bridge_uncontested_bidding", "tiny_bridge_2p", "yacht"})
+"""Games that may think for longer than about a millisecond between two moves of a seat."""
 
 
 @dataclass(frozen=True, slots=True)

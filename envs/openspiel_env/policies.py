@@ -36,7 +36,7 @@ def fixed_policies(game: str | Mapping[str, Any]) -> dict[str, FixedPolicy]:
     Raises:
         NotFoundError: there is no game of that name.
     """
-    options = {"game": game} if isinstance(game, str) else game
+    options: Mapping[str, Any] = {"game": game} if isinstance(game, str) else game
     loaded = load_game(options.get("game", "catch"), options.get("game_params"))
     return {name: _over_the_wire(policy) for name, policy in seat_policies(loaded).items()}
 

@@ -22,7 +22,7 @@ from ludus.proto.errors import (
 
 from ..chance import draw_uniform, draw_weighted
 from ..games import is_slow, load_game
-from ..models import UNNAMED_GAME, OpenSpielAction, OpenSpielObservation, OpenSpielState
+from ..models import UNNAMED_GAME, GamePhase, OpenSpielAction, OpenSpielObservation, OpenSpielState
 from ..opponents import make_opponent
 from ..policies import Policy
 from ..seat_view import SeatView
@@ -118,7 +118,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             num_players=self._loaded.num_players,
         )
 
-    def reset(
+    def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[OpenSpielObservation]:
         """The agent's first view of a new deal.
@@ -163,7 +163,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         self._num_steps += 1
         return_before = self._return
         self._return = state.player_return(self._agent)
-        phase = "terminal" if terminated else "playing"
+        phase: GamePhase = "terminal" if terminated else "playing"
         return Transition(
             self._view.observe(state, phase, self._opponent_last_action),
             reward=self._return - return_before,

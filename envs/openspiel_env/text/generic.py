@@ -24,8 +24,10 @@ class GenericFace(GameFace):
         )
 
     def brief(self, observation: OpenSpielObservation) -> str:
-        """OpenSpiel's string and the legal moves."""
-        return f"{observation.metadata['view']}\nmoves: {' | '.join(self.answers(observation))}"
+        """OpenSpiel's string and the legal moves, or that the game is over."""
+        over = observation.game_phase == "terminal"
+        last_line = "over" if over else f"moves: {' | '.join(self.answers(observation))}"
+        return f"{observation.metadata['view']}\n{last_line}"
 
     def prose(self, observation: OpenSpielObservation) -> str:
         """OpenSpiel's string and the legal moves, or that the game is over."""

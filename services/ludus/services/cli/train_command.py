@@ -148,6 +148,8 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
                 on_tick=show,
                 on_stopping=show_stopping,
             )
+            if follower.num_unreadable:
+                view.warn(f"{follower.num_unreadable} lines of {METRICS_FILE} cannot be read")
             view.finish(progress)
             return end
 

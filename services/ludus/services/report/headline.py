@@ -103,7 +103,7 @@ def _summary_tiles(run: RunFiles, summary: Summary) -> list[Markup]:
             "Training time",
             duration(summary.wall_seconds_training),
             [
-                f"{duration(summary.wall_seconds_total)} with start and evaluations",
+                f"{duration(summary.wall_seconds_total)} in all",
                 _workers(summary),
             ],
         )

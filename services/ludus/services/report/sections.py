@@ -98,7 +98,9 @@ def training(run: RunFiles) -> Markup | None:
             element(
                 "figcaption",
                 element("strong", title),
+                " ",
                 element("span", unit, class_="unit"),
+                " ",
                 element("span", latest, class_="latest"),
             ),
             drawing.inline(),

@@ -17,7 +17,8 @@ from ludus.trainer.types import Batch, RolloutGroup, TrainingSample
 def make_batch(groups: Sequence[RolloutGroup], algorithm: GrpoConfig) -> Batch:
     """The batch of all scored episodes of `groups`."""
     rewards = torch.tensor(
-        [[float("nan") if r is None else r for r in group.rewards] for group in groups]
+        [[float("nan") if r is None else r for r in group.rewards] for group in groups],
+        dtype=torch.float32,
     )
     advantages = group_advantages(rewards, algorithm.baseline, algorithm.scale)
     return collate(list(_samples(groups, advantages.tolist())))

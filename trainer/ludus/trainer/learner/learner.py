@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -148,10 +150,12 @@ class Learner:
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=folder)
-        except Exception as error:
+        except (CheckpointException, RuntimeError, OSError) as error:
+            failures = getattr(error, "failures", {})
+            reason = next((repr(failure[0]) for failure in failures.values()), str(error))
             raise CheckpointError(
-                f"checkpoint '{folder}' cannot be read: {error}; it must come from a run with "
-                "the same model, and be whole"
+                f"checkpoint '{folder}' cannot be read: {reason}; it must be whole, and come "
+                "from a run with the same model"
             ) from error
         set_state_dict(
             self._policy,
@@ -166,7 +170,7 @@ class Learner:
         policy = Policy(language_model, self._spec.temperature)
         return shard(policy, self._spec.config, self._mesh)
 
-    def _state(self) -> dict[str, object]:
+    def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(self._policy, self._optimizer)
         return {
             "policy": model_state,

@@ -1,0 +1,34 @@
+"""Small rollouts and groups for the tests of the data path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus
+
+
+def make_rollout(
+    reward: float | None, *, token_ids: Sequence[int] = (5, 6, 7, 8), version: int = 0
+) -> Rollout:
+    """A rollout of one turn whose last two tokens were sampled; reward None = lost."""
+    status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
+    num_prompt = len(token_ids) - 2
+    return Rollout(
+        seed=1,
+        token_ids=list(token_ids),
+        loss_mask=[False] * num_prompt + [True, True],
+        logprobs=[0.0] * num_prompt + [-0.5, -0.1],
+        reward=reward,
+        status=status,
+        num_turns=1,
+        policy_version=version,
+    )
+
+
+def make_group(*rewards: float | None, index: int = 0, version: int = 0) -> RolloutGroup:
+    """A group of such rollouts, each with tokens of its own."""
+    rollouts = [
+        make_rollout(reward, token_ids=(5, 6, 7 + number, 8), version=version)
+        for number, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(index, tuple(rollouts))

@@ -1,0 +1,28 @@
+"""A tiny model on disk, and a process group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.learner.tiny_policy import make_policy_folder
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with its tokenizer."""
+    return make_policy_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo process group whose only rank is this process."""
+    torch.set_num_threads(1)
+    meeting_place = Path(tmp_path_factory.mktemp("ranks")) / "store"
+    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""A training step is the same step however the batch is cut, and survives a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ludus.proto.config import GrpoConfig
+from ludus.proto.errors import CheckpointError, NotFoundError
+from ludus.trainer.learner.learner import Learner
+from ludus.trainer.types import Batch, Probe
+from tests.learner.tiny_policy import make_batch, make_learner
+
+LEARNING_RATE = 1e-2
+
+
+def weights_after_step(learner: Learner, batch: Batch, entropy_coef: float = 0.1) -> torch.Tensor:
+    """All weights as one vector after one training step."""
+    learner.train_step(batch, LEARNING_RATE, entropy_coef)
+    return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
+
+
+def unshared(batch: Batch) -> Batch:
+    """The batch with a row of its own for each sample."""
+    rows = batch.sequence_of_sample
+    return replace(
+        batch,
+        sequences=[batch.sequences[row] for row in rows],
+        loss_masks=[batch.loss_masks[row] for row in rows],
+        sequence_of_sample=np.arange(len(rows)),
+    )
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
+    model_path: str, aggregation: str
+) -> None:
+    algorithm = GrpoConfig.model_validate({"aggregation": aggregation, "geometric_mask": None})
+    batch = make_batch()
+    results = []
+    for max_tokens in (16, 64, 4096):
+        learner = make_learner(model_path, algorithm, max_tokens_per_micro_batch=max_tokens)
+        metrics = learner.train_step(batch, LEARNING_RATE, 0.1)
+        results.append((metrics.loss, metrics.grad_norm))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert results[0] == pytest.approx(results[2], rel=1e-5)
+
+
+def test_sharing_equal_sequences_changes_nothing_but_the_work(model_path: str) -> None:
+    shared, apart = make_batch(), unshared(make_batch())
+    assert len(shared.sequences) < len(apart.sequences)
+    learners = [make_learner(model_path) for _ in range(2)]
+    metrics = [
+        learner.train_step(batch, LEARNING_RATE, 0.1)
+        for learner, batch in zip(learners, (shared, apart), strict=True)
+    ]
+    assert metrics[0].loss == pytest.approx(metrics[1].loss, rel=1e-5)
+    assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-5)
+    assert metrics[0].num_tokens_trained == metrics[1].num_tokens_trained
+    assert metrics[0].num_tokens_forwarded < metrics[1].num_tokens_forwarded
+
+
+def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: str) -> None:
+    """What the sampler's log-probs hold at unsampled places cannot reach the loss."""
+    batch = make_batch()
+    noisy = replace(
+        batch,
+        rollout_logprobs=[
+            np.where(batch.loss_masks[row], logprobs, -7.0).astype(np.float32)
+            for row, logprobs in zip(batch.sequence_of_sample, batch.rollout_logprobs, strict=True)
+        ],
+    )
+    first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, noisy))
+    assert torch.equal(first, second)
+
+
+def test_counting_an_environment_token_as_sampled_changes_the_update(model_path: str) -> None:
+    """The check above would catch a leak: with one in the mask the update differs."""
+    batch = make_batch()
+    leaky_masks = [mask.copy() for mask in batch.loss_masks]
+    for mask in leaky_masks:
+        mask[2] = True
+    leaky = replace(batch, loss_masks=leaky_masks)
+    first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, leaky))
+    assert not torch.allclose(first, second, atol=1e-4)
+
+
+def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
+    batch = replace(make_batch(), advantages=np.zeros(24, dtype=np.float32))
+    learner = make_learner(model_path)
+    before = learner.full_state()
+    metrics = learner.train_step(batch, LEARNING_RATE, 0.0)
+    assert metrics.grad_norm == 0
+    assert all(torch.equal(before[name], after) for name, after in learner.full_state().items())
+
+
+def test_minibatches_after_the_first_are_anchored_at_the_start_of_the_step(
+    model_path: str,
+) -> None:
+    one = make_learner(model_path).train_step(make_batch(), LEARNING_RATE, 0.0)
+    four = make_learner(model_path, num_minibatches=4).train_step(make_batch(), LEARNING_RATE, 0.0)
+    assert one.clip_ratio == 0, "the first minibatch meets unmoved weights"
+    assert four.clip_ratio > 0, "later ones meet weights that have moved"
+
+
+def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None:
+    learner = make_learner(model_path, GrpoConfig(kl_coef=0.1, geometric_mask=None))
+    first = learner.train_step(make_batch(), LEARNING_RATE, 0.0)
+    second = learner.train_step(make_batch(seed=1), LEARNING_RATE, 0.0)
+    assert first.reference_kl == pytest.approx(0, abs=1e-6)
+    assert second.reference_kl > 1e-4
+
+
+def test_one_step_stop_resume_one_step_is_two_steps_to_the_bit(
+    model_path: str, tmp_path: Path
+) -> None:
+    straight = make_learner(model_path)
+    weights_after_step(straight, make_batch(seed=1))
+    expected = weights_after_step(straight, make_batch(seed=2))
+
+    first = make_learner(model_path)
+    weights_after_step(first, make_batch(seed=1))
+    first.save(tmp_path / "state")
+    resumed = make_learner(model_path)
+    resumed.load(tmp_path / "state")
+    assert torch.equal(weights_after_step(resumed, make_batch(seed=2)), expected)
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(model_path: str, tmp_path: Path) -> None:
+    learner = make_learner(model_path)
+    learner.save(tmp_path / "state")
+    for part in (tmp_path / "state").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="state"):
+        learner.load(tmp_path / "state")
+
+
+def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
+    learner = make_learner(model_path)
+    learner.train_step(make_batch(), LEARNING_RATE, 0.1)
+    learner.export_model(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, tensor in learner.full_state().items():
+        assert torch.equal(exported[name], tensor)
+
+
+def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None:
+    probe = Probe([5, 9, 17, 33], [44, 12, 2])
+    [answer] = make_learner(model_path).answer_logprobs([probe])
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    ids = torch.tensor([probe.prompt_ids + probe.completion_ids])
+    expected = model(ids).logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]
+    assert answer == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(model_path: str) -> None:
+    batch = replace(make_batch(), advantages=np.full(24, np.inf, dtype=np.float32))
+    with pytest.raises(FloatingPointError, match=r"learner\.learning_rate"):
+        make_learner(model_path).train_step(batch, LEARNING_RATE, 0.0)
+
+
+def test_a_model_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        make_learner(str(tmp_path / "nowhere"))

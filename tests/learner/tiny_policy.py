@@ -1,0 +1,59 @@
+"""What the learner's tests share: a model folder, a batch, a learner."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from ludus.proto.config import GrpoConfig, LearnerConfig, TinyModel
+from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.learner import Learner, LearnerSpec
+from ludus.trainer.models.tiny import make_model, make_tokenizer, save
+from ludus.trainer.types import Batch, TrainingSample
+
+TEXTS = ["user\nhard 16 vs 10", "assistant\nHIT", "assistant\nSTAND", "user\nsoft 18 vs A"]
+VOCABULARY = 290
+
+
+def make_policy_folder(folder: Path, *, tie_embeddings: bool = False) -> str:
+    """The folder of a random tiny model with its tokenizer."""
+    config = TinyModel(width=64, num_heads=2, intermediate=64, tie_embeddings=tie_embeddings)
+    tokenizer = make_tokenizer(TEXTS * 10, config.vocab_size)
+    save(make_model(config, tokenizer, seed=0), tokenizer, folder)
+    return str(folder)
+
+
+def make_samples(num_samples: int, seed: int = 0) -> list[TrainingSample]:
+    """Ragged samples, some with equal tokens, rewards above and below zero."""
+    draw = random.Random(seed)
+    samples: list[TrainingSample] = []
+    for index in range(num_samples):
+        if index % 3 == 2:  # equal tokens, another advantage
+            twin = samples[-1]
+            token_ids, mask = twin.token_ids, twin.loss_mask
+        else:
+            num_turns = draw.randint(1, 3)
+            token_ids = [draw.randrange(3, 250) for _ in range(7 * num_turns)]
+            mask = [position % 7 in (4, 5) for position in range(7 * num_turns)]
+        logprobs = [-draw.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
+        samples.append(TrainingSample(token_ids, mask, logprobs, draw.uniform(-1, 1)))
+    return samples
+
+
+def make_batch(num_samples: int = 24, seed: int = 0) -> Batch:
+    """The batch of `make_samples`."""
+    return collate(make_samples(num_samples, seed))
+
+
+def make_learner(model_path: str, algorithm: GrpoConfig | None = None, **config: object) -> Learner:
+    """A learner of the process group's rank; `config` overrides LearnerConfig's fields."""
+    fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
+    spec = LearnerSpec(
+        model_path=model_path,
+        config=LearnerConfig.model_validate(fields),
+        algorithm=algorithm or GrpoConfig(geometric_mask=None),
+        temperature=1.0,
+        max_tokens=64,
+        seed=0,
+    )
+    return Learner(spec)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from synthetic_run import BASELINES, build_chart, build_run, build_summary, metrics_rows
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE
+from ludus.services.report import write_figure, write_report
+from ludus.services.report.policy_grid import num_agreeing
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parse(page: str) -> ET.Element:
+    return ET.fromstring(page.removeprefix("<!doctype html>\n"))
+
+
+def text_of(element: ET.Element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def by_class(root: ET.Element, name: str) -> list[ET.Element]:
+    return [node for node in root.iter() if name in node.get("class", "").split()]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    return write_report(build_run(tmp_path / "demo")).read_text(encoding="utf-8")
+
+
+def test_the_report_is_written_into_the_runs_folder(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    assert write_report(run_dir) == run_dir / "report.html"
+    assert write_report(run_dir, tmp_path / "other.html").is_file()
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+    root = parse(page)
+    assert root.tag == "html"
+    assert not list(root.iter("script"))
+    assert not list(root.iter("link"))
+    assert not list(root.iter("img"))
+    assert not re.search(r"https?://|url\(|@import|src=|href=", page)
+
+
+def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
+    summary = build_summary()
+    tiles = [text_of(tile) for tile in by_class(parse(page), "tile")]
+    win_rate, expected_return, gap, games, time = tiles
+    assert f"{summary.win_rate:.1%}" in win_rate
+    low, high = (f"{end * 100:.1f}" for end in summary.win_rate_ci95)
+    assert f"{low} to {high}%" in win_rate
+    assert f"{summary.expected_return:.3f}".replace("-", "−") in expected_return
+    assert "96.1%" in gap and "93.5 to 98.8%" in gap and "random to basic strategy" in gap
+    assert "61,440" in games and "12 lost" in games
+    assert "94 s" in time
+
+
+def test_the_table_has_every_policy_with_the_numbers_of_the_summary(page: str) -> None:
+    rows = [text_of(row) for row in parse(page).iter("tr")]
+    names = ["policy before training", "policy after training", *BASELINES]
+    assert len(rows) == len(names) + 1
+    for name, (win_rate, _, expected_return) in BASELINES.items():
+        row = next(row for row in rows if row.startswith(name.replace("_", " ")))
+        assert f"{win_rate:.1%}" in row
+        assert f"{expected_return:.3f}".replace("-", "−") in row
+
+
+def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) -> None:
+    curves = [svg for svg in parse(page).iter("svg") if "over games" in svg.get("aria-label", "")]
+    win_rate = curves[0]
+    labels = [text_of(label) for label in by_class(win_rate, "label")]
+    assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
+    assert f"{build_summary().win_rate:.1%} this policy" in labels
+    num_evals = sum(row.kind == "eval" for row in metrics_rows(120))
+    assert len(by_class(win_rate, "dot")) == num_evals + 1
+    assert len(by_class(win_rate, "band")) == 1
+    # The goal is drawn apart from the other levels.
+    assert len(by_class(win_rate, "level")) == len(BASELINES)
+    assert [text_of(line) for line in by_class(win_rate, "goal") if line.tag == "text"] == [
+        "43.3% basic strategy"
+    ]
+
+
+def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(page: str) -> None:
+    chart = build_chart()
+    root = parse(page)
+    letters = by_class(root, "letter")
+    assert len(letters) == 2 * len(chart.cells)
+    num_different = len(chart.cells) - num_agreeing(chart)
+    assert num_different > 0
+    assert len(by_class(root, "differs")) == num_different
+    assert f"{num_agreeing(chart)} of {len(chart.cells)} situations" in text_of(root)
+    titles = [title.text or "" for title in root.iter("title")]
+    assert any(title.startswith("hard hands 16 against 10: HIT ") for title in titles)
+
+
+def test_training_curves_are_small_multiples_with_units(page: str) -> None:
+    captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
+    assert len(captions) == 6
+    assert any(caption.startswith("Generation tokens per second") for caption in captions)
+
+
+def test_configuration_and_versions_are_there_but_folded(page: str) -> None:
+    details = {text_of(d.find("summary")): text_of(d) for d in parse(page).iter("details")}  # type: ignore[arg-type]
+    assert '"groups_per_step": 32' in details["Configuration, resolved"]
+    assert "2.13.0" in details["Package versions"]
+
+
+def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    name = "<script>alert('x')</script> & \"co\""
+    run_dir = build_run(tmp_path / "demo")
+    hostile = {"name": name, "environment": name, "versions": {name: name}}
+    baselines = {name: build_summary().baselines["random"]}
+    summary = build_summary().model_copy(update={**hostile, "baselines": baselines})
+    (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json())
+    chart = build_chart()
+    cells = [cell.model_copy(update={"panel": name, "row": name}) for cell in chart.cells[:3]]
+    hostile_chart = chart.model_copy(update={"cells": tuple(cells), "answers": (name, "STAND")})
+    (run_dir / CHART_FILE).write_text(hostile_chart.model_dump_json())
+    page = write_report(run_dir).read_text()
+    root = parse(page)
+    assert "<script" not in page
+    assert text_of(next(root.iter("h1"))) == name
+    ET.parse(write_figure(run_dir, tmp_path / "figure.svg"))
+
+
+def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
+    page = write_report(build_run(tmp_path / "half", finished=False)).read_text()
+    root = parse(page)
+    (notices,) = by_class(root, "notices")
+    assert "The run is not finished: step 47 of 120." in text_of(notices)
+    assert "summary.json is missing." in text_of(notices)
+    assert "at step 40, the latest evaluation" in text_of(by_class(root, "tile")[0])
+    assert by_class(root, "curve")
+    assert not list(root.iter("table"))
+
+
+def test_a_run_without_metrics_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "empty", finished=False)
+    (run_dir / METRICS_FILE).write_text("")
+    root = parse(write_report(run_dir).read_text())
+    assert "No metrics were recorded" in text_of(by_class(root, "notices")[0])
+    assert not list(root.iter("svg"))
+
+
+def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    (run_dir / METRICS_FILE).write_text('{"kind": "rumour"}\n')
+    (run_dir / CHART_FILE).write_text("not json")
+    root = parse(write_report(run_dir).read_text())
+    said = text_of(by_class(root, "notices")[0])
+    assert "metrics.jsonl cannot be read: kind" in said
+    assert "chart.json cannot be read" in said
+    assert len(by_class(root, "tile")) == 5
+
+
+def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    stopped = build_summary().model_copy(update={"finished": False, "gap_closed": None})
+    (run_dir / SUMMARY_FILE).write_text(stopped.model_dump_json())
+    root = parse(write_report(run_dir).read_text())
+    assert "stopped before its last step" in text_of(by_class(root, "notices")[0])
+    assert len(by_class(root, "tile")) == 4
+
+
+def test_a_folder_without_a_run_is_refused_with_what_is_near(tmp_path: Path) -> None:
+    build_run(tmp_path / "demo")
+    with pytest.raises(NotFoundError, match="does not exist; beside it there is: demo"):
+        write_report(tmp_path / "dmeo")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_report(run_dir, tmp_path / "no" / "such" / "folder.html")
+
+
+def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
+    path = write_figure(build_run(tmp_path / "demo"), tmp_path / "figure.svg")
+    root = ET.parse(path).getroot()
+    assert root.tag == f"{SVG}svg"
+    said = text_of(root)
+    assert "Win rate over games trained" in said
+    assert "basic strategy, hard hands" in said
+    content = path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://|url\(|@import|href=", content)
+
+
+def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo", finished=False)
+    (run_dir / METRICS_FILE).write_text("")
+    with pytest.raises(ConfigError, match="at least one evaluation"):
+        write_figure(run_dir, tmp_path / "figure.svg")

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from ludus.services.numbers import axis_count, compact, duration, fixed, percent, percent_interval
+from ludus.services.report.markup import Markup, element
+from ludus.services.report.scales import Scale, moving_mean, padded_range, round_ticks, spread
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "num_wanted", "expected"),
+    [
+        (0, 60_000, 6, [0, 10_000, 20_000, 30_000, 40_000, 50_000, 60_000]),
+        (0.27, 0.46, 5, [0.3, 0.35, 0.4, 0.45]),
+        (-0.43, 0.01, 4, [-0.4, -0.2, 0.0]),
+        (0, 3e-8, 3, [0, 1e-8, 2e-8, 3e-8]),
+    ],
+)
+def test_ticks_are_round_and_within_the_range(
+    low: float, high: float, num_wanted: int, expected: list[float]
+) -> None:
+    assert round_ticks(low, high, num_wanted) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_scale_maps_ends_to_ends() -> None:
+    scale = Scale(-1.0, 3.0, 200.0, 0.0)
+    assert [scale(-1.0), scale(1.0), scale(3.0)] == [200.0, 100.0, 0.0]
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [5.0, 5.0], [-2.0], [1e-9, 1e-9]])
+def test_a_padded_range_is_never_empty(values: list[float]) -> None:
+    low, high = padded_range(values)
+    assert low < high
+    assert all(low <= value <= high for value in values)
+
+
+def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
+    assert spread([10, 40, 90], 15, 0, 100) == [10, 40, 90]
+    crowded = spread([50, 52, 51], 15, 0, 100)
+    assert sorted(crowded) == [50, 65, 80]
+    # The order of the labels is that of the values.
+    assert crowded[0] < crowded[2] < crowded[1]
+    assert spread([95, 97], 15, 0, 100) == [85, 100]
+
+
+def test_moving_mean_of_known_numbers() -> None:
+    assert moving_mean([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    assert moving_mean([], 3) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1.2e-7, "1.2×10⁻⁷"),
+        (-3e-5, "−3×10⁻⁵"),
+        (0.0456, "0.046"),
+        (2.5, "2.5"),
+        (999.6, "1,000"),
+        (2345.0, "2,345"),
+        (12_345, "12.3k"),
+        (2_500_000, "2.5M"),
+    ],
+)
+def test_compact_numbers_have_about_three_digits(value: float, text: str) -> None:
+    assert compact(value) == text
+
+
+def test_numbers_for_people() -> None:
+    assert percent(0.42857) == "42.9%"
+    assert percent_interval((0.4191, 0.4385)) == "41.9 to 43.9%"
+    assert fixed(-0.0001, 3) == "0.000"
+    assert fixed(-0.3976, 3) == "−0.398"
+    assert [axis_count(value, 20_000) for value in (0, 5000, 20_000)] == ["0", "5k", "20k"]
+    assert [duration(s) for s in (8.41, 94, 750, 12_000)] == [
+        "8.4 s",
+        "94 s",
+        "12 min 30 s",
+        "3 h 20 min",
+    ]
+
+
+def test_markup_escapes_text_and_attributes_but_not_markup() -> None:
+    inner = element("b", "1 < 2")
+    assert isinstance(inner, Markup)
+    assert inner == "<b>1 &lt; 2</b>"
+    built = element("p", inner, " & ", None, class_="x", title="\"'<", hidden=None, x=1.50)
+    assert built == '<p class="x" title="&quot;&#x27;&lt;" x="1.5"><b>1 &lt; 2</b> &amp; </p>'
+    assert element("meta", charset="utf-8") == '<meta charset="utf-8"/>'

@@ -1,0 +1,85 @@
+"""A conversation is one growing token sequence that equals the chat template's own."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ludus.env import Message
+from ludus.proto.errors import ConfigError
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+
+TEXTS = ["user\nhard 16 vs 10", "assistant\nHIT", "assistant\nSTAND", "user\nsoft 18 vs A"] * 5
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(TEXTS, vocab_size=320)
+
+
+def user(content: str) -> list[Message]:
+    """One message of the user."""
+    return [{"role": "user", "content": content}]
+
+
+def test_two_turns_equal_the_template_over_the_whole_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = ChatTokenizer(tokenizer)
+    grown = chat.first_prompt(user("hard 16 vs 10"))
+    grown += chat.answer_ids("HIT")
+    grown += chat.next_prompt(user("hard 19 vs 10"), ended=True)
+    whole = tokenizer.apply_chat_template(
+        [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert grown == whole
+
+
+def test_an_answer_cut_off_is_closed_by_a_token_the_policy_did_not_sample(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = ChatTokenizer(tokenizer)
+    ended = chat.next_prompt(user("hard 19 vs 10"), ended=True)
+    assert chat.next_prompt(user("hard 19 vs 10"), ended=False) == [chat.end_token_id, *ended]
+
+
+def test_what_was_sampled_is_read_back_whatever_bytes_it_holds(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = ChatTokenizer(tokenizer)
+    assert chat.decode(chat.answer_ids("naïve ♠ 東")) == "naïve ♠ 東"
+
+
+def test_frequent_words_are_one_token_and_any_text_can_be_said(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = ChatTokenizer(tokenizer)
+    assert len(chat.answer_ids("HIT")) == 2, "the word and the end token"
+    assert len(chat.answer_ids("xyzzy")) > 2
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not end an assistant's turn"):
+        ChatTokenizer(tokenizer).next_prompt(user("hard 19 vs 10"), ended=True)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="instruction-tuned"):
+        ChatTokenizer(tokenizer)
+
+
+def test_a_caller_may_change_the_list_it_was_given(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = ChatTokenizer(tokenizer)
+    first = chat.first_prompt(user("hard 16 vs 10"))
+    expected = list(first)
+    first.append(0)
+    assert chat.first_prompt(user("hard 16 vs 10")) == expected
