@@ -7,6 +7,8 @@ import pyspiel
 from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
 
+_OBSERVATION = OpenSpielObservation(info_state=[], legal_actions=[])
+
 
 class SeatView:
     """A seat's narrow window on states of one game: players and text faces see only this."""
@@ -28,13 +30,16 @@ class SeatView:
         opponent_last_action: int | None = None,
     ) -> OpenSpielObservation:
         """The observation of the seat's player; with `adds_text`, its text in the metadata."""
-        return OpenSpielObservation.model_construct(
-            info_state=self._tensor(state),
-            legal_actions=[] if phase == "terminal" else state.legal_actions(self.player),
-            game_phase=phase,
-            current_player_id=state.current_player(),
-            opponent_last_action=opponent_last_action,
-            metadata=self._text(state) if self._adds_text else {},
+        # A copy of a valid observation: validating each would double the cost of a step.
+        return _OBSERVATION.model_copy(
+            update={
+                "info_state": self._tensor(state),
+                "legal_actions": [] if phase == "terminal" else state.legal_actions(self.player),
+                "game_phase": phase,
+                "current_player_id": state.current_player(),
+                "opponent_last_action": opponent_last_action,
+                "metadata": self._text(state) if self._adds_text else {},
+            }
         )
 
     def _tensor(self, state: pyspiel.State) -> list[float]:

@@ -17,8 +17,8 @@ from tests.learner.tiny_policy import make_batch as make_ragged_batch
 
 
 def test_the_advantage_is_the_reward_above_the_mean_of_its_own_group() -> None:
-    batch = make_batch([make_group(1, -1, -1, -1), make_group(1, 0)], GrpoConfig())
-    assert batch.advantages.tolist() == [1.5, -0.5, -0.5, -0.5, 0.5, -0.5]
+    batch = make_batch([make_group(1, -1, -1, -1), make_group(1, 1, 0, 0)], GrpoConfig())
+    assert batch.advantages.tolist() == [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]
 
 
 def test_a_lost_episode_is_in_no_baseline_and_in_no_batch() -> None:

@@ -63,6 +63,9 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     description = "Any sequential OpenSpiel game, played from one seat"
     steps_on_event_loop = True
 
+    _chance_rng: random.Random
+    _opponent_rng: random.Random
+
     def __init__(
         self,
         game: str = "catch",
@@ -180,11 +183,12 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
 
     def _play_others(self, state: pyspiel.State) -> int:
         """The agent's seat, or the end of the game, after chance and the others have moved."""
+        agent, draw, rng = self._agent, self._draw, self._chance_rng
         while True:
             player = state.current_player()
             if player == _CHANCE:
-                state.apply_action(self._draw(state, self._chance_rng))
-            elif player in (self._agent, _TERMINAL):
+                state.apply_action(draw(state, rng))
+            elif player in (agent, _TERMINAL):
                 return player
             else:
                 action_id = self._opponent(state, self._opponent_rng)

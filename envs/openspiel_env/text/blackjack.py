@@ -26,7 +26,7 @@ def hand_and_up_card(info_state: Sequence[float]) -> tuple[int, bool, str]:
     """The player's best total, whether it is soft, and the dealer's open card: "A", "2" to "10"."""
     total = info_state.index(0.0, _TOTAL) - _TOTAL - 1
     up_card = _UP_CARD_OF[info_state.index(1.0, _OPEN_CARD) - _OPEN_CARD]
-    has_ace = any(info_state[place] for place in _PLAYER_ACES)
+    has_ace = 1.0 in [info_state[place] for place in _PLAYER_ACES]
     # An ace counts 11 exactly where the best total is above what the cards count with ace = 1.
     is_soft = has_ace and total != sum(_COUNTS[card] for card in _cards(info_state, _HAND))
     return total, is_soft, up_card

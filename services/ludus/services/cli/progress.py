@@ -12,7 +12,7 @@ from ludus.services.numbers import compact, duration, fixed, percent, percent_in
 PACE_WINDOW = 20
 """Training steps from which the time left is told."""
 MEAN_WINDOW = 10
-"""Training steps over which the reward is averaged."""
+"""Training steps over which reward and rates are averaged: single steps are noisy."""
 
 PHASE_NAMES = {
     Phase.START_ENVIRONMENT: "starting the environment",
@@ -35,9 +35,8 @@ class RunProgress:
         self.num_episodes_lost = 0
         self.phase: Phase | None = None
         self.is_stopping = False
-        self._latest: dict[str, float] = {}
         self._eval: dict[str, float] = {}
-        self._rewards: deque[float] = deque(maxlen=MEAN_WINDOW)
+        self._recent: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
     def update(self, rows: Iterable[MetricsRow]) -> None:
@@ -73,14 +72,14 @@ class RunProgress:
         """What is known by now, for people; in the order in which it is shown."""
         facts = {
             "wins": self._eval_text(),
-            "return": self._text(self._eval.get(EvalMetric.RETURN_MEAN)),
-            "reward": self._text(_mean(self._rewards)),
+            "return": _decimal(self._eval.get(EvalMetric.RETURN_MEAN)),
+            "reward": _decimal(self._mean(TrainMetric.REWARD_MEAN)),
             "games": f"{self.num_games_trained:,}" if self.num_games_trained else None,
-            "episodes/s": _compact(self._latest.get(TrainMetric.EPISODES_PER_SECOND)),
-            "tokens/s": _compact(self._latest.get(TrainMetric.TOKENS_PER_SECOND)),
-            "staleness": _compact(self._latest.get(TrainMetric.STALENESS_MEAN)),
-            "dead groups": _percent(self._latest.get(TrainMetric.DEAD_GROUP_RATIO)),
-            "canary error": _compact(self._latest.get(TrainMetric.CANARY_ERROR)),
+            "episodes/s": _compact(self._mean(TrainMetric.EPISODES_PER_SECOND)),
+            "tokens/s": _compact(self._mean(TrainMetric.TOKENS_PER_SECOND)),
+            "staleness": _compact(self._mean(TrainMetric.STALENESS_MEAN)),
+            "dead groups": _percent(self._mean(TrainMetric.DEAD_GROUP_RATIO)),
+            "canary error": _compact(self._largest(TrainMetric.CANARY_ERROR)),
             "lost episodes": f"{self.num_episodes_lost:,}" if self.num_episodes_lost else None,
         }
         return {name: text for name, text in facts.items() if text is not None}
@@ -94,11 +93,19 @@ class RunProgress:
         return " · ".join(parts)
 
     def _take_step(self, row: MetricsRow) -> None:
-        self._latest = row.values
+        self._recent.append(row.values)
         self._pace.append((row.step, row.elapsed_s))
         self.num_episodes_lost += int(row.values.get(TrainMetric.NUM_EPISODES_LOST, 0))
-        if TrainMetric.REWARD_MEAN in row.values:
-            self._rewards.append(row.values[TrainMetric.REWARD_MEAN])
+
+    def _mean(self, metric: TrainMetric) -> float | None:
+        values = self._recent_values(metric)
+        return sum(values) / len(values) if values else None
+
+    def _largest(self, metric: TrainMetric) -> float | None:
+        return max(self._recent_values(metric), default=None)
+
+    def _recent_values(self, metric: TrainMetric) -> list[float]:
+        return [values[metric] for values in self._recent if metric in values]
 
     def _eval_text(self) -> str | None:
         values = self._eval
@@ -110,13 +117,9 @@ class RunProgress:
             text += f" ({percent_interval(ends)})"
         return text
 
-    @staticmethod
-    def _text(value: float | None) -> str | None:
-        return None if value is None else fixed(value, 3)
 
-
-def _mean(values: deque[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _decimal(value: float | None) -> str | None:
+    return None if value is None else fixed(value, 3)
 
 
 def _compact(value: float | None) -> str | None:
