@@ -49,6 +49,7 @@ def run(
         config=config,
         denominator=loss_denominator(batch.mask, config.aggregation, max_tokens=8),
         entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
     )
 
 
@@ -180,6 +181,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: GrpoC
         config=config,
         denominator=loss_denominator(mask, "token_mean"),
         entropy_coef=0.0,
+        kl_coef=0.0,
     )
     (expected,) = torch.autograd.grad(reinforce, policy, retain_graph=True)
     (actual,) = torch.autograd.grad(terms.loss, policy)
@@ -204,6 +206,7 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
             config=GrpoConfig(),
             denominator=1,
             entropy_coef=0.5,
+            kl_coef=0.0,
         ).loss.backward()
         optimizer.step()
     torch.testing.assert_close(logits.softmax(-1), torch.full((1, 1, 3), 1 / 3), atol=1e-3, rtol=0)
@@ -222,4 +225,5 @@ def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged: RaggedBa
             config=EVERYTHING,
             denominator=10,
             entropy_coef=0.0,
+            kl_coef=0.1,
         )

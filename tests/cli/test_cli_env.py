@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from commands import RunCli
 
+from ludus.env.client import AsyncEnvClient
 from ludus.env.local_server import LocalServer
+from ludus.env.types import EnvironmentDescription
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +21,31 @@ def catch_address() -> Iterator[str]:
     server = LocalServer("openspiel_env", {"game": "catch"}, max_sessions=300)
     yield server.start().grpc
     server.stop()
+
+
+def test_serve_serves_until_it_is_interrupted() -> None:
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),
+            *("env", "serve", "openspiel_env", "--option=game=catch"),
+            *("--port=0", "--max-sessions=3"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stderr is not None
+    address = re.search(r"grpc://\S+", server.stderr.readline())
+
+    async def describe() -> EnvironmentDescription:
+        assert address is not None
+        async with await AsyncEnvClient.connect(address.group()) as client:
+            return await client.describe()
+
+    description = asyncio.run(describe())
+    server.send_signal(signal.SIGINT)
+    server.communicate(timeout=20)
+    assert (description.options["game"], description.max_sessions) == ("catch", 3)
+    assert server.returncode == 0
 
 
 def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:

@@ -78,7 +78,7 @@ def test_a_stop_is_said_whatever_the_phase() -> None:
 
 def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = MetricsFollower(path, keep_old_rows=False)
+    follower = MetricsFollower(path)
     assert follower.new_rows() == []
     content = written(train_row(1, 1.0), train_row(2, 2.0))
     path.write_bytes(content[:-10])
@@ -92,7 +92,7 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
     path = tmp_path / METRICS_FILE
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
-    follower = MetricsFollower(path, keep_old_rows=False)
+    follower = MetricsFollower(path)
     assert follower.new_rows() == []
     path.unlink()
     assert follower.new_rows() == []
@@ -100,22 +100,25 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
     assert [row.step for row in follower.new_rows()] == [1]
 
 
-def test_follower_keeps_the_rows_of_a_run_that_goes_on_and_copes_with_its_rewriting(
-    tmp_path: Path,
-) -> None:
+def test_follower_starts_anew_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
+    follower = MetricsFollower(path)
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))
-    follower = MetricsFollower(path, keep_old_rows=True)
     assert len(follower.new_rows()) == 5
-    # Resuming drops the rows after the checkpoint.
+    # Resuming drops the rows after the checkpoint; the new file may well be the longer one.
+    aside = tmp_path / "aside"
+    aside.write_bytes(written(*(train_row(step, step, loss=0.12345678) for step in range(1, 5))))
+    aside.replace(path)
+    assert [row.step for row in follower.new_rows()] == [1, 2, 3, 4]
     path.write_bytes(written(train_row(1, 1.0)))
     assert [row.step for row in follower.new_rows()] == [1]
+    assert follower.num_unreadable == 0
 
 
 def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
+    follower = MetricsFollower(path)
     path.write_bytes(b'{"kind": "rumour"}\n' + written(train_row(1, 1.0)))
-    follower = MetricsFollower(path, keep_old_rows=True)
     assert [row.step for row in follower.new_rows()] == [1]
     assert follower.num_unreadable == 1
 

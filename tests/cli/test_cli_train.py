@@ -51,6 +51,24 @@ def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_ou
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("environment.package=openspeil_env", "did you mean 'openspiel_env'?"),
+        ('environment.options={"game": "blackjak"}', "blackjack"),
+        ('environment.options={"gaem": "catch"}', "gaem"),
+    ],
+)
+def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
+    ludus: RunCli, fake_trainer: UseFake, override: str, expected: str, tmp_path: Path
+) -> None:
+    fake_trainer("crashes")
+    result = ludus("train", "--set", override)
+    assert result.code == 2
+    assert result.err.startswith("error: ") and expected in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_configuration_file_is_named(ludus: RunCli) -> None:
     result = ludus("train", "no/such.toml")
     assert result.code == 2

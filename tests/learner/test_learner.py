@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, NotFoundError
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.types import Batch, Probe
+from ludus.trainer.types import Batch, Coefficients, Probe
 from tests.learner.tiny_policy import make_batch, make_learner
 
-LEARNING_RATE = 1e-2
+PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
+BONUS = Coefficients(learning_rate=1e-2, entropy=0.1, kl=0.0)
+TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
-def weights_after_step(learner: Learner, batch: Batch, entropy_coef: float = 0.1) -> torch.Tensor:
+def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
     """All weights as one vector after one training step."""
-    learner.train_step(batch, LEARNING_RATE, entropy_coef)
+    learner.train_step(batch, BONUS)
     return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
 
 
@@ -45,7 +47,7 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
     results = []
     for max_tokens in (16, 64, 4096):
         learner = make_learner(model_path, algorithm, max_tokens_per_micro_batch=max_tokens)
-        metrics = learner.train_step(batch, LEARNING_RATE, 0.1)
+        metrics = learner.train_step(batch, BONUS)
         results.append((metrics.loss, metrics.grad_norm))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert results[0] == pytest.approx(results[2], rel=1e-5)
@@ -56,7 +58,7 @@ def test_sharing_equal_sequences_changes_nothing_but_the_work(model_path: str) -
     assert len(shared.sequences) < len(apart.sequences)
     learners = [make_learner(model_path) for _ in range(2)]
     metrics = [
-        learner.train_step(batch, LEARNING_RATE, 0.1)
+        learner.train_step(batch, BONUS)
         for learner, batch in zip(learners, (shared, apart), strict=True)
     ]
     assert metrics[0].loss == pytest.approx(metrics[1].loss, rel=1e-5)
@@ -94,7 +96,7 @@ def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
     batch = replace(make_batch(), advantages=np.zeros(24, dtype=np.float32))
     learner = make_learner(model_path)
     before = learner.full_state()
-    metrics = learner.train_step(batch, LEARNING_RATE, 0.0)
+    metrics = learner.train_step(batch, PLAIN)
     assert metrics.grad_norm == 0
     assert all(torch.equal(before[name], after) for name, after in learner.full_state().items())
 
@@ -102,16 +104,16 @@ def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
 def test_minibatches_after_the_first_are_anchored_at_the_start_of_the_step(
     model_path: str,
 ) -> None:
-    one = make_learner(model_path).train_step(make_batch(), LEARNING_RATE, 0.0)
-    four = make_learner(model_path, num_minibatches=4).train_step(make_batch(), LEARNING_RATE, 0.0)
+    one = make_learner(model_path).train_step(make_batch(), PLAIN)
+    four = make_learner(model_path, num_minibatches=4).train_step(make_batch(), PLAIN)
     assert one.clip_ratio == 0, "the first minibatch meets unmoved weights"
     assert four.clip_ratio > 0, "later ones meet weights that have moved"
 
 
 def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None:
     learner = make_learner(model_path, GrpoConfig(kl_coef=0.1, geometric_mask=None))
-    first = learner.train_step(make_batch(), LEARNING_RATE, 0.0)
-    second = learner.train_step(make_batch(seed=1), LEARNING_RATE, 0.0)
+    first = learner.train_step(make_batch(), TETHERED)
+    second = learner.train_step(make_batch(seed=1), TETHERED)
     assert first.reference_kl == pytest.approx(0, abs=1e-6)
     assert second.reference_kl > 1e-4
 
@@ -142,7 +144,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(model_path: str, tmp_path: Path
 
 def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
-    learner.train_step(make_batch(), LEARNING_RATE, 0.1)
+    learner.train_step(make_batch(), BONUS)
     learner.export_model(tmp_path)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, tensor in learner.full_state().items():
@@ -161,7 +163,7 @@ def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None
 def test_a_gradient_that_is_not_finite_stops_the_run(model_path: str) -> None:
     batch = replace(make_batch(), advantages=np.full(24, np.inf, dtype=np.float32))
     with pytest.raises(FloatingPointError, match=r"learner\.learning_rate"):
-        make_learner(model_path).train_step(batch, LEARNING_RATE, 0.0)
+        make_learner(model_path).train_step(batch, PLAIN)
 
 
 def test_a_model_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:

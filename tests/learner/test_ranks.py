@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
 NUM_STEPS = 2
@@ -30,7 +31,10 @@ def train_rank(rank: int, num_ranks: int, folder: str) -> None:
     meeting_place = f"file://{folder}/store-{num_ranks}"
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=num_ranks)
     learner = make_learner(f"{folder}/model", num_minibatches=2, max_tokens_per_micro_batch=64)
-    metrics = [learner.train_step(make_batch(seed=step), 1e-3, 0.1) for step in range(NUM_STEPS)]
+    metrics = [
+        learner.train_step(make_batch(seed=step), Coefficients(1e-3, entropy=0.1, kl=0.0))
+        for step in range(NUM_STEPS)
+    ]
     state = learner.full_state()
     if rank == 0:
         outcome = Outcome(

@@ -111,6 +111,8 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     @property
     def state(self) -> OpenSpielState:
         """Where the episode stands; `step_count` counts the agent's moves."""
+        if self._episode_id is None and self._state is not None:
+            self._episode_id = secrets.token_hex(16)
         return OpenSpielState(
             episode_id=self._episode_id,
             step_count=self._num_steps,
@@ -134,7 +136,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         self._chance_rng = random.Random(seed)
         if self._loaded.num_players > 1:
             self._opponent_rng = random.Random(f"opponents of {seed}")
-        self._episode_id = episode_id or secrets.token_hex(16)
+        self._episode_id = episode_id  # None: made up when somebody asks
         self._num_steps = 0
         self._return = 0.0
         for _ in range(_MAX_DEALS):
@@ -156,7 +158,8 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             EpisodeStateError: there is no episode, or it is over.
         """
         state = self._running_state()
-        self._check_meant_for_this_game(action)
+        if action.game_name != UNNAMED_GAME or action.game_params:
+            self._check_meant_for_this_game(action)
         if action.action_id not in state.legal_actions():
             raise self._illegal(state, action.action_id)
         self._state = None  # an opponent that fails leaves no half-played episode behind

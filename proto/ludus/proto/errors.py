@@ -20,6 +20,7 @@
     │       └── CallTimeoutError
     ├── WeightSyncError           weights did not arrive, or are not those published
     │   └── CanaryError
+    ├── TrainingStalledError      nothing that is played teaches anything any more
     └── CheckpointError
 
 A message names the value that was found, what was expected, and the way out. A failed
@@ -162,6 +163,10 @@ class WeightSyncError(LudusError):
 
 class CanaryError(WeightSyncError):
     """A worker's weights are not the ones that were published."""
+
+
+class TrainingStalledError(LudusError):
+    """Groups keep coming, but none of them can be trained on."""
 
 
 class CheckpointError(UserError):

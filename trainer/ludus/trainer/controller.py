@@ -32,19 +32,21 @@ from dataclasses import dataclass, field
 
 from ludus.env.local_server import LocalServer
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import CanaryError
+from ludus.proto.errors import CanaryError, TrainingStalledError
 from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import TakenGroups
 from ludus.trainer.actors.groups import Buffer, LearnerGroup, RolloutWorkers
 from ludus.trainer.checkpoint import CheckpointFolder, RunState, learner_folder, model_folder
 from ludus.trainer.data.admission import Admission
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
+from ludus.trainer.data.buffer import RolloutCounts
 from ludus.trainer.evaluation import Evaluator
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.schedule import coefficients
 from ludus.trainer.types import GroupSpec, Probe
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ _log = logging.getLogger(__name__)
 _SLOTS_PER_WORKER = 4
 _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
+_MAX_DEAD_BATCHES = 100
 
 
 @dataclass(slots=True)
@@ -172,18 +175,21 @@ class Controller:
                 return
 
     async def _take_batch(self) -> TakenGroups | None:
-        """The next batch's groups; None when the run is to stop."""
+        """The next batch's groups; None when the run is to stop.
+
+        Raises:
+            TrainingStalledError: nothing that is played teaches anything any more.
+        """
         training = self.parts.run.training
         while not self._stopping.is_set():
             taken = await self.parts.buffer.take(
                 training.groups_per_step, self.state.step, _TAKE_TIMEOUT_S
             )
-            if taken is None:
-                continue
             if taken.num_stale:
                 await self._give_back(taken.num_stale)
             if taken.groups:
                 return taken
+            _check_progress(taken.counts, training.groups_per_step)
         return None
 
     async def _train_step(self, taken: TakenGroups) -> tuple[StepMetrics, int]:
@@ -193,10 +199,7 @@ class Controller:
         if run.training.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=run.seed * 1_000_003 + step)
         batch = make_batch(groups, run.algorithm)
-        progress = step / max(1, run.training.num_steps - 1)
-        metrics = await self.parts.learners.train_step(
-            batch, learning_rate(run, step), entropy_coef(run, progress)
-        )
+        metrics = await self.parts.learners.train_step(batch, coefficients(run, step))
         return metrics, batch.num_samples
 
     async def _sync_weights(self) -> int:
@@ -289,22 +292,18 @@ class Controller:
         parts.checkpoints.commit(aside, state)
 
 
-def learning_rate(run: RunConfig, step: int) -> float:
-    """The learning rate of training step `step`, from 0."""
-    config = run.learner
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    span = max(1, run.training.num_steps - 1 - config.warmup_steps)
-    share = min(1.0, (step - config.warmup_steps) / span)
-    return config.learning_rate + share * (config.learning_rate_final - config.learning_rate)
-
-
-def entropy_coef(run: RunConfig, progress: float) -> float:
-    """The weight of the entropy bonus when `progress`, from 0 to 1, of the run is done."""
-    first, last = run.algorithm.entropy_coef, run.algorithm.entropy_coef_final
-    return first if last is None else first + progress * (last - first)
+def _check_progress(counts: RolloutCounts, groups_per_step: int) -> None:
+    """Nothing; ends a run that would replace groups without end."""
+    if counts.num_dead_groups < _MAX_DEAD_BATCHES * groups_per_step:
+        return
+    num_scored = max(1, counts.num_episodes - counts.num_lost)
+    raise TrainingStalledError(
+        f"the last {counts.num_dead_groups} groups had equal rewards within each group (mean "
+        f"{counts.reward_sum / num_scored:.3g}, {counts.num_invalid / num_scored:.0%} of the "
+        "episodes ended in text that was no action), so there is nothing to learn from; lower "
+        "learner.learning_rate or algorithm.entropy_coef if the policy collapsed, raise "
+        "rollout.group_size or rollout.temperature if it became certain"
+    )
 
 
 async def _first_failure(main: Awaitable[None], background: list[asyncio.Task[None]]) -> None:

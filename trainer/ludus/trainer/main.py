@@ -307,7 +307,7 @@ async def _baselines(run: RunConfig, environment: Environment) -> dict[str, list
             f"eval.baselines = {list(run.eval.baselines)} needs environment.policies, for "
             "example 'openspiel_env.policies:fixed_policies'"
         )
-    policies = import_object(path, "environment.policies")(**environment.description.options)
+    policies = import_object(path, "environment.policies")(environment.description.options)
     unknown = sorted(set(run.eval.baselines) - policies.keys())
     if unknown:
         raise ConfigError(

@@ -195,6 +195,17 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What the optimizer and the loss use in one training step."""
+
+    learning_rate: float
+    entropy: float
+    """Weight of the entropy bonus."""
+    kl: float
+    """Weight of the divergence from the reference model."""
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """A fixed question whose answer's log-probs tell which weights a generator holds."""
 

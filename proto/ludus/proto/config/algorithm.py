@@ -80,7 +80,10 @@ class GrpoConfig(Section):
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Where the ratio starts: the learner's weights at the start of the step, or the sampler."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 divergence from the reference model; 0 loads no reference model."""
+    """Weight, in the first step, of the k3 divergence from the reference model, which is the
+    starting policy; 0 loads no reference model."""
+    kl_coef_final: NonNegativeFloat | None = None
+    """Weight of that divergence in the last step, linear in between; null keeps it constant."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the first step."""
     entropy_coef_final: NonNegativeFloat | None = None
@@ -98,6 +101,11 @@ class GrpoConfig(Section):
             raise ValueError(
                 f"loss.kind = 'gspo' has one ratio per sequence, but aggregation = "
                 f"'{self.aggregation}'; set aggregation = 'sequence_mean'"
+            )
+        if self.kl_coef == 0 and self.kl_coef_final:
+            raise ValueError(
+                f"kl_coef_final = {self.kl_coef_final} rises from kl_coef = 0, which loads no "
+                "reference model; set kl_coef to a small number above 0"
             )
         if self.geometric_mask and self.geometric_mask[0] >= self.geometric_mask[1]:
             raise ValueError(

@@ -13,8 +13,8 @@ from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns
 from ludus.services.cli.packages import require_package
 
-NUM_CONCURRENT = 256
-"""Sessions open at once."""
+MAX_CONCURRENT = 256
+"""Sessions open at once, where the server has that many."""
 CONNECT_TIMEOUT_S = 3.0
 """How long a server may take to answer at all."""
 
@@ -61,10 +61,21 @@ async def bench(
         require_package(package)
         policies = fixed_policies(package, description.options, plan.policies)
         exact = reference_returns(package, description.options)
-        return [
-            await _bench_policy(client, name, policy, plan.seeds, exact.get(name), on_episode)
-            for name, policy in policies.items()
-        ]
+        num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
+
+        async def measure(name: str, policy: FixedPolicy) -> BenchResult:
+            started_at_s = time.perf_counter()
+            outcomes = await play_policy(
+                client,
+                policy,
+                plan.seeds,
+                num_concurrent=num_concurrent,
+                on_episode=lambda outcome: on_episode(name, outcome),
+            )
+            wall_s = time.perf_counter() - started_at_s
+            return _result(name, outcomes, exact.get(name), wall_s)
+
+        return [await measure(name, policy) for name, policy in policies.items()]
 
 
 async def _connect(address: str, token: str | None) -> AsyncEnvClient:
@@ -78,23 +89,9 @@ async def _connect(address: str, token: str | None) -> AsyncEnvClient:
         ) from None
 
 
-async def _bench_policy(
-    client: AsyncEnvClient,
-    name: str,
-    policy: FixedPolicy,
-    seeds: Sequence[int],
-    exact_return: float | None,
-    on_episode: OnEpisode,
+def _result(
+    name: str, outcomes: Sequence[EpisodeOutcome], exact_return: float | None, wall_s: float
 ) -> BenchResult:
-    started_at_s = time.perf_counter()
-    outcomes = await play_policy(
-        client,
-        policy,
-        seeds,
-        num_concurrent=NUM_CONCURRENT,
-        on_episode=lambda outcome: on_episode(name, outcome),
-    )
-    wall_s = time.perf_counter() - started_at_s
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if num_void == len(outcomes):
         raise UnavailableError(

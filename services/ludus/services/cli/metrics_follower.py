@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -12,32 +14,38 @@ from ludus.proto.runs import MetricsRow
 class MetricsFollower:
     """The rows of a metrics file as they come.
 
-    Args:
-        keep_old_rows: False ignores a file that stood there before, until it is replaced.
+    A file that is there from the start is old: it is ignored until the trainer replaces it,
+    or, resuming, writes to it.
     """
 
-    def __init__(self, path: Path, *, keep_old_rows: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._ignored = None if keep_old_rows else _fingerprint(path)
+        self._old = _fingerprint(path)
+        self._inode = 0
         self._offset_bytes = 0
         self.num_unreadable = 0
         """Whole lines that are no row."""
 
     def new_rows(self) -> list[MetricsRow]:
         """The rows since the last call; a line that is still being written has to wait."""
-        if _fingerprint(self._path) in (None, self._ignored):
+        if _fingerprint(self._path) in (None, self._old):
             return []
-        self._ignored = None
+        self._old = None
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset_bytes:
-                    self._offset_bytes = 0
-                file.seek(self._offset_bytes)
+                self._find_start(file)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
         self._offset_bytes += len(whole) + len(newline)
         return [row for line in whole.split(b"\n") if line and (row := self._parse(line))]
+
+    def _find_start(self, file: BinaryIO) -> None:
+        """Moves to what is new: to the very start of a file that took the other one's place."""
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._offset_bytes:
+            self._inode, self._offset_bytes = status.st_ino, 0
+        file.seek(self._offset_bytes)
 
     def _parse(self, line: bytes) -> MetricsRow | None:
         try:

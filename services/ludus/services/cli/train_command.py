@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import LocalEnvironment, RunConfig, load_run_config
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
     CONFIG_FILE,
@@ -23,6 +23,7 @@ from ludus.proto.runs import (
 from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.live_view import progress_view
 from ludus.services.cli.metrics_follower import MetricsFollower
+from ludus.services.cli.packages import require_package
 from ludus.services.cli.progress import RunProgress
 from ludus.services.cli.tables import eval_table, gap_line, summary_table
 from ludus.services.cli.trainer_process import (
@@ -72,6 +73,7 @@ def train(
     if dry_run:
         typer.echo(config.model_dump_json(indent=2))
         return
+    _check_environment(config)
     run_dir = Path(config.output_dir) / config.name
     flags = [flag for flag, is_set in (("--resume", resume), ("--overwrite", overwrite)) if is_set]
     end = _run_training(config, run_dir, flags)
@@ -124,10 +126,25 @@ def evaluate(
     say(console, f"written to {output}", style="dim")
 
 
+def _check_environment(config: RunConfig) -> None:
+    """Returns where the environment can be built: other mistakes cost no start of the trainer.
+
+    Raises:
+        UserError: there is no such package, game or option.
+    """
+    environment = config.environment
+    if not isinstance(environment, LocalEnvironment):
+        return
+    require_package(environment.package)
+    from ludus.env.packages import environment_factory
+
+    environment_factory(environment.package, environment.options)().close()
+
+
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
     console = progress_console()
     progress = RunProgress(config.training.num_steps)
-    follower = MetricsFollower(run_dir / METRICS_FILE, keep_old_rows="--resume" in flags)
+    follower = MetricsFollower(run_dir / METRICS_FILE)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         resolved = Path(folder) / CONFIG_FILE
         resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")

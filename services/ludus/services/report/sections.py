@@ -183,7 +183,6 @@ def _whisker(result: PolicyResult, scale: Scale) -> Drawing:
 
 def _run_facts(summary: Summary) -> list[tuple[str, str]]:
     return [
-        ("Environment", summary.environment),
         ("Generator", summary.generator),
         ("Rollout workers", str(summary.num_rollout_workers)),
         ("Learner ranks", str(summary.num_learner_ranks)),
@@ -194,6 +193,7 @@ def _run_facts(summary: Summary) -> list[tuple[str, str]]:
         ("Environment restarts", f"{summary.environment_restarts:,}"),
         ("Invalid answers", percent(summary.invalid_rate, 2)),
         ("Episodes lost", f"{summary.episodes_lost:,}"),
+        ("Environment", summary.environment),
     ]
 
 

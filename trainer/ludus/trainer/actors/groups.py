@@ -25,7 +25,7 @@ from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
-from ludus.trainer.types import Batch, GroupSpec, Probe, RolloutGroup
+from ludus.trainer.types import Batch, Coefficients, GroupSpec, Probe, RolloutGroup
 from ludus.trainer.weights import CanaryReport
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Buffer:
         """The number of groups that were not taken in and must be replaced."""
         return await self.actor.put.remote(list(groups))
 
-    async def take(self, num_groups: int, version: int, timeout_s: float) -> TakenGroups | None:
+    async def take(self, num_groups: int, version: int, timeout_s: float) -> TakenGroups:
         """See BufferActor.take."""
         return await self.actor.take.remote(num_groups, version, timeout_s)
 
@@ -70,13 +70,11 @@ class LearnerGroup:
         address = await self._ranks[0].rendezvous.remote()
         await self._all("start", address, len(self._ranks), spec, weights)
 
-    async def train_step(
-        self, batch: Batch, learning_rate: float, entropy_coef: float
-    ) -> StepMetrics:
+    async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """What the step did."""
         # Put once: the ranks of a machine map the same memory.
         reference = ray.put(batch)
-        return await self._all("train_step", reference, learning_rate, entropy_coef)
+        return await self._all("train_step", reference, coefficients)
 
     async def publish(self, version: int, probe: Probe) -> PublishedWeights:
         """The version, fetchable."""

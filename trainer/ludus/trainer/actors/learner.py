@@ -16,7 +16,7 @@ from ludus.proto.config import FolderWeightStore, RayWeightStore, WeightStoreCon
 from ludus.trainer.actors.weight_store import RayStore
 from ludus.trainer.interfaces import PublishedWeights, WeightStore
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
-from ludus.trainer.types import Batch, Probe
+from ludus.trainer.types import Batch, Coefficients, Probe
 from ludus.trainer.weights import FolderStore, make_manifest
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -52,9 +52,9 @@ class LearnerActor:
         self._learner = Learner(spec)
         self._store = make_store(weights) if self._rank == 0 else None
 
-    def train_step(self, batch: Batch, learning_rate: float, entropy_coef: float) -> StepMetrics:
+    def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """What the step did, equal on all ranks."""
-        return self._learner.train_step(batch, learning_rate, entropy_coef)
+        return self._learner.train_step(batch, coefficients)
 
     def publish(self, version: int, probe: Probe) -> PublishedWeights | None:
         """The version in the store, from rank 0; None from the others."""

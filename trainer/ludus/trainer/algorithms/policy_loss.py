@@ -54,6 +54,7 @@ def grpo_loss(
     config: GrpoConfig,
     denominator: float,
     entropy_coef: float,
+    kl_coef: float,
 ) -> LossTerms:
     """The loss of these rows, and the sums behind its metrics.
 
@@ -67,7 +68,7 @@ def grpo_loss(
     not moved in this step, so pi' = pi. For `config.old_logprobs` "rollout", pass the
     `rollout_logprobs` as old.
     """
-    _check_reference(ref_logprobs, config)
+    _check_reference(ref_logprobs, kl_coef)
 
     def sampled(values: Tensor) -> Tensor:
         return torch.where(loss_mask, values, 0.0)
@@ -82,7 +83,7 @@ def grpo_loss(
     weight = _correction_weight(old, rollout, loss_mask, config.correction)
     keep = _kept_sequences(old, rollout, loss_mask, config)
 
-    per_token = weight * policy + config.kl_coef * ref_kl - entropy_coef * entropy
+    per_token = weight * policy + kl_coef * ref_kl - entropy_coef * entropy
     per_token = torch.where(keep[:, None], per_token, 0.0)
     return LossTerms(
         loss=aggregate(per_token, loss_mask, config.aggregation, denominator),
@@ -95,10 +96,10 @@ def grpo_loss(
     )
 
 
-def _check_reference(ref_logprobs: Tensor | None, config: GrpoConfig) -> None:
-    if ref_logprobs is None and config.kl_coef > 0:
+def _check_reference(ref_logprobs: Tensor | None, kl_coef: float) -> None:
+    if ref_logprobs is None and kl_coef > 0:
         raise ValueError(
-            f"ref_logprobs expected a tensor for kl_coef = {config.kl_coef}, got None; "
+            f"ref_logprobs expected a tensor for kl_coef = {kl_coef}, got None; "
             "compute them with the reference model or set kl_coef = 0"
         )
 

@@ -74,6 +74,11 @@ class GroupBuffer:
         """The waiting groups, oldest first."""
         return tuple(self._groups)
 
+    @property
+    def counts(self) -> RolloutCounts:
+        """What was counted since `take_counts`."""
+        return self._counts
+
     def put(self, groups: Sequence[RolloutGroup]) -> int:
         """The number of groups that were not taken in and must be replaced."""
         num_refused = 0

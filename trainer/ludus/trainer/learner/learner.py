@@ -29,7 +29,7 @@ from ludus.trainer.algorithms.policy_loss import LossTerms, grpo_loss
 from ludus.trainer.learner.micro_batches import MicroBatch, micro_batches, split_samples
 from ludus.trainer.learner.model import Policy, shard
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.types import Batch, Probe
+from ludus.trainer.types import Batch, Coefficients, Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class Learner:
             weight_decay=config.weight_decay,
         )
 
-    def train_step(self, batch: Batch, learning_rate: float, entropy_coef: float) -> StepMetrics:
+    def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """What the step did; the policy has moved by one update per minibatch."""
         self._policy.train()
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = coefficients.learning_rate
         parts = split_samples(batch, self._spec.config.num_minibatches)
         pieces = [self._cut(batch, samples) for samples in parts]
         # The first minibatch meets the weights unmoved: its ratio starts at 1 by itself.
@@ -98,12 +98,12 @@ class Learner:
         terms, losses, grad_norms = _Sums(), [], []
         for samples, part, old_logprobs in zip(parts, pieces, old, strict=True):
             denominator = self._denominator(batch, samples)
-            update = self._accumulate(part, old_logprobs, denominator, entropy_coef)
+            update = self._accumulate(part, old_logprobs, denominator, coefficients)
             grad_norms.append(self._apply_gradients())
             losses.append(update.loss)
             terms = terms + update
         num_forwarded = sum(piece.num_padded_tokens for part in pieces for piece in part)
-        return self._metrics(terms, losses, grad_norms, learning_rate, num_forwarded, batch)
+        return self._metrics(terms, losses, grad_norms, coefficients, num_forwarded, batch)
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
@@ -206,21 +206,25 @@ class Learner:
         pieces: Sequence[MicroBatch],
         old_logprobs: Sequence[Tensor] | None,
         denominator: float,
-        entropy_coef: float,
+        coefficients: Coefficients,
     ) -> _Sums:
         """Sums over the pieces and all ranks; the gradients wait in the parameters."""
         sums = _Sums()
         for index, piece in enumerate(pieces):
             self._policy.set_requires_gradient_sync(index == len(pieces) - 1)
             old = old_logprobs[index] if old_logprobs is not None else None
-            terms = self._loss_terms(piece, old, denominator, entropy_coef)
+            terms = self._loss_terms(piece, old, denominator, coefficients)
             # FSDP averages gradients over ranks; the denominator has already counted them all.
             (terms.loss * self._num_ranks).backward()
             sums = sums + _Sums.of(terms)
         return sums.over_ranks(self._device)
 
     def _loss_terms(
-        self, piece: MicroBatch, old: Tensor | None, denominator: float, entropy_coef: float
+        self,
+        piece: MicroBatch,
+        old: Tensor | None,
+        denominator: float,
+        coefficients: Coefficients,
     ) -> LossTerms:
         logprobs, entropies = self._forward(self._policy, piece)
         rollout = piece.rollout_logprobs.to(self._device)
@@ -229,18 +233,20 @@ class Learner:
             logprobs=logprobs,
             old_logprobs=rollout if bypass else old,
             rollout_logprobs=rollout,
-            ref_logprobs=self._reference_logprobs(piece),
+            ref_logprobs=self._reference_logprobs(piece) if coefficients.kl else None,
             entropy=entropies,
             advantages=piece.advantages.to(self._device),
             loss_mask=piece.sampled.to(self._device)[piece.row_of_sample.to(self._device)],
             config=self._spec.algorithm,
             denominator=denominator,
-            entropy_coef=entropy_coef,
+            entropy_coef=coefficients.entropy,
+            kl_coef=coefficients.kl,
         )
 
     @torch.no_grad()
-    def _reference_logprobs(self, piece: MicroBatch) -> Tensor | None:
-        return None if self._reference is None else self._forward(self._reference, piece)[0]
+    def _reference_logprobs(self, piece: MicroBatch) -> Tensor:
+        assert self._reference is not None
+        return self._forward(self._reference, piece)[0]
 
     def _denominator(self, batch: Batch, samples: np.ndarray) -> float:
         """Of the whole optimizer step: every rank counts all samples, not only its own."""
@@ -273,7 +279,7 @@ class Learner:
         sums: _Sums,
         losses: Sequence[float],
         grad_norms: Sequence[float],
-        learning_rate: float,
+        coefficients: Coefficients,
         num_forwarded: int,
         batch: Batch,
     ) -> StepMetrics:
@@ -281,7 +287,7 @@ class Learner:
         return StepMetrics(
             loss=float(np.mean(losses)),
             grad_norm=float(np.mean(grad_norms)),
-            learning_rate=learning_rate,
+            learning_rate=coefficients.learning_rate,
             entropy=sums.entropy / num_tokens,
             clip_ratio=sums.num_clipped / num_tokens,
             mismatch_kl=sums.mismatch_kl / num_tokens,

@@ -56,8 +56,7 @@ class Generator:
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """One sampled completion."""
-        if self._failure is not None:
-            raise RuntimeError("the engine has failed") from self._failure
+        self._refuse_if_failed()
         request_id = next(self._next_id)
         pending = _Pending(self._loop.create_future(), self._version)
         self._pending[request_id] = pending
@@ -86,6 +85,7 @@ class Generator:
         self._thread.join(timeout=10)
 
     async def _order(self, run: Callable[[], Any]) -> Any:
+        self._refuse_if_failed()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._inbox.put(_Order(run, future))
         return await future
@@ -142,8 +142,18 @@ class Generator:
             )
 
     def _fail(self, error: BaseException) -> None:
+        """Runs on the event loop, as all calls do: none can slip in unseen."""
         self._failure = error
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(error)
+        futures: list[asyncio.Future[Any]] = [p.future for p in self._pending.values()]
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, _Order):
+                futures.append(item.future)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
         self._pending.clear()
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed") from self._failure

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from seats import HIT, STAND, episode
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.evaluation import play_policy
+from ludus.proto.errors import EpisodeStateError, IllegalActionError, InvalidCallError
+from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
+from openspiel_env.policies import fixed_policies
+from openspiel_env.server import app
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Server:
+    http: str
+    grpc: str
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    *arguments: str,
+    module: str = "envs.openspiel_env.server.app",
+    **variables: str,
+) -> Iterator[Server]:
+    """The module as a process of its own, run from the repository root as the tutorial does."""
+    ready_file = folder / f"ready-{time.monotonic_ns()}.json"
+    command = [sys.executable, "-m", module, "--port", "0", "--ready-file", str(ready_file)]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline_s = time.monotonic() + 60.0
+        while not ready_file.exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline_s, "the server did not get ready"
+            time.sleep(0.02)
+        ready = json.loads(ready_file.read_text())
+        yield Server(ready["http"], ready["grpc"])
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def blackjack_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+        yield server
+
+
+def run_script(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+
+
+# -- the tutorial ----------------------------------------------------------------------
+
+
+TUTORIAL = """
+import sys
+import os
+from pathlib import Path
+
+openenv_path = os.environ.get('OPENENV_PATH', '/path/to/OpenEnv/src')
+if openenv_path not in sys.path:
+    sys.path.insert(0, openenv_path)
+
+from envs.openspiel_env import OpenSpielEnv, OpenSpielAction
+
+env = OpenSpielEnv(base_url="http://localhost:8004")
+result = env.reset()
+print(result.observation.legal_actions, result.observation.game_phase)
+print(len(result.observation.info_state), result.reward, result.done)
+result = env.step(OpenSpielAction(action_id=1))
+print(result.observation.game_phase, result.reward in (-1, 0, 1), result.done)
+state = env.state()
+print(state.game_name, state.step_count)
+env.close()
+"""
+
+
+def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -> None:
+    output = run_script(TUTORIAL.replace("http://localhost:8004", blackjack_server.http))
+    assert output.splitlines() == [
+        "[0, 1] initial",
+        "189 None False",
+        "terminal True True",
+        "blackjack 1",
+    ]
+
+
+def test_importing_the_client_loads_no_openspiel() -> None:
+    code = "import sys, envs.openspiel_env, openspiel_env; print('pyspiel' in sys.modules)"
+    assert run_script(code).strip() == "False"
+
+
+# -- the client ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["http", "grpc"])
+def test_an_episode_over_a_wire_is_the_episode_in_process(
+    wire: str, blackjack_server: Server
+) -> None:
+    for seed in range(3):
+        local = episode({"game": "blackjack"}, seed)
+        rng = random.Random(f"test {seed}")
+        with OpenSpielEnv(base_url=getattr(blackjack_server, wire)) as env:
+            results = [env.reset(seed=seed)]
+            while not results[-1].done:
+                action_id = rng.choice(results[-1].observation.legal_actions)
+                results.append(env.step(OpenSpielAction(action_id=action_id)))
+        assert [r.observation for r in results] == [t.observation for t in local]
+        assert [r.reward for r in results] == [t.reward for t in local]
+        assert results[-1].terminated
+        assert not results[-1].truncated
+
+
+def test_a_result_carries_what_a_language_model_sees(blackjack_server: Server) -> None:
+    with OpenSpielEnv(base_url=blackjack_server.http) as env:
+        first = env.reset(seed=1)
+    assert first.text.legal_answers == ["HIT", "STAND"]
+    assert " vs " in first.text.messages[0]["content"]
+
+
+def test_errors_reach_the_client_with_their_type(blackjack_server: Server) -> None:
+    with OpenSpielEnv(base_url=blackjack_server.http) as env:
+        with pytest.raises(EpisodeStateError):
+            env.step(OpenSpielAction(action_id=STAND))
+        first = env.reset(seed=5)
+        with pytest.raises(IllegalActionError, match=r"0 \(Hit\), 1 \(Stand\); got 7"):
+            env.step(OpenSpielAction(action_id=7))
+        with pytest.raises(InvalidCallError, match="'chess'"):
+            env.step(OpenSpielAction(action_id=HIT, game_name="chess"))
+        assert env.state().step_count == 0
+        assert env.reset(seed=5).observation == first.observation
+        env.step(OpenSpielAction(action_id=HIT))
+        assert env.state().step_count == 1
+
+
+async def test_fixed_policies_play_over_a_wire(blackjack_server: Server) -> None:
+    policy = fixed_policies("blackjack")["basic_strategy"]
+    async with await AsyncEnvClient.connect(blackjack_server.grpc) as client:
+        outcomes = await play_policy(client, policy, range(50))
+    local = make_environment(game="blackjack")
+    for outcome in outcomes:
+        transition, total = local.reset(seed=outcome.seed), 0.0
+        while not transition.terminated:
+            action = policy(transition.observation.model_dump(), random.Random(0))
+            transition = local.step(OpenSpielAction(**action))
+            total += transition.reward
+        assert outcome.episode_return == total
+
+
+# -- the command -----------------------------------------------------------------------
+
+
+def test_options_override_environment_variables(tmp_path: Path) -> None:
+    variables = {
+        "OPENSPIEL_GAME": "blackjack",
+        "OPENSPIEL_AGENT_PLAYER": "1",
+        "OPENSPIEL_OPPONENT_POLICY": "last",
+        "OPENSPIEL_TEXT_STYLE": "rules",
+        "MAX_CONCURRENT_ENVS": "3",
+    }
+    arguments = ("--game", "kuhn_poker", "--game-params", '{"players": 3}')
+    with serving(tmp_path, *arguments, module="openspiel_env.server.app", **variables) as server:
+        with OpenSpielEnv(base_url=server.http) as env:
+            assert "Kuhn poker with 3 players" in env.reset().text.messages[0]["content"]
+            state = env.state()
+        description = _describe(server)
+    assert (state.game_name, state.game_params) == ("kuhn_poker", {"players": 3})
+    assert (state.agent_player, state.opponent_policy, state.num_players) == (1, "last", 3)
+    assert description["ludus"]["max_sessions"] == 3
+    assert description["ludus"]["options"]["text_style"] == "rules"
+
+
+def _describe(server: Server) -> dict:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{server.http}/metadata", timeout=10) as response:
+        return json.load(response)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {"OPENSPIEL_GAME": "blackjak"}, "got 'blackjak'; did you mean blackjack"),
+        (["--agent-player", "1"], {"OPENSPIEL_GAME": "catch"}, "got 1; set agent_player"),
+        (["--game-params", "{players"], {}, "expected a JSON object, got '{players'"),
+        ([], {"OPENSPIEL_AGENT_PLAYER": "first"}, "invalid int value: 'first'"),
+        ([], {"MAX_CONCURRENT_ENVS": "many"}, "invalid int value: 'many'"),
+    ],
+)
+def test_bad_input_ends_with_one_message_and_code_2(
+    arguments: list[str], variables: dict[str, str], message: str, monkeypatch, capsys
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        app.main(["--port", "0", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_application_can_be_served_by_any_asgi_server(monkeypatch) -> None:
+    monkeypatch.setenv("OPENSPIEL_GAME", "tic_tac_toe")
+    assert isinstance(app.app, FastAPI)
+    with pytest.raises(AttributeError, match="no attribute 'application'"):
+        app.application  # noqa: B018

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, move, play, shown
+
+from ludus.env import TextFace
+from ludus.proto.errors import ActionParseError
+from openspiel_env import OpenSpielObservation, make_environment
+
+# Cards are suit * 13 + rank, suits clubs, diamonds, hearts, spades and ranks from the ace.
+CLUBS, DIAMONDS, HEARTS, SPADES = 0, 13, 26, 39
+ACE, TWO, FIVE, SIX, SEVEN, NINE, TEN, KING = 0, 1, 4, 5, 6, 8, 9, 12
+
+
+def first_view(game: str, style: str, seed: int = 0) -> tuple[TextFace, OpenSpielObservation]:
+    environment = make_environment(game=game, text_style=style)
+    return environment.text_face, environment.reset(seed=seed).observation
+
+
+def answer_of(face: TextFace, observation: OpenSpielObservation, text: str) -> str:
+    action_id = face.parse(text, observation).action_id
+    return face.legal_answers(observation)[observation.legal_actions.index(action_id)]
+
+
+# -- every game ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["compact", "rules"])
+@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
+def test_every_legal_action_is_read_back_from_its_answer(game: str, style: str) -> None:
+    environment = make_environment(game=game, text_style=style)
+    face = environment.text_face
+    for seed in range(3):
+        for transition in play(environment, seed):
+            observation = transition.observation
+            answers = face.legal_answers(observation)
+            assert len(set(answers)) == len(answers) == len(observation.legal_actions)
+            for answer, action_id in zip(answers, observation.legal_actions, strict=True):
+                assert face.parse(answer, observation).action_id == action_id
+                assert face.parse(f"  {answer}\n", observation).action_id == action_id
+                if style == "rules":
+                    told = f"<think>or not?</think>I choose <answer> {answer} </answer>."
+                    assert face.parse(told, observation).action_id == action_id
+
+
+@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
+def test_only_the_first_message_explains_the_rules(game: str) -> None:
+    environment = make_environment(game=game, text_style="rules")
+    face = environment.text_face
+    transitions = list(play(environment, seed=1))
+    roles = [
+        [message["role"] for message in face.render(t.observation, first=index == 0)]
+        for index, t in enumerate(transitions)
+    ]
+    assert roles == [["system", "user"]] + [["user"]] * (len(transitions) - 1)
+    system = face.render(transitions[0].observation, first=True)[0]["content"]
+    example = face.legal_answers(transitions[0].observation)[0]
+    assert system.endswith(f"for example <answer>{example}</answer>.")
+
+
+@pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
+def test_the_compact_style_is_one_user_message(game: str) -> None:
+    face, observation = first_view(game, "compact")
+    for first in (True, False):
+        assert [m["role"] for m in face.render(observation, first=first)] == ["user"]
+
+
+# -- what is hidden stays hidden -------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["compact", "rules"])
+@pytest.mark.parametrize(
+    ("game", "moves", "others"),
+    [
+        # the dealer's second card, before and after a hit
+        ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {2: SPADES + ACE}),
+        (
+            "blackjack",
+            [TWO, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING, HIT, FIVE],
+            {2: SPADES + ACE},
+        ),
+        # the other player's card, before and after moves
+        ("kuhn_poker", [1, 0], {1: 2}),
+        ("kuhn_poker", [1, 0, 0, 1], {1: 2}),
+        ("leduc_poker", [0, 1, 1], {1: 4}),
+        # where the other player marked
+        ("phantom_ttt", [4, 0], {1: 8}),
+    ],
+)
+def test_states_that_differ_in_hidden_things_look_the_same(game, moves, others, style) -> None:
+    changed = [others.get(index, action) for index, action in enumerate(moves)]
+    assert changed != moves
+    assert shown(game, moves, style=style) == shown(game, changed, style=style)
+
+
+@pytest.mark.parametrize(
+    ("game", "moves", "others"),
+    [
+        ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {3: HEARTS + NINE}),
+        ("blackjack", [TEN, DIAMONDS + SIX, SPADES + TWO, HEARTS + KING], {1: DIAMONDS + ACE}),
+        ("kuhn_poker", [1, 0], {0: 2}),
+        ("kuhn_poker", [1, 0, 0, 1], {0: 2}),
+        ("leduc_poker", [0, 1, 1], {0: 4}),
+        ("phantom_ttt", [4, 0], {0: 5}),
+    ],
+)
+def test_states_that_differ_in_open_things_look_different(game, moves, others) -> None:
+    changed = [others.get(index, action) for index, action in enumerate(moves)]
+    assert shown(game, moves) != shown(game, changed)
+
+
+def test_the_other_seat_sees_its_own_card() -> None:
+    assert shown("kuhn_poker", [1, 0, 0], player=1) == ["card J moves PASS"]
+    assert shown("kuhn_poker", [1, 0, 0, 1], player=0) == ["card Q moves PASS BET"]
+
+
+# -- blackjack -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hand", "text"),
+    [
+        ([TEN, DIAMONDS + SIX], "hard 16 vs 10"),
+        ([KING, DIAMONDS + KING], "hard 20 vs 10"),
+        ([TWO, DIAMONDS + TWO], "hard 4 vs 10"),
+        ([ACE, DIAMONDS + ACE], "soft 12 vs 10"),
+        ([ACE, DIAMONDS + KING], "soft 21 vs 10"),
+        ([ACE, DIAMONDS + SEVEN], "soft 18 vs 10"),
+        ([ACE, DIAMONDS + SEVEN, NINE], "hard 17 vs 10"),
+        ([ACE, DIAMONDS + TWO, FIVE], "soft 18 vs 10"),
+        ([TEN, DIAMONDS + FIVE, SIX], "hard 21 vs 10"),
+    ],
+)
+def test_blackjack_shows_total_kind_and_open_card(hand: list[int], text: str) -> None:
+    moves = [*hand[:2], SPADES + NINE, HEARTS + KING]
+    for card in hand[2:]:
+        moves += [HIT, card]
+    assert shown("blackjack", moves) == [text]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(ACE, "A"), (TWO, "2"), (TEN, "10"), (KING, "10")])
+def test_open_cards_are_named_by_what_they_count(rank: int, name: str) -> None:
+    moves = [TEN, DIAMONDS + SIX, SPADES + NINE, HEARTS + rank]
+    assert shown("blackjack", moves) == [f"hard 16 vs {name}"]
+
+
+def test_blackjack_text_agrees_with_the_cards_that_openspiel_prints() -> None:
+    environment = make_environment(game="blackjack", text_style="rules")
+    num_soft = 0
+    for seed in range(200):
+        for transition in play(environment, seed):
+            if transition.terminated:
+                continue
+            prose = environment.text_face.render(transition.observation, first=False)[0]["content"]
+            hand, total, up_card = _told(prose)
+            counts = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(c) or int(c) for c in hand]
+            is_soft = "A" in hand and sum(counts) <= 11
+            assert total == f"{'soft' if is_soft else 'hard'} {sum(counts) + 10 * is_soft}"
+            assert up_card in ("A", *map(str, range(2, 11)))
+            num_soft += is_soft
+    assert num_soft > 10
+
+
+def _told(prose: str) -> tuple[list[str], str, str]:
+    told_hand, told_rest = prose.removeprefix("Your hand: ").split(" (", 1)
+    total, told_dealer = told_rest.split("). The dealer shows: ", 1)
+    return told_hand.split(", "), total, told_dealer.split(".")[0]
+
+
+def test_after_a_hit_the_new_hand_is_shown_in_full() -> None:
+    environment = make_environment(game="blackjack", text_style="rules")
+    face = environment.text_face
+    num_hits = 0
+    for seed in range(30):
+        before = environment.reset(seed=seed).observation
+        after = environment.step(move(HIT)).observation
+        if after.game_phase == "terminal":
+            continue
+        [message] = face.render(after, first=False)
+        hand_before = _told(face.render(before, first=False)[0]["content"])[0]
+        hand_after = _told(message["content"])[0]
+        assert message["role"] == "user"
+        assert len(hand_after) == 3
+        assert set(hand_before) <= set(hand_after)
+        num_hits += 1
+    assert num_hits > 5
+
+
+def test_the_end_of_blackjack_shows_both_hands() -> None:
+    environment = make_environment(game="blackjack")
+    for seed in range(60):
+        *_, last = play(environment, seed)
+        text = environment.text_face.render(last.observation, first=False)[0]["content"]
+        mine, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
+        won = mine <= 21 and (dealer > 21 or mine > dealer)
+        drawn = mine == dealer and mine <= 21
+        assert last.reward == (1.0 if won else 0.0 if drawn else -1.0)
+
+
+# -- the other games -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("game", "moves", "player", "text"),
+    [
+        ("catch", [1], 0, "ball 2 up 9 paddle 3"),
+        ("catch", [4, 0, 0], 0, "ball 5 up 7 paddle 1"),
+        ("tic_tac_toe", [2, 3], 0, "..x\no..\n...\nyou x"),
+        ("tic_tac_toe", [8], 1, "...\n...\n..x\nyou o"),
+        ("connect_four", [0, 0], 0, ".......\n" * 4 + "o......\nx......\nyou x"),
+        ("connect_four", [6], 1, ".......\n" * 5 + "......x\nyou o"),
+        ("kuhn_poker", [2, 0], 0, "card K"),
+        ("kuhn_poker", [2, 1, 1], 1, "card Q moves BET"),
+        ("kuhn_poker(players=3)", [3, 0, 1, 0, 1], 2, "card 2 moves PASS BET"),
+        ("connect_four(rows=4,columns=5)", [4], 1, ".....\n" * 3 + "....x\nyou o"),
+    ],
+)
+def test_compact_views(game: str, moves: list[int], player: int, text: str) -> None:
+    assert shown(game, moves, player) == [text]
+
+
+@pytest.mark.parametrize(
+    ("game", "moves", "player", "text"),
+    [
+        ("catch", [1], 0, "The ball is in column 2, 9 rows above the paddle. The paddle is in "),
+        ("tic_tac_toe", [2, 3], 0, "1 2 x\no 5 6\n7 8 9\nYou are x."),
+        ("connect_four", [6], 1, "1 2 3 4 5 6 7\n. . . . . . ."),
+        ("kuhn_poker", [2, 1, 1], 1, "You are player 2 of 2. Your card: Q. Moves so far: BET."),
+        ("leduc_poker", [0, 4, 1], 1, "[Observer: 1][Private: 4]"),
+    ],
+)
+def test_views_in_words(game: str, moves: list[int], player: int, text: str) -> None:
+    assert shown(game, moves, player, "rules")[1].startswith(text)
+
+
+def test_games_of_hidden_information_show_what_was_seen_before() -> None:
+    calls_then_public_card = [0, 4, 1, 1, 2]
+    [text] = shown("leduc_poker", calls_then_public_card)
+    assert "[Public: 2][Round1: 1 1]" in text
+    assert text.endswith("moves: Call | Raise")
+
+
+# -- reading answers -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["HIT", "hit", " Hit\n", "<think>stand?</think>hit"])
+def test_the_compact_style_reads_the_bare_word(text: str) -> None:
+    face, observation = first_view("blackjack", "compact")
+    assert answer_of(face, observation, text) == "HIT"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "HIT.", "I hit", "HIT STAND", "HITHIT", "0", "<answer>HIT</answer>"]
+)
+def test_the_compact_style_reads_nothing_else(text: str) -> None:
+    face, observation = first_view("blackjack", "compact")
+    with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
+        face.parse(text, observation)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("stand", "STAND"),
+        ("I will hit.", "HIT"),
+        ("**STAND**", "STAND"),
+        ("Hit, hit, hit!", "HIT"),
+        ("<answer>stand</answer>", "STAND"),
+        ("HIT or STAND? <answer>HIT</answer>", "HIT"),
+        ("<answer>HIT</answer> no: <ANSWER>\nSTAND\n</ANSWER>", "STAND"),
+        ("<think>I could hit, or stand.</think>\nSTAND", "STAND"),
+        ("I could hit, or <answer>HIT</answer></think> STAND", "STAND"),
+    ],
+)
+def test_the_rules_style_reads_the_last_tag_or_the_only_move(text: str, answer: str) -> None:
+    face, observation = first_view("blackjack", "rules")
+    assert answer_of(face, observation, text) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "I hit because I cannot stand it",
+        "whit",
+        "standing",
+        "<answer>fold</answer> HIT",
+        "<answer>HIT</answer> <answer>HIT or STAND</answer>",
+        "<think>HIT",
+        "<think><answer>HIT</answer></think>",
+    ],
+)
+def test_the_rules_style_refuses_what_is_not_one_move(text: str) -> None:
+    face, observation = first_view("blackjack", "rules")
+    with pytest.raises(ActionParseError, match="exactly one"):
+        face.parse(text, observation)
+
+
+def test_a_move_that_is_not_legal_now_is_no_answer() -> None:
+    environment = make_environment(game="tic_tac_toe", text_style="rules", opponent="first")
+    environment.reset(seed=0)
+    observation = environment.step(move(4)).observation  # now 1 and 5 are taken
+    face = environment.text_face
+    assert answer_of(face, observation, "cell 9 then") == "9"
+    for text in ("5", "I take 5", "9, as 5 is taken", "<answer>1</answer>", "10"):
+        with pytest.raises(ActionParseError, match="expected one of 2, 3, 4, 6, 7, 8, 9, got"):
+            face.parse(text, observation)
+
+
+def test_case_counts_where_it_tells_two_moves_apart() -> None:
+    face, _ = first_view("chess", "rules")
+    observation = OpenSpielObservation(
+        info_state=[],
+        legal_actions=[4, 7, 9],
+        metadata={"view": "", "answers": ["bxc3", "Bxc3", "Nf3"]},
+    )
+    assert face.parse("<answer>Bxc3</answer>", observation).action_id == 7
+    assert face.parse("bxc3 it is", observation).action_id == 4
+    assert face.parse("nf3", observation).action_id == 9
+    with pytest.raises(ActionParseError):
+        face.parse("BXC3", observation)
+
+
+def test_a_longer_move_is_not_taken_for_a_shorter_one_within_it() -> None:
+    face, _ = first_view("backgammon", "rules")
+    observation = OpenSpielObservation(
+        info_state=[], legal_actions=[1, 2], metadata={"view": "", "answers": ["Bet", "Bet 10"]}
+    )
+    assert face.parse("I will bet 10 now", observation).action_id == 2
+    assert face.parse("I will bet", observation).action_id == 1
+
+
+def test_answers_do_not_depend_on_what_was_rendered_before() -> None:
+    rng = random.Random(0)
+    face, observation = first_view("connect_four", "compact")
+    other_face, _ = first_view("connect_four", "compact", seed=9)
+    for answer in rng.sample(face.legal_answers(observation), 5):
+        assert other_face.parse(answer, observation) == face.parse(answer, observation)

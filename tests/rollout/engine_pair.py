@@ -1,0 +1,179 @@
+"""What the tests of engines share: an engine, a plain model with the same weights, answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ludus.proto.config import TinyModel, VllmGenerator
+from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest
+from ludus.trainer.models.load import load_language_model
+from ludus.trainer.models.tiny import make_model, make_tokenizer, save
+from ludus.trainer.rollout.engines import has_vllm
+from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.types import Sampling
+
+MAX_TOKENS = 128
+END_TOKEN_ID = 2
+TOLERANCE = 1e-4
+"""Of a log-prob in float32."""
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Which engine, with which model."""
+
+    name: str
+    tie_embeddings: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}-{'tied' if self.tie_embeddings else 'untied'}"
+
+
+TRANSFORMERS = [EngineKind("transformers", tied) for tied in (False, True)]
+VLLM = [
+    pytest.param(EngineKind("vllm", tied), marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+    for tied in (False, True)
+]
+
+
+@dataclass(frozen=True)
+class EnginePair:
+    """An engine, and a plain model that always holds the same weights."""
+
+    kind: EngineKind
+    engine: Engine
+    model: PreTrainedModel
+
+    def sync(self, seed: int) -> None:
+        """Nothing; moves the plain model a little and hands its weights to the engine."""
+        move(self.model, seed, 0.05)
+        self.engine.load_weights(dict(self.model.named_parameters()))
+
+
+@contextmanager
+def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
+    """An engine of that kind and its plain model; skips where vLLM is wanted and missing."""
+    path = make_folder(folder, tie_embeddings=kind.tie_embeddings)
+    model = load_language_model(path).eval()
+    if kind.name == "transformers":
+        yield EnginePair(kind, make_transformers_engine(path), model)
+        return
+    with prepared_for_vllm(), closing(make_vllm_engine(path)) as engine:
+        yield EnginePair(kind, engine, model)
+
+
+def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
+    """The folder of a tiny model whose answers are far from uniform."""
+    config = TinyModel(width=64, num_heads=2, intermediate=64, tie_embeddings=tie_embeddings)
+    tokenizer = make_tokenizer(["hard 16 vs 10 HIT STAND"], config.vocab_size)
+    assert tokenizer.eos_token_id == END_TOKEN_ID
+    model = make_model(config, tokenizer, seed=0)
+    move(model, seed=0, size=0.1)
+    save(model, tokenizer, folder)
+    return str(folder)
+
+
+def make_transformers_engine(path: str, *, max_batch_size: int = 1024, seed: int = 0) -> Engine:
+    """A transformers engine with the model of `path`."""
+    model = load_language_model(path)
+    return TransformersEngine(
+        model, end_token_id=END_TOKEN_ID, seed=seed, max_batch_size=max_batch_size
+    )
+
+
+def make_vllm_engine(path: str) -> Engine:
+    """A vLLM engine with the model of `path`; the process must be prepared for it."""
+    from ludus.trainer.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        path,
+        VllmGenerator(max_num_seqs=64),
+        end_token_id=END_TOKEN_ID,
+        max_tokens=MAX_TOKENS,
+        dtype="float32",
+        seed=0,
+    )
+
+
+@contextmanager
+def prepared_for_vllm() -> Iterator[None]:
+    """This process, prepared for one vLLM engine at a time; skips where vLLM is missing."""
+    if not has_vllm():
+        pytest.skip("vLLM is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_environment(num_threads=1).items():
+            patch.setenv(name, value)
+        yield
+
+
+@torch.no_grad()
+def move(model: PreTrainedModel, seed: int, size: float) -> None:
+    """Nothing; adds noise to every parameter, as a training step would."""
+    noise = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=noise) * size)
+
+
+def make_requests(
+    num_requests: int, *, temperature: float = 1.0, max_tokens: int = 12
+) -> list[EngineRequest]:
+    """Requests with random prompts of four lengths."""
+    draw = random.Random(0)
+    return [
+        EngineRequest(
+            request_id,
+            [draw.randrange(3, 250) for _ in range(draw.choice([3, 8, 21, 40]))],
+            Sampling(temperature, max_tokens),
+        )
+        for request_id in range(num_requests)
+    ]
+
+
+def answer(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, EngineOutput]:
+    """The engine's output for each request, by its id."""
+    for request in requests:
+        engine.submit(request)
+    return drain(engine)
+
+
+def drain(engine: Engine) -> dict[int, EngineOutput]:
+    """What comes out of the engine until nothing is left in it, by request id."""
+    outputs: dict[int, EngineOutput] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
+    return outputs
+
+
+@torch.no_grad()
+def full_logprobs(
+    model: PreTrainedModel, prompt_ids: list[int], answer_ids: list[int], temperature: float = 1.0
+) -> list[float]:
+    """The answer's log-probs from one forward over the whole sequence, without a cache."""
+    logits = model(torch.tensor([prompt_ids + answer_ids]), use_cache=False).logits[0]
+    rows = torch.log_softmax(logits[len(prompt_ids) - 1 : -1] / temperature, dim=-1)
+    return rows[range(len(answer_ids)), answer_ids].tolist()
+
+
+def largest_error(
+    model: PreTrainedModel, requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
+) -> float:
+    """The largest difference between an output's log-prob and that of a full forward."""
+    errors = [0.0]
+    for request in requests:
+        output = outputs[request.request_id]
+        # Greedy answers report the log-probs of temperature 1.
+        temperature = request.sampling.temperature or 1.0
+        expected = full_logprobs(model, request.prompt_ids, output.token_ids, temperature)
+        errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
+    return max(errors)

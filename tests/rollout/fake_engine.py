@@ -1,0 +1,77 @@
+"""An engine without a model: it answers with the sum of the prompt, and shows what it was told."""
+
+from __future__ import annotations
+
+import threading
+
+from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.types import Probe
+
+
+class FakeEngine:
+    """Answers all that waits in one step.
+
+    `hold` keeps it inside a step, as a long step of a real engine would, until `release`;
+    while it is held, `is_stepping` is set.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[int]]] = []
+        """The prompts of each step."""
+        self.loaded: list[StateDict] = []
+        self.failure: Exception | None = None
+        """What the next step, load or score raises."""
+        self.is_stepping = threading.Event()
+        self.is_closed = threading.Event()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
+        self._waiting: list[EngineRequest] = []
+
+    def hold(self) -> None:
+        """Nothing; the next step does not end before `release`."""
+        self._may_go_on.clear()
+
+    def release(self) -> None:
+        """Nothing; lets a held step end."""
+        self._may_go_on.set()
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits."""
+        return bool(self._waiting)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Nothing; the request is answered by the next step."""
+        self._waiting.append(request)
+
+    def step(self) -> list[EngineOutput]:
+        """The sum of each waiting prompt."""
+        requests, self._waiting = self._waiting, []
+        self.batches.append([request.prompt_ids for request in requests])
+        self.is_stepping.set()
+        assert self._may_go_on.wait(timeout=10)
+        self.is_stepping.clear()
+        self._fail_if_told()
+        return [
+            EngineOutput(request.request_id, [sum(request.prompt_ids)], [-0.5], stopped=True)
+            for request in requests
+        ]
+
+    def load_weights(self, state: StateDict) -> None:
+        """Nothing; keeps the state for the test to see."""
+        self._fail_if_told()
+        self.loaded.append(state)
+
+    def score(self, probe: Probe) -> list[float]:
+        """A log-prob that tells how many times weights were loaded."""
+        self._fail_if_told()
+        return [-float(len(self.loaded))] * len(probe.completion_ids)
+
+    def close(self) -> None:
+        """Nothing; shows that it was called."""
+        self.is_closed.set()
+
+    def _fail_if_told(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure

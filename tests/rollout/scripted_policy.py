@@ -1,0 +1,34 @@
+"""A policy whose answers are written down: stands for a generator in tests of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.types import Completion, Sampling
+
+
+class ScriptedPolicy:
+    """Says the next answer of the script; an answer that ends in "..." lacks its end token."""
+
+    def __init__(
+        self, chat: ChatTokenizer, script: Iterator[str], on_call: Callable[[], None] | None = None
+    ) -> None:
+        self._chat = chat
+        self._script = script
+        self._on_call = on_call
+        self.prompts: list[list[int]] = []
+        self.version = 0
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """The next answer, each token with log-prob -1."""
+        await asyncio.sleep(0)
+        self.prompts.append(list(prompt_ids))
+        if self._on_call is not None:
+            self._on_call()
+        text = next(self._script)
+        token_ids = self._chat.answer_ids(text.removesuffix("..."))
+        stopped = not text.endswith("...")
+        token_ids = token_ids if stopped else token_ids[:-1]
+        return Completion(token_ids, [-1.0] * len(token_ids), self.version, stopped)

@@ -1,0 +1,143 @@
+"""The coroutine in front of an engine: batches, weights in flight, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.types import Completion, Probe, Sampling
+from tests.rollout.fake_engine import FakeEngine
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=4)
+PROBE = Probe([1, 2], [3])
+WEIGHTS = {"weight": torch.zeros(1)}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def generator(engine: FakeEngine) -> AsyncIterator[Generator]:
+    generator = Generator(engine)
+    yield generator
+    engine.release()
+    generator.close()
+
+
+async def test_concurrent_calls_become_one_batch(engine: FakeEngine, generator: Generator) -> None:
+    completions = await asyncio.gather(*(generator([i, 1], SAMPLING) for i in range(20)))
+    assert [completion.token_ids for completion in completions] == [[i + 1] for i in range(20)]
+    assert engine.batches == [[[i, 1] for i in range(20)]]
+    assert generator.num_tokens_generated == 20
+
+
+async def test_calls_that_arrive_during_a_step_form_the_next_batch(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    first = await in_step(engine, generator([1], SAMPLING))
+    later = [asyncio.create_task(generator([i], SAMPLING)) for i in (2, 3, 4)]
+    await asyncio.sleep(0.05)
+    engine.release()
+    await within_a_second(first, *later)
+    assert engine.batches == [[[1]], [[2], [3], [4]]]
+
+
+async def test_weights_load_between_two_steps_while_calls_wait(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    before = await in_step(engine, generator([1], SAMPLING))
+    load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
+    await asyncio.sleep(0.05)
+    assert engine.loaded == []
+    engine.release()
+    completion, _ = await within_a_second(before, load)
+    assert engine.loaded == [WEIGHTS]
+    assert completion.policy_version == 0
+    assert (await generator([1], SAMPLING)).policy_version == 7
+
+
+async def test_a_score_is_of_the_weights_loaded_before_it(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    call = await in_step(engine, generator([1], SAMPLING))
+    load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
+    score = asyncio.create_task(generator.score(PROBE))
+    await asyncio.sleep(0)
+    engine.release()
+    assert (await within_a_second(call, load, score))[2] == [-1.0]
+
+
+async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    engine.failure = ValueError("no such tensor")
+    with pytest.raises(ValueError, match="no such tensor"):
+        await generator.load_weights(WEIGHTS, version=1)
+    assert (await generator([1], SAMPLING)).policy_version == 0
+
+
+async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator: Generator) -> None:
+    in_batch = await in_step(engine, generator([1], SAMPLING))
+    waiting: list[asyncio.Task[Any]] = [
+        asyncio.create_task(generator([2], SAMPLING)),
+        asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
+        asyncio.create_task(generator.score(PROBE)),
+    ]
+    await asyncio.sleep(0.05)
+    engine.failure = RuntimeError("out of memory")
+    engine.release()
+    for task in [in_batch, *waiting]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await asyncio.wait_for(task, timeout=1)
+    assert engine.is_closed.wait(timeout=1)
+
+
+async def test_a_call_after_a_failure_fails_at_once(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    engine.failure = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await generator([1], SAMPLING)
+    for call in (generator([1], SAMPLING), generator.score(PROBE)):
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            await asyncio.wait_for(call, timeout=1)
+
+
+async def test_a_cancelled_call_leaves_the_others_alone(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    cancelled = await in_step(engine, generator([1], SAMPLING))
+    kept = asyncio.create_task(generator([2], SAMPLING))
+    cancelled.cancel()
+    await asyncio.sleep(0)
+    engine.release()
+    assert (await within_a_second(kept))[0].token_ids == [2]
+
+
+async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
+    generator = Generator(engine)
+    await generator([1], SAMPLING)
+    generator.close()
+    assert engine.is_closed.is_set()
+
+
+async def in_step(
+    engine: FakeEngine, call: Coroutine[Any, Any, Completion]
+) -> asyncio.Task[Completion]:
+    """The call, once the engine is held in the middle of its step."""
+    engine.hold()
+    task = asyncio.create_task(call)
+    assert await asyncio.to_thread(engine.is_stepping.wait, 5)
+    return task
+
+
+async def within_a_second(*tasks: asyncio.Task[Any]) -> list[Any]:
+    """The tasks' results."""
+    return await asyncio.wait_for(asyncio.gather(*tasks), timeout=1)

@@ -1,0 +1,165 @@
+"""What is particular to the vLLM engine: seeds, weights in flight, tied embeddings, its process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.errors import WeightSyncError
+from ludus.trainer.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.rollout.engines import has_vllm
+from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.types import Probe, Sampling
+from tests.rollout.engine_pair import (
+    TOLERANCE,
+    VLLM,
+    EnginePair,
+    answer,
+    drain,
+    full_logprobs,
+    largest_error,
+    make_folder,
+    make_requests,
+    move,
+)
+
+UNTIED, TIED = VLLM
+PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
+
+with_both = pytest.mark.parametrize("pair", VLLM, indirect=True, ids=str)
+with_untied = pytest.mark.parametrize("pair", [UNTIED], indirect=True, ids=str)
+with_tied = pytest.mark.parametrize("pair", [TIED], indirect=True, ids=str)
+
+
+@with_untied
+def test_an_answer_does_not_depend_on_the_batch_it_shares(pair: EnginePair) -> None:
+    requests = make_requests(100)
+    together = answer(pair.engine, requests)
+    assert tokens(answer(pair.engine, reversed(requests))) == tokens(together)
+    staggered: dict[int, EngineOutput] = {}
+    for request in requests:
+        pair.engine.submit(request)
+        staggered |= {output.request_id: output for output in pair.engine.step()}
+    staggered |= drain(pair.engine)
+    assert tokens(staggered) == tokens(together)
+    for request in requests[:5]:
+        alone = answer(pair.engine, [request])
+        assert alone[request.request_id].token_ids == together[request.request_id].token_ids
+
+
+@with_untied
+def test_equal_requests_of_different_ids_are_sampled_apart(pair: EnginePair) -> None:
+    requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4)) for i in range(50)]
+    assert len(set(map(tuple, tokens(answer(pair.engine, requests)).values()))) > 10
+
+
+@with_both
+def test_weights_loaded_in_flight_sample_every_later_token(pair: EnginePair) -> None:
+    requests = make_requests(60, max_tokens=20)
+    for request in requests:
+        pair.engine.submit(request)
+    num_early = 6
+    for _ in range(num_early):
+        assert pair.engine.step() == []
+    pair.sync(seed=11)
+    outputs = drain(pair.engine)
+    assert outputs.keys() == {request.request_id for request in requests}
+    early_errors, late_errors = [], []
+    for request in requests:
+        output = outputs[request.request_id]
+        expected = full_logprobs(pair.model, request.prompt_ids, output.token_ids)
+        errors = [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
+        early_errors += errors[:num_early]
+        late_errors += errors[num_early:]
+    assert max(early_errors) > 0.1, "the first tokens came from the old weights"
+    assert max(late_errors) < TOLERANCE
+
+
+@with_tied
+def test_a_layer_that_keeps_its_old_weights_is_refused(
+    pair: EnginePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.engine, "_tied_names", {})
+        with pytest.raises(WeightSyncError, match="lm_head"):
+            pair.sync(seed=12)
+    pair.sync(seed=13)
+    requests = make_requests(8)
+    assert largest_error(pair.model, requests, answer(pair.engine, requests)) < TOLERANCE
+
+
+@with_both
+def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
+    before = pair.engine.score(PROBE)
+    state = dict(pair.model.named_parameters())
+    missing = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.k_proj"):
+        pair.engine.load_weights(missing)
+    with pytest.raises(WeightSyncError, match="model.extra"):
+        pair.engine.load_weights({**state, "model.extra": state["model.norm.weight"]})
+    assert pair.engine.score(PROBE) == before
+
+
+@with_untied
+async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> None:
+    generator = Generator(KeptOpen(pair.engine))
+    try:
+        requests = make_requests(40)
+        calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling)) for r in requests]
+        move(pair.model, seed=14, size=0.05)
+        await generator.load_weights(dict(pair.model.named_parameters()), version=1)
+        score = await generator.score(PROBE)
+        completions = await asyncio.gather(*calls)
+        late = await generator(requests[0].prompt_ids, requests[0].sampling)
+    finally:
+        generator.close()
+    assert score == pytest.approx(
+        full_logprobs(pair.model, PROBE.prompt_ids, PROBE.completion_ids), abs=TOLERANCE
+    )
+    assert len(completions) == 40
+    expected = full_logprobs(pair.model, requests[0].prompt_ids, late.token_ids)
+    assert late.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert late.policy_version == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_of_its_own_stays_quiet_alone_and_whole(tmp_path: Path) -> None:
+    if not has_vllm():
+        pytest.skip("vLLM is not installed")
+    path = make_folder(tmp_path / "model", tie_embeddings=True)
+    program = [sys.executable, str(Path(__file__).with_name("vllm_program.py")), path]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    told = json.loads(result.stdout)
+    assert told["connections"] == []
+    assert told["has_preload"] is False
+    assert told["num_threads_after"] == 2, "torch.set_num_threads works after the start"
+    first, again, other = told["answers"]
+    assert first == again, "seeds 5 and 5"
+    assert first != other, "seeds 5 and 6"
+    assert told["refused"] == ["ConfigError", "ConfigError"]
+
+
+class KeptOpen:
+    """The engine, but for its end: the fixture closes it."""
+
+    def __init__(self, engine: object) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def tokens(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:
+    """The sampled tokens by request id."""
+    return {request_id: output.token_ids for request_id, output in outputs.items()}

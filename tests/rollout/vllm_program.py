@@ -1,0 +1,70 @@
+"""A process that uses vLLM as a rollout worker does, and tells on stdout what it saw of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from ludus.trainer.rollout.vllm_environment import IN_PROCESS, prepare_process
+
+connections: list[str] = []
+
+
+def watch(event: str, args: tuple[object, ...]) -> None:
+    """Nothing; notes whatever looks for another machine."""
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
+        connections.append(f"{event} {args[1:]}")
+
+
+def main(model_path: str) -> None:
+    """Nothing; writes one JSON object."""
+    prepare_process(num_threads=1)
+    sys.addaudithook(watch)
+    # Only now: vLLM and torch read the environment while they are imported.
+    import torch
+
+    from ludus.proto.config import VllmGenerator
+    from ludus.proto.errors import ConfigError
+    from ludus.trainer.rollout.vllm_engine import VllmEngine
+    from tests.rollout.engine_pair import END_TOKEN_ID, answer, make_requests
+
+    def open_engine(seed: int, **config: object) -> VllmEngine:
+        return VllmEngine(
+            model_path,
+            VllmGenerator.model_validate(config),
+            end_token_id=END_TOKEN_ID,
+            max_tokens=128,
+            dtype="float32",
+            seed=seed,
+        )
+
+    def answers_of(seed: int) -> list[list[int]]:
+        engine = open_engine(seed)
+        outputs = answer(engine, make_requests(20))
+        engine.close()
+        return [outputs[request_id].token_ids for request_id in sorted(outputs)]
+
+    def refusal(**config: object) -> str:
+        try:
+            open_engine(0, **config)
+        except ConfigError as error:
+            return type(error).__name__
+        return "none"
+
+    told = {"answers": [answers_of(seed) for seed in (5, 5, 6)]}
+    torch.set_num_threads(2)
+    refused = [refusal(tensor_parallel_size=2)]
+    del os.environ[IN_PROCESS]
+    refused.append(refusal())
+    told |= {
+        "connections": connections,
+        "has_preload": "LD_PRELOAD" in os.environ,
+        "num_threads_after": torch.get_num_threads(),
+        "refused": refused,
+    }
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
