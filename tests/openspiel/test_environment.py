@@ -178,6 +178,8 @@ def test_a_policy_plays_the_other_seat_from_its_own_view() -> None:
         seen.append(observation)
         return observation.legal_actions[0]
 
+    environment = make_environment(game="kuhn_poker", opponent=functools.partial(spy))
+    assert environment.state.opponent_policy == "partial"
     environment = make_environment(game="kuhn_poker", opponent=spy)
     for _ in play(environment, seed=1):
         pass

@@ -83,7 +83,11 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             )
         self._agent = agent_player
         self._opponent = make_opponent(opponent, self._loaded)
-        self._opponent_name = opponent if isinstance(opponent, str) else opponent.__name__
+        self._opponent_name = (
+            opponent
+            if isinstance(opponent, str)
+            else getattr(opponent, "__name__", type(opponent).__name__)
+        )
         self._text_style = text_style
         self.text_face = make_face(self._loaded, agent_player, text_style)
         self._view = SeatView(self._loaded, agent_player, adds_text=self.text_face.needs_text)

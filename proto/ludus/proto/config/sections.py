@@ -79,6 +79,8 @@ class TinyModel(Section):
     """Attention heads."""
     intermediate: PositiveInt = 256
     """Hidden size of the feed-forward layers."""
+    initializer_range: PositiveFloat = 0.1
+    """Standard deviation of the random weights; narrow models learn faster from larger ones."""
     vocab_size: Annotated[int, Field(ge=300, le=65536)] = 512
     """Most entries of the byte-level tokenizer, trained on the environment's own text."""
     max_tokens: PositiveInt = 512

@@ -54,6 +54,7 @@ def make_model(
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_heads,
             max_position_embeddings=config.max_tokens,
+            initializer_range=config.initializer_range,
             tie_word_embeddings=config.tie_embeddings,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,

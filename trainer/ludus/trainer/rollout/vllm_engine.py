@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class VllmEngine:
         self._end_token_id = end_token_id
         self._seed = seed
         self._names, self._tied_names = _parameter_names(self._llm.model_config.hf_config)
+        self._thread: int | None = None
         self._finished: list[EngineOutput] = []
         """Requests that ended while a probe was scored."""
 
@@ -107,7 +109,7 @@ class VllmEngine:
         if self._finished:
             finished, self._finished = self._finished, []
             return finished
-        return [self._output(output) for output in self._llm.step()]
+        return [self._output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
         """Nothing; running requests go on from their tokens as if these weights had read them.
@@ -142,7 +144,7 @@ class VllmEngine:
         self._llm.add_request(_PROBE_ID, tokens_input(token_ids), params, priority=-1)
         answer: RequestOutput | None = None
         while answer is None:
-            for output in self._llm.step():
+            for output in self._step():
                 if output.request_id == _PROBE_ID:
                     answer = output
                 else:
@@ -153,6 +155,14 @@ class VllmEngine:
     def close(self) -> None:
         """Nothing; frees the model, the cache and any worker processes."""
         self._llm.engine_core.shutdown()
+
+    def _step(self) -> list[RequestOutput]:
+        if self._thread != threading.get_ident():
+            # Each thread has its own OpenMP setting, and torch adopts its own number of threads
+            # in the middle of the first step: vLLM's kernels refuse to run with two numbers.
+            torch.set_num_threads(torch.get_num_threads())
+            self._thread = threading.get_ident()
+        return self._llm.step()
 
     def _refuse_stale_layers(self, names: Sequence[str]) -> None:
         if names:

@@ -43,7 +43,7 @@ def verify(manifest: WeightManifest, state: StateDict) -> None:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in row-major order, without a copy where it is contiguous."""
-    flat = tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())
 
 

@@ -1,0 +1,106 @@
+"""Starts real runs of the trainer, watches them, and reads what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.proto.runs import SUMMARY_FILE, MetricsRow, Summary, read_metrics
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
+SMALL = (
+    "training.num_steps=6",
+    "training.groups_per_step=16",
+    "rollout.num_groups_in_flight=32",
+    "learner.num_minibatches=2",
+    "learner.warmup_steps=0",
+    "eval.num_games=400",
+    "eval.num_games_during=100",
+    "eval.every_steps=4",
+    "eval.baselines=[]",
+    "eval.random_policy=null",
+    "eval.optimal_policy=null",
+)
+"""Overrides of the example that make a run of a few seconds of training."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer process and its folder."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def rows(self) -> list[MetricsRow]:
+        """The metrics so far."""
+        return read_metrics(self.folder)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was trained."""
+        return max((row.step for row in self.rows if row.kind == "train"), default=0)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
+        """Nothing, once the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, "the run took too long"
+            time.sleep(0.05)
+
+    def finish(self, timeout_s: float = 150) -> Summary:
+        """The summary of a run that ended well."""
+        assert self.process.wait(timeout_s) == 0, self.output()
+        return Summary.model_validate_json((self.folder / SUMMARY_FILE).read_text())
+
+    def output(self) -> str:
+        """What the process printed, after its end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+
+@contextmanager
+def start_run(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[Run]:
+    """A run of the blackjack example in `folder`; it is gone when the block ends."""
+    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *SMALL, *overrides]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(EXAMPLE), *flags),
+            *(part for setting in settings for part in ("--set", setting)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Run(process, folder / "run")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def processes_that_mention(text: str) -> list[str]:
+    """Command lines of running processes that hold `text`, this one's children excluded."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            environment = (folder / "environ").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if text.encode() in environment and int(folder.name) != os.getpid():
+            found.append(command.decode(errors="replace"))
+    return found

@@ -1,0 +1,89 @@
+"""The canary sings when a worker samples from other weights than those published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludus.trainer.types import Probe, WeightManifest
+from ludus.trainer.weights import CanaryReport, check_canary, make_manifest
+from tests.rollout.engine_pair import EngineKind, EnginePair, full_logprobs, open_pair
+
+PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
+LOGPROBS = [-1.5, -0.25, -4.0]
+
+
+def manifest_of(state: dict[str, torch.Tensor], logprobs: Sequence[float]) -> WeightManifest:
+    return make_manifest(8, state, PROBE, list(logprobs))
+
+
+def report_of(answer: Sequence[float], dtype: str = "float32") -> CanaryReport:
+    return check_canary(manifest_of({"w": torch.ones(2)}, LOGPROBS), answer, dtype)
+
+
+def test_the_learners_own_answer_passes() -> None:
+    report = report_of(LOGPROBS)
+    assert report.ok
+    assert report.error == 0.0
+    assert report.version == 8
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_the_largest_difference_decides(dtype: str, allowed: float, position: int) -> None:
+    within, beyond = list(LOGPROBS), list(LOGPROBS)
+    within[position] += 0.9 * allowed
+    beyond[position] -= 1.1 * allowed
+    assert report_of(within, dtype).ok
+    report = report_of(beyond, dtype)
+    assert not report.ok
+    assert report.error == pytest.approx(1.1 * allowed)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_logprob_that_is_no_number_never_passes(position: int, value: float) -> None:
+    answer = list(LOGPROBS)
+    answer[position] = value
+    assert not report_of(answer).ok
+
+
+def test_an_answer_of_another_length_is_an_error() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        report_of(LOGPROBS[:2])
+
+
+def test_a_failure_names_version_hash_and_size() -> None:
+    report = report_of([-1.5, -0.75, -4.0])
+    assert "version 8" in str(report)
+    assert report.content_hash[:12] in str(report)
+    assert "0.5" in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tied_embeddings_that_stay_stale_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_pair(EngineKind("vllm", tie_embeddings=True), tmp_path) as pair:
+        assert canary_after_sync(pair, seed=1).error < 1e-4
+        with monkeypatch.context() as patch:
+            # Without these two, vLLM is as it comes: it keeps the old output layer and is silent.
+            patch.setattr(pair.engine, "_tied_names", {})
+            patch.setattr(pair.engine, "_refuse_stale_layers", lambda names: None)
+            stale = canary_after_sync(pair, seed=2)
+        assert not stale.ok
+        assert stale.error > 0.1
+        assert canary_after_sync(pair, seed=3).error < 1e-4
+
+
+def canary_after_sync(pair: EnginePair, seed: int) -> CanaryReport:
+    """What the canary says once the engine was handed weights that moved."""
+    pair.sync(seed)
+    expected = full_logprobs(pair.model, PROBE.prompt_ids, PROBE.completion_ids)
+    state = {name: tensor.detach() for name, tensor in pair.model.named_parameters()}
+    return check_canary(manifest_of(state, expected), pair.engine.score(PROBE), "float32")
