@@ -17,7 +17,15 @@ VOCABULARY = 290
 
 def make_policy_folder(folder: Path, *, tie_embeddings: bool = False) -> str:
     """The folder of a random tiny model with its tokenizer."""
-    config = TinyModel(width=64, num_heads=2, intermediate=64, tie_embeddings=tie_embeddings)
+    config = TinyModel(
+        width=64,
+        num_heads=2,
+        intermediate=64,
+        initializer_range=0.02,
+        embedding_range=0.02,
+        warm_start_layers="all",
+        tie_embeddings=tie_embeddings,
+    )
     tokenizer = make_tokenizer(TEXTS * 10, config.vocab_size)
     save(make_model(config, tokenizer, seed=0), tokenizer, folder)
     return str(folder)

@@ -12,6 +12,7 @@ from ludus.trainer.learner.model import Policy
 from ludus.trainer.types import Probe, Sampling
 from tests.rollout.engine_pair import (
     END_TOKEN_ID,
+    PROBE,
     TOLERANCE,
     EnginePair,
     answer,
@@ -21,9 +22,8 @@ from tests.rollout.engine_pair import (
     make_requests,
 )
 
-PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
-CHI_SQUARE_999 = {9: 27.88}
-"""Value that chi-square exceeds once in a thousand, by degrees of freedom."""
+CHI_SQUARE_LIMIT = 27.88
+"""What chi-square with nine degrees of freedom exceeds once in a thousand draws."""
 
 
 def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
@@ -88,7 +88,7 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
     seen.append(num_samples - sum(seen))
     assert min(expected) > 5
     chi_square = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
-    assert chi_square < CHI_SQUARE_999[9]
+    assert chi_square < CHI_SQUARE_LIMIT
 
 
 def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:

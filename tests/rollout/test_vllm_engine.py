@@ -14,8 +14,9 @@ from ludus.proto.errors import WeightSyncError
 from ludus.trainer.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.types import Probe, Sampling
+from ludus.trainer.types import Sampling
 from tests.rollout.engine_pair import (
+    PROBE,
     TOLERANCE,
     VLLM,
     EnginePair,
@@ -30,7 +31,6 @@ from tests.rollout.engine_pair import (
 
 ROOT = Path(__file__).parents[2]
 UNTIED, TIED = VLLM
-PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
 
 with_both = pytest.mark.parametrize("pair", VLLM, indirect=True, ids=str)
 with_untied = pytest.mark.parametrize("pair", [UNTIED], indirect=True, ids=str)

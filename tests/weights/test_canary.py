@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.trainer.types import Probe, WeightManifest
+from ludus.trainer.types import WeightManifest
 from ludus.trainer.weights import CanaryReport, check_canary, make_manifest
-from tests.rollout.engine_pair import EngineKind, EnginePair, full_logprobs, open_pair
+from tests.rollout.engine_pair import PROBE, EngineKind, EnginePair, full_logprobs, open_pair
 
-PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
 LOGPROBS = [-1.5, -0.25, -4.0]
 
 

@@ -9,10 +9,11 @@ from ludus.trainer.types import Coefficients
 def coefficients(run: RunConfig, step: int) -> Coefficients:
     """What the optimizer and the loss use in training step `step`, from 0."""
     algorithm, last = run.algorithm, max(1, run.training.num_steps - 1)
+    annealed = min(1.0, step / last / algorithm.anneal_fraction)
     return Coefficients(
         learning_rate=_learning_rate(run.learner, step, last),
-        entropy=_between(algorithm.entropy_coef, algorithm.entropy_coef_final, step / last),
-        kl=_between(algorithm.kl_coef, algorithm.kl_coef_final, step / last),
+        entropy=_between(algorithm.entropy_coef, algorithm.entropy_coef_final, annealed),
+        kl=_between(algorithm.kl_coef, algorithm.kl_coef_final, annealed),
     )
 
 

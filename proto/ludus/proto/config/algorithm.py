@@ -83,11 +83,14 @@ class GrpoConfig(Section):
     """Weight, in the first step, of the k3 divergence from the reference model, which is the
     starting policy; 0 loads no reference model."""
     kl_coef_final: NonNegativeFloat | None = None
-    """Weight of that divergence in the last step, linear in between; null keeps it constant."""
+    """Weight of that divergence in the end, linear in between; null keeps it constant."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the first step."""
     entropy_coef_final: NonNegativeFloat | None = None
-    """Weight of the entropy bonus in the last step, linear in between; null keeps it constant."""
+    """Weight of the entropy bonus in the end, linear in between; null keeps it constant."""
+
+    anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the run after which entropy_coef and kl_coef have their final values."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

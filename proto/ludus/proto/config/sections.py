@@ -80,7 +80,10 @@ class TinyModel(Section):
     intermediate: PositiveInt = 256
     """Hidden size of the feed-forward layers."""
     initializer_range: PositiveFloat = 0.1
-    """Standard deviation of the random weights; narrow models learn faster from larger ones."""
+    """Standard deviation of the random weights."""
+    embedding_range: PositiveFloat = 1.0
+    """Standard deviation of the random embeddings; near 1, what differs in a prompt stays visible
+    in its last token."""
     vocab_size: Annotated[int, Field(ge=300, le=65536)] = 512
     """Most entries of the byte-level tokenizer, trained on the environment's own text."""
     max_tokens: PositiveInt = 512
@@ -89,10 +92,13 @@ class TinyModel(Section):
     """Whether input and output embeddings are one matrix."""
     warm_start_games: PositiveInt = 1024
     """Random games whose text teaches the format."""
-    warm_start_epochs: PositiveInt = 8
+    warm_start_epochs: PositiveInt = 1
     """Passes over these games."""
-    warm_start_learning_rate: PositiveFloat = 2e-3
-    """Peak learning rate of the warm start."""
+    warm_start_layers: Literal["head", "all"] = "head"
+    """What the warm start trains. The output head is enough where every answer is legal, and
+    leaves the random features, which all of training builds on, as they are."""
+    warm_start_learning_rate: PositiveFloat = 3e-2
+    """Peak learning rate of the warm start; 3e-3 suits "all"."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -100,6 +106,12 @@ class TinyModel(Section):
             raise ValueError(
                 f"model.width expected a multiple of model.num_heads = {self.num_heads}, "
                 f"got {self.width}; set model.width = {self.num_heads * 32}"
+            )
+        if self.tie_embeddings and self.warm_start_layers == "head":
+            raise ValueError(
+                "model.tie_embeddings = true makes head and embeddings one matrix, so the head "
+                "cannot be trained alone; set model.warm_start_layers = 'all' and "
+                "model.warm_start_learning_rate = 0.003"
             )
         return self
 

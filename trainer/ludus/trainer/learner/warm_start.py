@@ -21,7 +21,7 @@ from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.types import TrainingSample
 
-_SAMPLES_PER_UPDATE = 64
+_SAMPLES_PER_UPDATE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,11 @@ def warm_start(
 ) -> float:
     """The mean cross-entropy per answer token in the last pass, after training on `samples`."""
     policy = Policy(model, temperature=1.0).train()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.warm_start_learning_rate)
+    head_only = config.warm_start_layers == "head"
+    trained = model.get_output_embeddings() if head_only else model
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=config.warm_start_learning_rate, weight_decay=0.0
+    )
     per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -55,7 +59,7 @@ def warm_start(
         for start in range(0, len(order), _SAMPLES_PER_UPDATE):
             chosen = [samples[i] for i in order[start : start + _SAMPLES_PER_UPDATE]]
             loss = _cross_entropy(policy, chosen)
-            optimizer.zero_grad()
+            policy.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()

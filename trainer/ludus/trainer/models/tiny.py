@@ -45,7 +45,7 @@ def make_model(
 ) -> Qwen2ForCausalLM:
     """A Qwen2-shaped model with random weights."""
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
+    model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=config.width,
@@ -61,6 +61,9 @@ def make_model(
             bos_token_id=None,
         )
     )
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=config.embedding_range)
+    return model
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
