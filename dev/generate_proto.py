@@ -29,8 +29,7 @@ def drifted() -> list[Path]:
         return [
             path
             for path in generate(fresh)
-            if not (ROOT / path).exists()
-            or (ROOT / path).read_text() != (fresh / path).read_text()
+            if not (ROOT / path).exists() or (ROOT / path).read_text() != (fresh / path).read_text()
         ]
 
 

@@ -18,7 +18,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_policy_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A gloo process group whose only rank is this process."""
     torch.set_num_threads(1)

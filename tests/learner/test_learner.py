@@ -151,6 +151,17 @@ def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> Non
         assert torch.equal(exported[name], tensor)
 
 
+@pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"dtype": "bfloat16"}])
+def test_memory_savings_keep_names_and_direction_of_the_update(
+    model_path: str, option: dict[str, object]
+) -> None:
+    plain, saving = make_learner(model_path), make_learner(model_path, **option)
+    before = torch.cat([tensor.flatten() for tensor in plain.full_state().values()])
+    moves = [weights_after_step(learner, make_batch()) - before for learner in (plain, saving)]
+    assert plain.full_state().keys() == saving.full_state().keys()
+    assert torch.cosine_similarity(*moves, dim=0) > 0.9
+
+
 def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None:
     probe = Probe([5, 9, 17, 33], [44, 12, 2])
     [answer] = make_learner(model_path).answer_logprobs([probe])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from ludus.env.environment import Environment
+from ludus.env.environment import AnyEnvironment
 from ludus.env.packages import environment_factory
 from ludus.env.server import run_server_cli
 from ludus.env.types import JsonObject
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_server_cli(factory, argv=server_arguments)
 
 
-def _checked_factory(package: str, options_json: str) -> Callable[[], Environment]:
+def _checked_factory(package: str, options_json: str) -> Callable[[], AnyEnvironment]:
     """The factory, after it has made one environment: bad options end here, not in a session."""
     try:
         options: JsonObject = orjson.loads(options_json)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, play_policy, summarise
+from ludus.env.packages import require_package
 from ludus.proto.errors import NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns
-from ludus.services.cli.packages import require_package
 
 MAX_CONCURRENT = 256
 """Sessions open at once, where the server has that many."""

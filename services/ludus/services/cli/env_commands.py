@@ -22,11 +22,7 @@ from rich.text import Text
 
 from ludus.proto.errors import ConfigError
 from ludus.services.cli.console import progress_console, results_console, say
-from ludus.services.cli.packages import (
-    installed_packages,
-    parse_options,
-    require_package,
-)
+from ludus.services.cli.options import parse_options
 from ludus.services.cli.tables import bench_table, new_table
 
 if TYPE_CHECKING:
@@ -71,7 +67,6 @@ def serve(
 
     Example: `ludus env serve openspiel_env --option game=blackjack --port 8004`
     """
-    require_package(package)
     from ludus.env.packages import environment_factory
     from ludus.env.server import run_server_cli
 
@@ -94,6 +89,8 @@ def list_packages() -> None:
     table = new_table()
     for column in ("package", "version", "what it is"):
         table.add_column(column)
+    from ludus.env.packages import installed_packages
+
     packages = installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))
@@ -110,7 +107,6 @@ def check(package: Package, options: Options = None) -> None:
 
     Example: `ludus env check openspiel_env --option game=tic_tac_toe`
     """
-    require_package(package)
     from ludus.env.check import check_environment
     from ludus.env.packages import environment_factory
 
@@ -180,8 +176,10 @@ def _server(package: str | None, options: dict[str, Any], address: str | None) -
         return
     if package is None:
         raise ConfigError("expected PACKAGE or --address, got neither; see `ludus env list`")
-    require_package(package)
     from ludus.env.local_server import LocalServer
+    from ludus.env.packages import require_package
+
+    require_package(package)
 
     server = LocalServer(package, options)
     try:

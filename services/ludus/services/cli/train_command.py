@@ -23,7 +23,6 @@ from ludus.proto.runs import (
 from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.live_view import progress_view
 from ludus.services.cli.metrics_follower import MetricsFollower
-from ludus.services.cli.packages import require_package
 from ludus.services.cli.progress import RunProgress
 from ludus.services.cli.tables import eval_table, gap_line, summary_table
 from ludus.services.cli.trainer_process import (
@@ -135,7 +134,6 @@ def _check_environment(config: RunConfig) -> None:
     environment = config.environment
     if not isinstance(environment, LocalEnvironment):
         return
-    require_package(environment.package)
     from ludus.env.packages import environment_factory
 
     environment_factory(environment.package, environment.options)().close()

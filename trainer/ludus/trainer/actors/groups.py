@@ -25,6 +25,7 @@ from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
+from ludus.trainer.rollout.vllm_environment import vllm_environment
 from ludus.trainer.types import Batch, Coefficients, GroupSpec, Probe, RolloutGroup
 from ludus.trainer.weights import CanaryReport
 
@@ -188,7 +189,13 @@ _REPLACING = asyncio.Lock()
 
 async def _start_worker(spec: RolloutWorkerSpec) -> ActorHandle:
     rollout = spec.run.rollout
-    worker_class = ray.remote(num_cpus=0, num_gpus=rollout.num_gpus_per_worker)(RolloutWorkerActor)
+    # Engines read their environment when Python starts, before any code of ours.
+    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
+    worker_class = ray.remote(
+        num_cpus=0,
+        num_gpus=rollout.num_gpus_per_worker,
+        runtime_env={"env_vars": environment},
+    )(RolloutWorkerActor)
     actor = worker_class.remote(rollout.num_threads)
     await actor.start.remote(spec)
     return actor

@@ -27,7 +27,7 @@ from ludus.proto.config import GrpoConfig, LearnerConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.algorithms.policy_loss import LossTerms, grpo_loss
 from ludus.trainer.learner.micro_batches import MicroBatch, micro_batches, split_samples
-from ludus.trainer.learner.model import Policy, shard
+from ludus.trainer.learner.model import Policy, ShardedPolicy, shard
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.types import Batch, Coefficients, Probe
 
@@ -165,7 +165,7 @@ class Learner:
         )
         torch.set_rng_state(state["torch_random"])
 
-    def _load_policy(self) -> Policy:
+    def _load_policy(self) -> ShardedPolicy:
         language_model = load_language_model(self._spec.model_path).to(self._device)
         policy = Policy(language_model, self._spec.temperature)
         return shard(policy, self._spec.config, self._mesh)

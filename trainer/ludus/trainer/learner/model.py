@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
@@ -47,11 +52,17 @@ class Policy(nn.Module):
 
     def full_names(self) -> dict[str, str]:
         """The Hugging Face name of each parameter of this module."""
-        prefix = "language_model."
-        return {name: name.removeprefix(prefix) for name, _ in self.named_parameters()}
+        return {
+            name: name.removeprefix("language_model.").replace(_CHECKPOINT_PREFIX, "")
+            for name, _ in self.named_parameters()
+        }
 
 
-def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> Policy:
+class ShardedPolicy(FSDPModule, Policy):
+    """The type that FSDP2 gives a policy."""
+
+
+def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> ShardedPolicy:
     """The policy with its parameters sharded over `mesh` by FSDP2, layer by layer."""
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
@@ -65,7 +76,7 @@ def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> Policy:
                 module[index] = layer = checkpoint_wrapper(layer)
             fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(policy, mesh=mesh, mp_policy=mixed)
-    return policy
+    return cast(ShardedPolicy, policy)
 
 
 def _spread(values: Tensor, columns: Tensor, sampled: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class TransformersEngine:
         alive = sequences
         while True:
             ids, logprobs = self._sample(logits, alive)
-            finished, kept = [], []
+            finished: list[int] = []
+            kept: list[int] = []
             columns = zip(alive, ids.tolist(), logprobs.tolist(), strict=True)
             for row, (sequence, token_id, logprob) in enumerate(columns):
                 sequence.token_ids.append(token_id)

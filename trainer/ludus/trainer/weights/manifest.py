@@ -44,7 +44,7 @@ def verify(manifest: WeightManifest, state: StateDict) -> None:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in row-major order, without a copy where it is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy().data)
 
 
 def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
