@@ -11,7 +11,7 @@ from ludus.trainer.learner.learner import Learner, LearnerSpec
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.types import Batch, TrainingSample
 
-TEXTS = ["user\nhard 16 vs 10", "assistant\nHIT", "assistant\nSTAND", "user\nsoft 18 vs A"]
+TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"]
 VOCABULARY = 290
 
 

@@ -10,7 +10,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 
-TEXTS = ["user\nhard 16 vs 10", "assistant\nHIT", "assistant\nSTAND", "user\nsoft 18 vs A"] * 5
+TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"] * 5
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ async def client(server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTokenizer:
-    return ChatTokenizer(make_tokenizer(["user\nhard 16 vs 10", "HIT", "STAND"] * 5, 320))
+    return ChatTokenizer(make_tokenizer(["hard 16 vs 10", "HIT", "STAND"] * 5, 320))
 
 
 def make_player(
@@ -142,6 +142,17 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
         never_began = await player.play(2, SAMPLING)
     for rollout in (lost, never_began):
         assert (rollout.status, rollout.reward) == (RolloutStatus.LOST, None)
+
+
+async def test_episodes_wait_for_each_other_when_the_server_is_full(chat: ChatTokenizer) -> None:
+    options = ServerOptions(port=0, max_sessions=2)
+    async with (
+        EnvServer(lambda: make_environment(game="blackjack"), options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        player, _ = make_player(client, chat, itertools.repeat("STAND"))
+        group = await play_group(player, GroupSpec(0, tuple(range(12))), SAMPLING, timeout_s=20)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
 
 
 async def test_a_group_that_takes_too_long_is_void(

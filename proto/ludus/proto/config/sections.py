@@ -48,7 +48,7 @@ class LocalEnvironment(_Environment):
     """Installed environment package; it has `server/app.py` and `make_environment`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """What the environment is built with, for example {game = "blackjack"}."""
-    max_sessions: PositiveInt = 2048
+    max_sessions: PositiveInt = 4096
     """Sessions the server holds at once."""
 
 

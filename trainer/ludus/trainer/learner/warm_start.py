@@ -84,12 +84,11 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
 
 
 def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
-    """The texts a tokenizer learns its words from, as the chat template will frame them."""
+    """The texts a tokenizer learns its words from."""
     for conversation in conversations:
         for exchange in conversation:
-            for message in exchange.messages:
-                yield f"{message['role']}\n{message['content']}"
-            yield f"assistant\n{exchange.answer}"
+            yield from (message["content"] for message in exchange.messages)
+            yield exchange.answer
 
 
 def _cross_entropy(policy: Policy, samples: Sequence[TrainingSample]) -> torch.Tensor:

@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ludus.proto.config import TinyModel
 
-_START, _END, _PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+_END, _PAD = "<|end|>", "<|pad|>"
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+# A role is one token: a tiny model spends its time on what is said, not on who says it.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
@@ -27,7 +29,7 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_PAD, _START, _END],
+        special_tokens=[_PAD, _END, *_ROLES],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -10,17 +10,20 @@ An episode that infrastructure ended is data with status LOST and reward None.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import ActionError, InfrastructureError
+from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.face import Face
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, Turn, join_turns
+
+_FULL_SERVER_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Player:
         """One episode of the deal `seed`."""
         episode = _Episode(self, seed, sampling)
         try:
-            session, first = await self.client.open(seed=seed, close_when_done=True)
+            session, first = await self._open(seed)
         except InfrastructureError:
             return episode.end(RolloutStatus.LOST)
         try:
@@ -47,6 +50,15 @@ class Player:
         finally:
             if not episode.is_over:
                 await _close(session)
+
+    async def _open(self, seed: int) -> tuple[AsyncSession, StepResult]:
+        """A session with its first observation; waits while the server is full."""
+        while True:
+            try:
+                return await self.client.open(seed=seed, close_when_done=True)
+            except CapacityError:
+                # Others of this run hold the sessions, and give them back when they are done.
+                await asyncio.sleep(_FULL_SERVER_PAUSE_S)
 
 
 class _Episode:
