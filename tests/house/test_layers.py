@@ -33,7 +33,8 @@ def test_the_environment_server_loads_no_heavy_package() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-def test_generated_stubs_match_their_proto_files() -> None:
-    script = ROOT / "dev" / "generate_proto.py"
+@pytest.mark.parametrize("name", ["generate_proto.py", "configuration_docs.py"])
+def test_generated_files_match_their_sources(name: str) -> None:
+    script = ROOT / "dev" / name
     result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

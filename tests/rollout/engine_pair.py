@@ -22,7 +22,7 @@ from ludus.trainer.rollout.vllm_environment import vllm_environment
 from ludus.trainer.types import Probe, Sampling
 
 MAX_TOKENS = 128
-END_TOKEN_ID = 2
+END_TOKEN_ID = 1
 TOLERANCE = 1e-4
 """Of a log-prob in float32."""
 PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
@@ -74,7 +74,15 @@ def open_pair(kind: EngineKind, folder: Path) -> Iterator[EnginePair]:
 
 def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
     """The folder of a tiny model whose answers are far from uniform."""
-    config = TinyModel(width=64, num_heads=2, intermediate=64, tie_embeddings=tie_embeddings)
+    config = TinyModel(
+        width=64,
+        num_heads=2,
+        intermediate=64,
+        initializer_range=0.02,
+        embedding_range=0.02,
+        warm_start_layers="all",
+        tie_embeddings=tie_embeddings,
+    )
     tokenizer = make_tokenizer(["hard 16 vs 10 HIT STAND"], config.vocab_size)
     assert tokenizer.eos_token_id == END_TOKEN_ID
     model = make_model(config, tokenizer, seed=0)

@@ -9,6 +9,7 @@ from typing import Protocol
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, gap_closed, play_policy, summarise
 from ludus.proto.config import EvalConfig
+from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import EvalReport
 
 
@@ -31,6 +32,11 @@ class Evaluator:
         """The policy on the first `num_games` deals, and the fixed policies on the same."""
         seeds = eval_seeds(self.config, num_games)
         outcomes = await self.workers.evaluate(seeds, self.config.temperature)
+        if all(outcome.episode_return is None for outcome in outcomes):
+            raise UnavailableError(
+                f"all {num_games} games of the evaluation were lost: the environment server was "
+                "away for longer than environment.reconnect_timeout_s; see that it stays up"
+            )
         same = {name: played[:num_games] for name, played in self.baselines.items()}
         closed = self._gap_closed(outcomes, same)
         return EvalReport(

@@ -28,7 +28,7 @@ from ludus.proto.config import (
     VllmGenerator,
     WeightStoreConfig,
 )
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError, UserError
 from ludus.proto.runs import (
     CHART_FILE,
     CHECKPOINTS_FOLDER,
@@ -83,7 +83,6 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
         UserError: the run cannot start as configured.
         Stopped: SIGINT or SIGTERM ended it.
     """
-    begun = time.monotonic()
     run = with_available_generator(run)
     if resume:
         checkpoint, state = _starting_point(run)
@@ -92,6 +91,25 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
         checkpoint, state = None, RunState()
         folder = RunFolder.create(run, overwrite=overwrite)
     log_to(folder.path, run.log_level)
+    try:
+        await _train(run, folder, checkpoint, state)
+    except UserError:
+        if not resume:
+            # It could not start as configured, so there is nothing to keep.
+            folder.discard()
+        raise
+    except Exception:
+        _log.exception("the run has failed")
+        raise
+    finally:
+        folder.close()
+    return folder.path
+
+
+async def _train(
+    run: RunConfig, folder: RunFolder, checkpoint: Path | None, state: RunState
+) -> None:
+    begun = time.monotonic()
     folder.phase(Phase.START_ENVIRONMENT)
     async with _infrastructure(run, folder.path) as environment:
         parts = await _build(run, folder, environment, checkpoint)
@@ -103,8 +121,6 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
         await _finish(parts, state, environment.description, begun)
         await parts.workers.close()
     folder.phase(Phase.DONE, state.step)
-    folder.close()
-    return folder.path
 
 
 async def evaluate(
@@ -221,12 +237,20 @@ async def _infrastructure(run: RunConfig, log_folder: Path) -> AsyncIterator[Env
             address = config.address
         _start_ray()
         stack.callback(ray.shutdown)
-        async with await AsyncEnvClient.connect(
+        async with await _connect(run, address) as client:
+            yield Environment(server, address, client, await client.describe())
+
+
+async def _connect(run: RunConfig, address: str) -> AsyncEnvClient:
+    """A client; a server that is not there when a run begins is the user's to mend."""
+    try:
+        return await AsyncEnvClient.connect(
             address,
             token=environment_token(run),
-            reconnect_timeout_s=config.reconnect_timeout_s,
-        ) as client:
-            yield Environment(server, address, client, await client.describe())
+            reconnect_timeout_s=run.environment.reconnect_timeout_s,
+        )
+    except (UnavailableError, AuthenticationError) as error:
+        raise ConfigError(f"environment.address = '{address}': {error}") from error
 
 
 def _start_ray() -> None:

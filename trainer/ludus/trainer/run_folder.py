@@ -111,6 +111,11 @@ class RunFolder:
         """Nothing; writes a file of the folder as a whole or not at all."""
         write_atomically(self.path / name, record.model_dump_json(indent=2))
 
+    def discard(self) -> None:
+        """Nothing; the folder is gone."""
+        self.close()
+        shutil.rmtree(self.path)
+
     def close(self) -> None:
         """Nothing; closes the files."""
         self._metrics.close()

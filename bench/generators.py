@@ -1,0 +1,172 @@
+"""Answers per second of the generators on this machine, side by side: `make bench`.
+
+Each engine samples two tokens for the same prompts of blackjack, 512 at a time, in a process of
+its own with one thread; the two alternate, so that a machine that slows down slows down both.
+Once with every prompt different, once as training asks: four games of each deal. The default
+generator on a CPU follows from the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "generators.json"
+NUM_PROMPTS = 512
+NUM_ROUNDS = 5
+PROMPT_TOKENS = 20
+NEW_TOKENS = 2
+ENGINES = ("transformers", "vllm")
+WORKLOADS = {"all different": 1, "four of each": 4}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Answers per second, one sample per round."""
+
+    engine: str
+    workload: str
+    samples: list[float]
+
+    @property
+    def median(self) -> float:
+        """The median of the samples."""
+        return statistics.median(self.samples)
+
+
+def measure(engine_name: str, model_path: str) -> None:
+    """Nothing; answers each line of standard input (a workload) with a number per second."""
+    from ludus.trainer.rollout.vllm_environment import prepare_process
+
+    prepare_process(num_threads=1)
+    import torch
+
+    from ludus.proto.config import load_run_config
+    from ludus.trainer.interfaces import EngineRequest
+    from ludus.trainer.models.chat import ChatTokenizer
+    from ludus.trainer.rollout.engines import make_engine
+    from ludus.trainer.types import Sampling
+
+    torch.set_num_threads(1)
+    run = load_run_config(None, [f"generator.kind={engine_name}", "rollout.max_tokens=64"])
+    chat = ChatTokenizer.load(model_path, run.model)
+    engine = make_engine(run, model_path, chat, seed=0)
+    sampling = Sampling(temperature=1.0, max_tokens=NEW_TOKENS)
+    draw = random.Random(0)
+    next_id = 0
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        copies = WORKLOADS[line.strip()]
+        prompts = [
+            [draw.randrange(5, 250) for _ in range(PROMPT_TOKENS)]
+            for _ in range(NUM_PROMPTS // copies)
+        ] * copies
+        started = time.perf_counter()
+        for prompt in prompts:
+            engine.submit(EngineRequest(next_id, prompt, sampling))
+            next_id += 1
+        while engine.has_work:
+            engine.step()
+        sys.stdout.write(f"{NUM_PROMPTS / (time.perf_counter() - started)}\n")
+        sys.stdout.flush()
+    engine.close()
+
+
+def compare() -> list[Result]:
+    """The results of all engines on all workloads, measured in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(Path(folder))
+        processes = {
+            engine: subprocess.Popen(
+                [sys.executable, __file__, engine, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for engine in ENGINES
+        }
+        for process in processes.values():
+            ask(process)
+        samples: dict[tuple[str, str], list[float]] = {}
+        rounds = range(NUM_ROUNDS + 1)
+        for number, workload, engine in itertools.product(rounds, WORKLOADS, ENGINES):
+            answer = float(ask(processes[engine], workload))
+            if number > 0:  # the first round warms up
+                samples.setdefault((engine, workload), []).append(answer)
+        for process in processes.values():
+            process.communicate()
+    return [Result(engine, workload, values) for (engine, workload), values in samples.items()]
+
+
+def ask(process: subprocess.Popen[str], workload: str = "") -> str:
+    """The next line of a process, after it was told what to do."""
+    assert process.stdin is not None and process.stdout is not None
+    if workload:
+        process.stdin.write(f"{workload}\n")
+        process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        sys.exit(f"a generator ended early with code {process.wait()}")
+    return line
+
+
+def make_model_folder(folder: Path) -> None:
+    """Nothing; writes the example's model with random weights."""
+    from ludus.proto.config import TinyModel
+    from ludus.trainer.models.tiny import make_model, make_tokenizer, save
+
+    config = TinyModel(width=64, num_heads=2, intermediate=128, max_tokens=256)
+    tokenizer = make_tokenizer(["hard 16 vs 10", "HIT", "STAND"], config.vocab_size)
+    save(make_model(config, tokenizer, seed=0), tokenizer, folder)
+
+
+def main() -> None:
+    """Measures, prints a table, and saves every sample."""
+    results = compare()
+    for result in results:
+        print(
+            f"{result.engine:>13}, prompts {result.workload:<14}"
+            f"{result.median:8.0f} answers/s  (min {min(result.samples):.0f}, "
+            f"max {max(result.samples):.0f})"
+        )
+    medians = {(result.engine, result.workload): result.median for result in results}
+    ratios = {
+        workload: medians["transformers", workload] / medians["vllm", workload]
+        for workload in WORKLOADS
+    }
+    print("transformers / vllm: " + ", ".join(f"{k} {v:.2f}" for k, v in ratios.items()))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(
+        json.dumps(
+            {
+                "machine": {"processor": platform.machine(), "python": platform.python_version()},
+                "settings": {
+                    "num_prompts": NUM_PROMPTS,
+                    "prompt_tokens": PROMPT_TOKENS,
+                    "new_tokens": NEW_TOKENS,
+                    "threads": 1,
+                },
+                "results": [asdict(result) for result in results],
+                "ratios": ratios,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(sys.argv[1], sys.argv[2])
+    else:
+        main()
