@@ -90,17 +90,15 @@ def start_run(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Ite
             process.wait()
 
 
-def processes_that_mention(text: str) -> list[str]:
-    """Command lines of running processes that hold `text`, this one's children excluded."""
-    found = []
+def processes_of(marker: str) -> dict[int, str]:
+    """The command lines, by process id, of running processes whose environment holds `marker`."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            environment = (folder / "environ").read_bytes().decode(errors="replace")
-        except OSError:  # it has ended, or is not ours
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            environment = (folder / "environ").read_bytes()
+        except OSError:  # it has ended, or belongs to another user
             continue
-        if text.encode() in environment and int(folder.name) != os.getpid():
-            found.append(command.decode(errors="replace"))
+        if marker.encode() in environment and int(folder.name) != os.getpid():
+            found[int(folder.name)] = command.decode(errors="replace")
     return found

@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import processes_that_mention, start_run
+from tests.e2e.runs import processes_of, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def server_pid(marker: str) -> int:
     """The process id of the run's environment server."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            environment = (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"ludus.env" in command and marker.encode() in environment:
-            return int(folder.name)
-    raise AssertionError("the environment server is not running")
+    [pid] = [p for p, command in processes_of(marker).items() if " ludus.env " in command]
+    return pid
 
 
 def test_a_killed_environment_server_costs_only_the_episodes_in_flight(
@@ -59,7 +52,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_goes_on_from_it(
         assert run.process.wait(20) == 130
         assert time.monotonic() - began < 10
         stopped_at = run.last_step
-    assert processes_that_mention(str(tmp_path)) == []
+    assert processes_of(str(tmp_path)) == {}
     checkpoints = list((run.folder / "checkpoints").iterdir())
     assert [path.name for path in checkpoints] == [f"step-{stopped_at:08d}"]
 
@@ -72,7 +65,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_goes_on_from_it(
     assert steps == list(range(1, stopped_at + 4)), "each step is there once"
     games = [row.num_games_trained for row in run.rows if row.kind == "train"]
     assert games == sorted(set(games))
-    assert processes_that_mention(str(tmp_path)) == []
+    assert processes_of(str(tmp_path)) == {}
 
 
 def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path: Path) -> None:

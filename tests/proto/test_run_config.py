@@ -59,6 +59,14 @@ def test_overrides_are_json_where_they_can_be_and_text_otherwise() -> None:
     assert (run.seed, run.environment.options) == (7, {"game": "blackjack"})
 
 
+def test_another_kind_replaces_its_section_and_the_same_kind_does_not() -> None:
+    tiny = EXAMPLES[-1].with_name("tiny.toml")
+    other = load_run_config(tiny, ["model.kind=pretrained", "model.path=x"])
+    assert (other.model.kind, other.environment.policies is None) == ("pretrained", False)
+    same = load_run_config(tiny, ["model.kind=tiny", "environment.kind=local"])
+    assert same == load_run_config(tiny)
+
+
 def test_a_section_without_kind_is_the_default_variant() -> None:
     run = load_run_config(None, ["generator.max_batch_size=8"])
     assert run.generator.kind == "transformers"

@@ -41,7 +41,10 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
 
 
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
-    """Nothing; sets each override's value in `tree`."""
+    """Nothing; sets each override's value in `tree`.
+
+    Another `kind` replaces its section: the fields of the old variant do not fit the new one.
+    """
     for override in overrides:
         keys, value = parse_override(override)
         node = tree
@@ -53,6 +56,8 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
                     "not a section; set it as a whole"
                 )
             node = child
+        if keys[-1] == "kind" and value != node.get("kind", _default_kind(keys[:-1])):
+            node.clear()
         node[keys[-1]] = value
 
 
@@ -141,6 +146,14 @@ def _follow(location: Sequence[str]) -> tuple[str, list[type[BaseModel]]]:
             fields = [s.model_fields[part] for s in sections if part in s.model_fields]
             sections = [model for field in fields for model in models_in(field.annotation)]
     return ".".join(names), sections
+
+
+def _default_kind(path: Sequence[str]) -> str | None:
+    """The variant that a section is when its `kind` is not set."""
+    section: Any = RunConfig()
+    for key in path:
+        section = getattr(section, key, None)
+    return getattr(section, "kind", None)
 
 
 def _closest(key: str, sections: Sequence[type[BaseModel]]) -> str:
