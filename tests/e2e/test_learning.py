@@ -1,6 +1,8 @@
 """It learns; and what must not learn does not.
 
-Both runs are the same but for the rewards: dealt as earned, or dealt out at random.
+Both runs are the same but for the rewards: dealt as earned, or dealt out at random. They are
+the blackjack example, cut to 40,000 games, and are judged by the share of the gap from random
+play to basic strategy that they close on the same deals.
 """
 
 from __future__ import annotations
@@ -15,29 +17,32 @@ from tests.e2e.runs import start_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SETTINGS = (
-    "environment.options.game=catch",
-    "environment.policies=null",
-    "environment.probes=null",
-    "training.num_steps=30",
-    "eval.num_games=1000",
+    "training.num_steps=40",
+    "training.groups_per_step=256",
+    "rollout.num_groups_in_flight=512",
+    "learner.num_minibatches=4",
+    "learner.warmup_steps=3",
+    "eval.num_games=2000",
+    'eval.baselines=["random", "basic_strategy"]',
+    "eval.random_policy=random",
+    "eval.optimal_policy=basic_strategy",
 )
-RANDOM_WIN_RATE = 0.202
-"""Of a random player at catch."""
 
 
 def learn(folder: Path, *overrides: str) -> Summary:
-    """The summary of a run at catch."""
+    """The summary of such a run."""
     with start_run(folder, *SETTINGS, *overrides) as run:
-        return run.finish(timeout_s=250)
+        return run.finish(timeout_s=280)
 
 
 def test_a_policy_learns_from_its_rewards(tmp_path: Path) -> None:
     summary = learn(tmp_path)
-    assert summary.start is not None
-    assert summary.start.win_rate_ci95[1] < 0.4, "it begins near a random player"
-    assert summary.win_rate_ci95[0] > 0.5, "the whole interval is well above one"
+    assert summary.start is not None and summary.gap_closed_ci95 is not None
+    assert summary.start.win_rate < 0.36, "it begins as a random player"
+    assert summary.gap_closed_ci95[0] > 0.4, "the whole interval is well above one"
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     summary = learn(tmp_path, "training.shuffle_rewards=true")
-    assert summary.win_rate_ci95[0] < RANDOM_WIN_RATE + 0.1
+    assert summary.gap_closed_ci95 is not None
+    assert summary.gap_closed_ci95[1] < 0.3
