@@ -16,7 +16,8 @@ fi
 
 echo "Setting up .venv (a few minutes the first time) ..."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+  --constraint constraints.txt)
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
   "${pip[@]}" --index-url "$TORCH_INDEX_URL" torch
 fi

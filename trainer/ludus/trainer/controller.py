@@ -171,6 +171,7 @@ class Controller:
                 await self._evaluate()
             if self._is_due(training.checkpoint_every_steps):
                 await self._save_checkpoint()
+                self.parts.folder.phase(Phase.TRAIN, self.state.step)
             if self._stopping.is_set():
                 return
 
