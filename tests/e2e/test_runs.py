@@ -40,6 +40,21 @@ def test_a_killed_environment_server_costs_only_the_episodes_in_flight(
     assert kept == ["v00000011", "v00000012"]
 
 
+def test_a_killed_rollout_worker_is_replaced_and_its_groups_are_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
+    with start_run(tmp_path, "training.num_steps=12") as run:
+        run.wait_until(lambda: run.last_step >= 3)
+        [pid] = [p for p, name in processes_of(str(tmp_path)).items() if "RolloutWorker" in name]
+        os.kill(pid, signal.SIGKILL)
+        summary = run.finish()
+    assert summary.finished
+    assert summary.canary_failures == 0
+    steps = [row.step for row in run.rows if row.kind == "train"]
+    assert steps == list(range(1, 13))
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_goes_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

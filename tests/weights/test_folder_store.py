@@ -51,6 +51,14 @@ def test_another_process_of_the_same_folder_can_fetch(tmp_path: Path) -> None:
     assert FolderStore(tmp_path).fetch(published)["scalar"] == 1.0
 
 
+def test_versions_of_a_later_step_give_way_when_a_run_goes_on_from_before(tmp_path: Path) -> None:
+    for version in (7, 8, 9):
+        publish(FolderStore(tmp_path), version)
+    store = FolderStore(tmp_path)
+    assert store.fetch(publish(store, 5))["scalar"] == 5.0
+    assert [path.name for path in tmp_path.iterdir()] == ["v00000005"]
+
+
 def test_only_the_newest_versions_stay(tmp_path: Path) -> None:
     store = FolderStore(tmp_path, keep_versions=2)
     published = [publish(store, version) for version in range(9, 13)]

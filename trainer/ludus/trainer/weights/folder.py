@@ -41,7 +41,7 @@ class FolderStore:
         # A resumed run publishes some versions again.
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
-        self._drop_old()
+        self._drop_others(manifest.version)
         return PublishedWeights(manifest, str(target))
 
     def fetch(self, published: PublishedWeights) -> StateDict:
@@ -60,7 +60,9 @@ class FolderStore:
     def _version_folder(self, version: int) -> Path:
         return self._folder / f"v{version:08d}"
 
-    def _drop_old(self) -> None:
-        versions = sorted(path for path in self._folder.glob("v*") if path.suffix == "")
-        for path in versions[: -self._keep_versions]:
-            shutil.rmtree(path, ignore_errors=True)
+    def _drop_others(self, newest: int) -> None:
+        """Nothing; a run that went on from a checkpoint leaves later versions behind, too."""
+        kept = {self._version_folder(newest - age) for age in range(self._keep_versions)}
+        for path in self._folder.glob("v*"):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
