@@ -12,6 +12,8 @@ from ludus.proto.config import EvalConfig
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import EvalReport
 
+_MAX_ATTEMPTS = 3
+
 
 class PlaysGames(Protocol):
     """What plays the policy: the rollout workers."""
@@ -31,7 +33,7 @@ class Evaluator:
     async def judge(self, num_games: int) -> EvalReport:
         """The policy on the first `num_games` deals, and the fixed policies on the same."""
         seeds = eval_seeds(self.config, num_games)
-        outcomes = await self.workers.evaluate(seeds, self.config.temperature)
+        outcomes = await self._play(seeds)
         if all(outcome.episode_return is None for outcome in outcomes):
             raise UnavailableError(
                 f"all {num_games} games of the evaluation were lost: the environment server was "
@@ -46,6 +48,18 @@ class Evaluator:
             gap_closed=closed[0] if closed else None,
             gap_closed_ci95=closed[1] if closed else None,
         )
+
+    async def _play(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
+        """One outcome per seed; games that infrastructure ended are played again."""
+        played: dict[int, EpisodeOutcome] = {}
+        missing = list(seeds)
+        for _ in range(_MAX_ATTEMPTS):
+            outcomes = await self.workers.evaluate(missing, self.config.temperature)
+            played |= {outcome.seed: outcome for outcome in outcomes}
+            missing = [seed for seed in seeds if played[seed].episode_return is None]
+            if not missing:
+                break
+        return [played[seed] for seed in seeds]
 
     def _gap_closed(
         self, outcomes: Sequence[EpisodeOutcome], baselines: Mapping[str, Sequence[EpisodeOutcome]]

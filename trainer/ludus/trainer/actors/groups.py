@@ -131,8 +131,8 @@ class RolloutWorkers:
         """The outcome of one game per seed, in their order."""
         num = len(self._actors)
         parts = [
-            actor.evaluate.remote(list(seeds[index::num]), temperature)
-            for index, actor in enumerate(self._actors)
+            self._ask(index, "evaluate", list(seeds[index::num]), temperature)
+            for index in range(num)
         ]
         outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
         return sorted(outcomes, key=lambda outcome: outcome.seed)
@@ -147,7 +147,7 @@ class RolloutWorkers:
             WeightSyncError: a worker did not hold them in time.
         """
         self._newest = published
-        loads = [actor.load_weights.remote(published) for actor in self._actors]
+        loads = [self._ask(i, "load_weights", published) for i in range(len(self._actors))]
         try:
             async with asyncio.timeout(timeout_s):
                 reports: list[CanaryReport] = await asyncio.gather(*loads)
@@ -167,6 +167,14 @@ class RolloutWorkers:
         """Nothing; ends engines and connections."""
         closing = [actor.close.remote() for actor in self._actors]
         await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _ask(self, index: int, method: str, *args: object) -> Any:
+        """A worker's answer; if it dies over the question, that of the one that replaces it."""
+        try:
+            return await getattr(self._actors[index], method).remote(*args)
+        except ray.exceptions.RayActorError:
+            await self._replace(index)
+            return await getattr(self._actors[index], method).remote(*args)
 
     async def _replace(self, index: int) -> None:
         """Nothing; several calls that died with one worker replace it once."""
