@@ -26,7 +26,7 @@ test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
 lint: setup ## ruff, import contracts, types
 	@bash dev/lint.sh
 
-bench: setup ## measure what the README claims
+bench: setup ## answers per second of both generators, side by side
 	@$(VENV)/python bench/generators.py
 
 proto: setup ## generate the gRPC stubs anew
