@@ -15,7 +15,7 @@ from typing import Any
 
 from counting_env import CountingEnv
 
-from ludus.env.core import EnvironmentFactory
+from ludus.env.hosts import EnvironmentFactory
 from ludus.env.server import EnvServer, ServerOptions
 
 WIRES = ("grpc", "http")

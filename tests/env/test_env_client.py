@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_leaves_no_session(wire, factory):
     async with running(factory) as server:
         async with await connected(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
-            assert server.core.num_sessions == 10
+            assert server.core.load.num_sessions == 10
         await settled(server, 0)
 
 
@@ -271,7 +271,7 @@ async def test_the_synchronous_client_plays_the_same_episode(wire):
 async def settled(server, num_sessions: int) -> None:
     """Returns once the server has so many sessions; connections take a moment to end."""
     for _ in range(200):
-        if server.core.num_sessions == num_sessions:
+        if server.core.load.num_sessions == num_sessions:
             return
         await asyncio.sleep(0.01)
-    assert server.core.num_sessions == num_sessions
+    assert server.core.load.num_sessions == num_sessions

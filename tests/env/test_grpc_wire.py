@@ -68,7 +68,7 @@ async def test_every_unary_call_works_and_a_step_can_be_repeated(factory):
             b'{"episode_id":null,"step_count":1,"total":2}'
         )
         await stub.Close(pb.CloseRequest(session_id=session_id))
-        assert server.core.num_sessions == 0
+        assert server.core.load.num_sessions == 0
         await channel.close()
 
 
@@ -79,11 +79,11 @@ async def test_an_unary_session_outlives_streams_and_a_stream_session_does_not(f
         stream = stub.Connect()
         await stream.write(pb.CallBatch(calls=[pb.Call(call_id=9, open=pb.OpenRequest())]))
         reply = (await stream.read()).replies[0]
-        assert (reply.call_id, server.core.num_sessions) == (9, 2)
+        assert (reply.call_id, server.core.load.num_sessions) == (9, 2)
         stream.cancel()
         for _ in range(100):
             await asyncio.sleep(0.01)
-            if server.core.num_sessions == 1:
+            if server.core.load.num_sessions == 1:
                 break
         await stub.State(pb.StateRequest(session_id=unary_id))
         with pytest.raises(grpc.aio.AioRpcError, match="connection that opened it ended"):

@@ -7,9 +7,10 @@ import time
 import pytest
 from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
-from ludus.env.core import SessionCore
-from ludus.env.encoding import ResetArgs
-from ludus.env.session import Owner
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.hosts import local_host
+from ludus.env.sessions import OpenArgs, Owner
 from ludus.proto.errors import (
     ActionParseError,
     CallTimeoutError,
@@ -28,14 +29,25 @@ pytestmark = pytest.mark.asyncio
 ADD_1 = b'{"add": 1}'
 
 
+def core_of(factory, **options) -> SessionCore:
+    return SessionCore(local_host(factory), CoreOptions(**options))
+
+
+async def open_in(
+    core: SessionCore, reset: ResetArgs | None = None, *, owner: Owner | None = None, **args
+) -> tuple[str, EncodedResult | None]:
+    opened = await core.open(OpenArgs(reset, **args), owner)
+    return opened.session_id, opened.first
+
+
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
 def factory(request):
     return request.param
 
 
 async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs(seed=1))
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs(seed=1))
     first = await core.step(session_id, ADD_1, 1)
     again = await core.step(session_id, b'{"add": 3}', 1)
     assert again is first
@@ -43,8 +55,8 @@ async def test_a_repeated_step_returns_the_first_answer_without_stepping(factory
 
 
 async def test_a_step_out_of_order_is_a_conflict(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs())
     for wrong in (2, 7):
         with pytest.raises(EpisodeStateError, match="expected step 1") as caught:
             await core.step(session_id, ADD_1, wrong)
@@ -52,14 +64,14 @@ async def test_a_step_out_of_order_is_a_conflict(factory):
 
 
 async def test_unnumbered_steps_always_step(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs())
     assert [(await core.step(session_id, ADD_1)).step_index for _ in range(3)] == [1, 2, 3]
 
 
 async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
-    core = SessionCore(factory)
-    session_id, first = await core.open()
+    core = core_of(factory)
+    session_id, first = await open_in(core)
     assert first is None
     with pytest.raises(EpisodeStateError) as before:
         await core.step(session_id, ADD_1)
@@ -86,8 +98,8 @@ async def test_a_step_before_reset_and_after_the_end_is_refused(factory):
 async def test_a_failed_step_has_its_code_and_the_session_lives_on(
     factory, action, error, code, said
 ):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(error, match=said) as caught:
         await core.step(session_id, action, 1)
     assert caught.value.code is code
@@ -95,8 +107,8 @@ async def test_a_failed_step_has_its_code_and_the_session_lives_on(
 
 
 async def test_text_is_parsed_by_the_text_face(factory):
-    core = SessionCore(factory)
-    session_id, first = await core.open(ResetArgs())
+    core = core_of(factory)
+    session_id, first = await open_in(core, ResetArgs())
     assert b"Count to the end" in first.text.messages_json
     second = await core.step(session_id, "ADD 3", 1)
     assert second.reward == 3.0
@@ -104,27 +116,27 @@ async def test_text_is_parsed_by_the_text_face(factory):
 
 
 async def test_the_last_session_that_fits_is_the_last_that_opens(factory):
-    core = SessionCore(factory, max_sessions=2)
-    first_id, _ = await core.open()
-    await core.open()
+    core = core_of(factory, max_sessions=2)
+    first_id, _ = await open_in(core)
+    await open_in(core)
     with pytest.raises(CapacityError, match="2/2 sessions active"):
-        await core.open()
+        await open_in(core)
     await core.close(first_id)
-    await core.open()
+    await open_in(core)
 
 
 async def test_sessions_being_opened_at_once_count_for_capacity():
-    core = SessionCore(ThreadedCountingEnv, max_sessions=3)
-    opened = await asyncio.gather(*(core.open() for _ in range(5)), return_exceptions=True)
+    core = core_of(ThreadedCountingEnv, max_sessions=3)
+    opened = await asyncio.gather(*(open_in(core) for _ in range(5)), return_exceptions=True)
     assert sum(isinstance(one, CapacityError) for one in opened) == 2
-    assert core.num_sessions == 3
+    assert core.load.num_sessions == 3
 
 
 async def test_a_failed_reset_frees_the_slot(factory):
-    core = SessionCore(factory, max_sessions=1)
+    core = core_of(factory, max_sessions=1)
     with pytest.raises(InvalidCallError, match="note, start; got colour"):
-        await core.open(ResetArgs(options={"colour": 1}))
-    assert core.num_sessions == 0
+        await open_in(core, ResetArgs(options={"colour": 1}))
+    assert core.load.num_sessions == 0
 
 
 async def test_a_factory_that_fails_is_a_factory_error():
@@ -133,26 +145,26 @@ async def test_a_factory_that_fails_is_a_factory_error():
     def factory():
         return next(calls)()
 
-    core = SessionCore(factory)
+    core = core_of(factory)
     with pytest.raises(ExecutionError, match="'factory' failed") as caught:
-        await core.open()
+        await open_in(core)
     assert caught.value.code is ErrorCode.FACTORY_ERROR
-    assert core.num_sessions == 0
+    assert core.load.num_sessions == 0
 
 
 async def test_close_when_done_frees_the_slot_and_still_repeats_the_last_answer(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs(), close_when_done=True)
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs(), close_when_done=True)
     last = await core.step(session_id, b'{"add": 7}', 1)
-    assert core.num_sessions == 0
+    assert core.load.num_sessions == 0
     assert await core.step(session_id, b'{"add": 7}', 1) is last
     with pytest.raises(SessionLostError, match="its episode ended"):
         await core.step(session_id, ADD_1, 2)
 
 
 async def test_a_departed_session_says_why(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(factory)
+    session_id, _ = await open_in(core, ResetArgs())
     await core.close(session_id)
     await core.close(session_id)
     with pytest.raises(SessionLostError, match="it was closed"):
@@ -162,29 +174,29 @@ async def test_a_departed_session_says_why(factory):
 
 
 async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory):
-    core = SessionCore(factory, idle_timeout_s=0.2)
+    core = core_of(factory, idle_timeout_s=0.2)
     sweeper = asyncio.create_task(core.close_idle_forever())
-    idle_id, _ = await core.open(ResetArgs())
-    used_id, _ = await core.open(ResetArgs())
+    idle_id, _ = await open_in(core, ResetArgs())
+    used_id, _ = await open_in(core, ResetArgs())
     for _ in range(8):
         await core.state(used_id)
         await asyncio.sleep(0.05)
     sweeper.cancel()
-    assert core.num_sessions == 1
+    assert core.load.num_sessions == 1
     with pytest.raises(SessionLostError, match=r"idle for 0\.2 s"):
         await core.step(idle_id, ADD_1, 1)
 
 
 async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
-    core = SessionCore(ThreadedCountingEnv)
+    core = core_of(ThreadedCountingEnv)
     owner = Owner()
-    await core.open(owner=owner)
-    others_id, _ = await core.open(ResetArgs())
-    late = asyncio.create_task(core.open(owner=owner))
+    await open_in(core, owner=owner)
+    others_id, _ = await open_in(core, ResetArgs())
+    late = asyncio.create_task(open_in(core, owner=owner))
     await asyncio.sleep(0)
-    core.close_owned(owner)
+    core.release(owner)
     await late
-    assert core.num_sessions == 1
+    assert core.load.num_sessions == 1
     assert (await core.step(others_id, ADD_1)).step_index == 1
 
 
@@ -201,8 +213,8 @@ async def test_calls_of_one_session_never_overlap():
             running.release()
             return super().step(action)
 
-    core = SessionCore(Exclusive)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(Exclusive)
+    session_id, _ = await open_in(core, ResetArgs())
     calls = [core.step(session_id, b'{"add": %d}' % add, add) for add in (1, 2, 3, 4)]
     results = await asyncio.gather(*calls)
     assert overlaps == []
@@ -217,15 +229,15 @@ async def test_sessions_step_side_by_side_in_threads():
             barrier.wait()
             return super().step(action)
 
-    core = SessionCore(Together)
-    ids = [(await core.open(ResetArgs()))[0] for _ in range(4)]
+    core = core_of(Together)
+    ids = [(await open_in(core, ResetArgs()))[0] for _ in range(4)]
     results = await asyncio.gather(*(core.step(one, ADD_1) for one in ids))
     assert [result.reward for result in results] == [1.0] * 4
 
 
 async def test_a_caller_that_gives_up_does_not_let_a_second_thread_in():
-    core = SessionCore(ThreadedCountingEnv)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(ThreadedCountingEnv)
+    session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(core.step(session_id, b'{"add": 99}', 1), 0.05)
     result = await core.step(session_id, ADD_1, 2)
@@ -233,11 +245,11 @@ async def test_a_caller_that_gives_up_does_not_let_a_second_thread_in():
 
 
 async def test_a_step_beyond_its_time_limit_ends_the_session():
-    core = SessionCore(ThreadedCountingEnv)
-    session_id, _ = await core.open(ResetArgs())
+    core = core_of(ThreadedCountingEnv)
+    session_id, _ = await open_in(core, ResetArgs())
     with pytest.raises(CallTimeoutError, match=r"longer than 0\.05 s"):
         await core.step(session_id, b'{"add": 99}', 1, timeout_s=0.05)
-    assert core.num_sessions == 0
+    assert core.load.num_sessions == 0
     await core.shut_down(grace_s=2.0)
 
 
@@ -253,26 +265,26 @@ async def test_every_environment_is_closed_once(factory):
         def close(self):
             self.num_closed += 1
 
-    core = SessionCore(Remembered, max_sessions=2)
-    first_id, _ = await core.open(ResetArgs())
-    await core.open(ResetArgs(), close_when_done=True)
+    core = core_of(Remembered, max_sessions=2)
+    first_id, _ = await open_in(core, ResetArgs())
+    await open_in(core, ResetArgs(), close_when_done=True)
     await core.close(first_id)
     with pytest.raises(EnvError):
-        await core.open(ResetArgs(options={"colour": 1}))
+        await open_in(core, ResetArgs(options={"colour": 1}))
     await core.shut_down()
     assert [one.num_closed for one in made] == [1] * 4
 
 
 async def test_ids_cannot_be_guessed_from_one_another():
-    core = SessionCore(CountingEnv)
-    ids = {(await core.open())[0] for _ in range(100)}
+    core = core_of(CountingEnv)
+    ids = {(await open_in(core))[0] for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 22
 
 
 async def test_the_episode_id_asked_for_is_in_the_state(factory):
-    core = SessionCore(factory)
-    session_id, _ = await core.open()
+    core = core_of(factory)
+    session_id, _ = await open_in(core)
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
     await core.reset(session_id, ResetArgs(episode_id="E"))
     assert await core.state(session_id) == b'{"episode_id":"E","step_count":0,"total":0}'

@@ -110,7 +110,7 @@ async def test_what_is_no_message_ends_the_session(message):
         assert json.loads(await ask(socket, message))["data"]["code"] == "SESSION_ERROR"
         with pytest.raises(ConnectionClosed):
             await socket.recv()
-        assert (socket.close_code, server.core.num_sessions) == (1000, 0)
+        assert (socket.close_code, server.core.load.num_sessions) == (1000, 0)
 
 
 async def test_a_full_server_accepts_and_then_refuses():
@@ -181,9 +181,9 @@ async def test_a_dropped_connection_leaves_no_session(factory):
         socket.transport.abort()
         for _ in range(100):
             await asyncio.sleep(0.01)
-            if server.core.num_sessions == 0:
+            if server.core.load.num_sessions == 0:
                 break
-        assert server.core.num_sessions == 0
+        assert server.core.load.num_sessions == 0
 
 
 def request(server, path: str, body=None, method: str | None = None):
@@ -223,7 +223,7 @@ async def test_http_endpoints_answer_as_openenv_does():
 
     async with running() as server:
         await asyncio.to_thread(talk)
-        assert server.core.num_sessions == 0
+        assert server.core.load.num_sessions == 0
 
 
 async def test_with_a_token_only_the_probes_are_open():

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ludus.env.core import SessionCore
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
 from ludus.env.server import ServerOptions, run_server_cli
 from ludus.env.types import JsonObject
@@ -51,7 +52,8 @@ def __getattr__(name: str) -> FastAPI:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     options, _ = _parse([])
     factory = functools.partial(build_environment, **options)
-    return build_app(SessionCore(factory, max_sessions=int(_max_sessions())))
+    options = CoreOptions(max_sessions=int(_max_sessions()))
+    return build_app(SessionCore(local_host(factory), options))
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:

@@ -12,11 +12,15 @@
     │   │   └── ActionParseError  text that is no action
     │   ├── EpisodeStateError     stepped before reset or after the end; wrong step number
     │   ├── ExecutionError        the environment's own code raised
-    │   ├── CapacityError         no free session
-    │   ├── AuthenticationError
+    │   ├── CapacityError         no free session; says when to try again
+    │   ├── RateLimitError        a tenant's quota or rate is used up
+    │   ├── AuthenticationError   no token, or a wrong one
+    │   ├── PermissionDeniedError the token does not allow this call
+    │   ├── GroupMismatchError    sessions of one seed that begin differently
+    │   ├── ToolError             a tool that is unknown or failed
     │   └── InfrastructureError   not the policy's doing: the episode is void, never a loss
     │       ├── SessionLostError  the session is gone
-    │       ├── UnavailableError  the server cannot be reached
+    │       ├── UnavailableError  the server cannot be reached, or takes no new sessions
     │       └── CallTimeoutError
     ├── WeightSyncError           weights did not arrive, or are not those published
     │   └── CanaryError
@@ -52,6 +56,12 @@ class ErrorCode(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"
     TIMEOUT = "TIMEOUT"
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    RATE_LIMITED = "RATE_LIMITED"
+    DRAINING = "DRAINING"
+    GROUP_MISMATCH = "GROUP_MISMATCH"
+    TOOL_ERROR = "TOOL_ERROR"
+    REPLAY_MISMATCH = "REPLAY_MISMATCH"
 
 
 class LudusError(Exception):
@@ -81,14 +91,18 @@ class EnvError(LudusError):
 
     default_code: ClassVar[ErrorCode] = ErrorCode.EXECUTION_ERROR
 
-    def __init__(self, message: str, code: ErrorCode | None = None) -> None:
+    def __init__(
+        self, message: str, code: ErrorCode | None = None, retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
+        self.retry_after_s = retry_after_s
+        """When to try again; 0 where that is not known."""
 
-    def __reduce__(self) -> tuple[type[EnvError], tuple[str, ErrorCode]]:
+    def __reduce__(self) -> tuple[type[EnvError], tuple[str, ErrorCode, float]]:
         # Exception pickles only `args`; the code must cross process borders too.
-        return type(self), (self.message, self.code)
+        return type(self), (self.message, self.code, self.retry_after_s)
 
 
 class InvalidCallError(EnvError):
@@ -127,6 +141,30 @@ class CapacityError(EnvError):
     """All sessions of the server are taken."""
 
     default_code = ErrorCode.CAPACITY_REACHED
+
+
+class RateLimitError(EnvError):
+    """A tenant's quota or rate is used up for now."""
+
+    default_code = ErrorCode.RATE_LIMITED
+
+
+class PermissionDeniedError(EnvError):
+    """The token is good, but not for this call."""
+
+    default_code = ErrorCode.PERMISSION_DENIED
+
+
+class GroupMismatchError(EnvError):
+    """Sessions that were opened on one seed begin differently."""
+
+    default_code = ErrorCode.GROUP_MISMATCH
+
+
+class ToolError(EnvError):
+    """A tool that the environment does not have, or that failed."""
+
+    default_code = ErrorCode.TOOL_ERROR
 
 
 class AuthenticationError(EnvError):
@@ -190,13 +228,19 @@ _CLASS_OF_CODE: dict[ErrorCode, type[EnvError]] = {
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.TIMEOUT: CallTimeoutError,
     ErrorCode.UNAUTHENTICATED: AuthenticationError,
+    ErrorCode.PERMISSION_DENIED: PermissionDeniedError,
+    ErrorCode.RATE_LIMITED: RateLimitError,
+    ErrorCode.DRAINING: UnavailableError,
+    ErrorCode.GROUP_MISMATCH: GroupMismatchError,
+    ErrorCode.TOOL_ERROR: ToolError,
+    ErrorCode.REPLAY_MISMATCH: SessionLostError,
 }
 
 
-def error_from_wire(code: str, message: str) -> EnvError:
+def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvError:
     """The exception that a wire code stands for; an unknown code is an ExecutionError."""
     try:
         known = ErrorCode(code)
     except ValueError:
         return ExecutionError(f"{message} (code: {code})")
-    return _CLASS_OF_CODE[known](message, known)
+    return _CLASS_OF_CODE[known](message, known, retry_after_s)

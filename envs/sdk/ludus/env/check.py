@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ludus.env.check_play import ActionSource, CheckedEnvironment, random_legal_action
 from ludus.env.check_rules import RULES, BrokenRuleError, Rule
-from ludus.env.core import EnvironmentFactory
+from ludus.env.hosts import EnvironmentFactory
 from ludus.proto.errors import LudusError
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ludus.env.core import EnvironmentFactory
 from ludus.env.environment import AnyEnvironment
+from ludus.env.hosts import EnvironmentFactory
 from ludus.env.types import Action, Observation, Transition
 from ludus.proto.errors import ConfigError
 

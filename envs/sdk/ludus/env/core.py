@@ -1,47 +1,72 @@
-"""All sessions of a server, and every call to them; every wire stands on this.
+"""The sessions that one server holds: who is admitted, and when a session ends.
 
-    wire --open--> SessionCore --factory--> Environment
-    wire --reset, step, state, close--> SessionCore --> Session --> Environment
+    wire --Sessions--> SessionCore --HostedSession--> environment (hosts.py)
 
-Who waits for whom: calls of one session run one after another. Environments with
-`steps_on_event_loop` are called directly; all others run in the server's threads, and
-only a session's own earlier call keeps a call waiting there. A session leaves by `close`,
-by the end of its episode (`close_when_done`), with the connection that opened it, or
-after `idle_timeout_s` without a call; its last answer stays available for repeats.
+Who waits for whom: an open waits for a free session at most `wait_for_slot_s`, in order of
+arrival; calls of one session run one after another, and only a session's own earlier call
+keeps a call waiting. A session leaves by `close`, by the end of its episode
+(`close_when_done`), with the connection that opened it (after `linger_s`), after
+`idle_timeout_s` without a call, when a step takes longer than `step_timeout_s`, or with the
+worker it ran in. Its last answer stays available for repeats.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import dataclasses
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.environment import AnyEnvironment
-from ludus.env.session import Owner, Session
-from ludus.env.types import EnvironmentDescription
+from ludus.env.hosts import HostedSession, InlineHost, InlineSession, SessionHost
+from ludus.env.session import Session
+from ludus.env.session_ids import IdDesk, SessionKey, new_server_id
+from ludus.env.sessions import Load, OpenArgs, Opened, Owner
+from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.env.waiting_line import WaitingLine
 from ludus.proto.errors import (
     CallTimeoutError,
     CapacityError,
-    EnvError,
     ErrorCode,
-    ExecutionError,
+    GroupMismatchError,
+    InvalidCallError,
     SessionLostError,
+    UnavailableError,
 )
 
-_log = logging.getLogger(__name__)
-
-EnvironmentFactory = Callable[[], AnyEnvironment]
 ResultT = TypeVar("ResultT")
 
-STEP_THREAD_NAME = "ludus-env-step"
 MAX_REMEMBERED_SESSIONS = 1024
+_MAX_SWEEP_PAUSE_S = 1.0
+_RETRY_AFTER_S = 1.0
+_CONNECTION_ENDED = "the connection that opened it ended"
+_EPISODE_ENDED = "its episode ended and it was opened with close_when_done"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    """Limits of the sessions of a server."""
+
+    max_sessions: int = 256
+    idle_timeout_s: float = 600.0
+    """A session without a call for so long is ended."""
+    step_timeout_s: float = 0.0
+    """A reset or step that takes longer ends its session; 0 waits for ever."""
+    wait_for_slot_s: float = 0.0
+    """How long an open waits for a free session."""
+    max_waiting: int = 1024
+    """Opens that may wait at once; more are refused."""
+    first_seed: int | None = None
+    """Resets without a seed take this one, then the next; None draws them."""
+    is_deterministic: bool = False
+    """What check_environment has shown."""
+    server_id: str = field(default_factory=new_server_id)
+    key: SessionKey | None = None
+    """Lets clients open sessions under ids that a gateway with the same key signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,226 +77,326 @@ class _Departed:
     last: EncodedResult | None
 
 
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A session that is open."""
+
+    id: str
+    hosted: HostedSession
+    session: Session | None
+    """What to call directly, where sessions run on the event loop."""
+    owner: Owner | None
+    close_when_done: bool
+    linger_s: float
+    last_used_s: float
+    detached_s: float | None = None
+    """When its connection ended; a later call makes that good again."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call of this session runs off the event loop."""
+
+
 class SessionCore:
-    """Sessions by id, at most `max_sessions` of them; all methods belong to one event loop.
+    """Sessions by id, at most `max_sessions` of them; implements `Sessions`."""
 
-    Raises:
-        EnvError: from every call, with the wire code of what went wrong. Whatever the
-            factory raises when the server starts is raised as it is.
-    """
-
-    def __init__(
-        self,
-        factory: EnvironmentFactory,
-        *,
-        max_sessions: int = 256,
-        idle_timeout_s: float = 600.0,
-        num_threads: int = 32,
-    ) -> None:
-        self.max_sessions = max_sessions
-        self._factory = factory
-        self._idle_timeout_s = idle_timeout_s
-        self._sessions: dict[str, Session] = {}
+    def __init__(self, host: SessionHost, options: CoreOptions | None = None) -> None:
+        self.options = options or CoreOptions()
+        self._host = host
+        self._entries: dict[str, _Entry] = {}
         self._num_opening = 0
+        self._line = WaitingLine(
+            self._take_slots,
+            self._give_slots_back,
+            timeout_s=self.options.wait_for_slot_s,
+            max_waiting=self.options.max_waiting,
+        )
         self._departed: OrderedDict[str, _Departed] = OrderedDict()
+        self._ids = IdDesk(self.options.server_id, self.options.key)
+        self._next_seed = self.options.first_seed
+        self._is_draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        sample = factory()
-        self.environment_type = type(sample)
-        self.description = describe_environment(sample, max_sessions)
-        sample.close()
-        self.runs_inline = self.environment_type.steps_on_event_loop
-        """True when the `*_now` methods may be used."""
-        self._threads = (
-            None if self.runs_inline else ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
+        self._description = dataclasses.replace(
+            host.description,
+            max_sessions=self.options.max_sessions,
+            is_deterministic=self.options.is_deterministic,
+            server_id=self.options.server_id,
+        )
+        self.runs_inline = isinstance(host, InlineHost)
+        """True when `step_now` may be used."""
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """What the environment is."""
+        return self._description
+
+    @property
+    def load(self) -> Load:
+        """How full it is, sessions that are being built included."""
+        return Load(
+            num_sessions=len(self._entries) + self._num_opening,
+            max_sessions=self.options.max_sessions,
+            num_waiting=len(self._line),
+            is_draining=self._is_draining,
         )
 
-    @property
-    def num_sessions(self) -> int:
-        """Sessions open now, those being built included."""
-        return len(self._sessions) + self._num_opening
+    # -- calls -------------------------------------------------------------------------
 
-    @property
-    def factory_name(self) -> str:
-        """The factory's own name, or what it makes when it has none."""
-        return getattr(self._factory, "__name__", self.environment_type.__name__)
+    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+        """A new session; see `Sessions`."""
+        session_id = self._ids.choose(args.session_id)
+        await self._reserve(1)
+        return await self._finish(self._open_reserved(session_id, args, owner))
 
-    # -- calls without a wait, for environments that step on the event loop ------------
+    async def open_group(
+        self, args: OpenArgs, size: int, owner: Owner | None = None
+    ) -> list[Opened]:
+        """Sessions on one seed, all or none; see `Sessions`."""
+        return await self.open_group_as([""] * size, args, owner)
 
-    def open_now(
-        self,
-        reset: ResetArgs | None = None,
-        *,
-        close_when_done: bool = False,
-        owner: Owner | None = None,
-    ) -> tuple[str, EncodedResult | None]:
-        """The new session's id, and its first answer when a reset was asked for."""
-        self._check_capacity()
-        session = self._build(close_when_done, owner)
-        try:
-            first = None if reset is None else session.reset(reset)
-        except EnvError:
-            session.close()
-            raise
-        self._admit(session)
-        return session.id, first
-
-    def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
-        return self._find(session_id).reset(args)
-
-    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
-        """The answer to an action: bytes are JSON, a str is a language model's text."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            return self._recall(session_id, step_index)
-        session.last_used_s = time.monotonic()
-        result = session.step(action, step_index)
-        if session.close_when_done and (result.terminated or result.truncated):
-            self._depart(session, _EPISODE_ENDED)
-        return result
-
-    def state_now(self, session_id: str) -> bytes:
-        """The environment's state as JSON."""
-        return self._find(session_id).state_json()
-
-    def close_now(self, session_id: str) -> None:
-        """Ends a session; one that is gone already is no error."""
-        session = self._sessions.get(session_id)
-        if session is not None:
-            self._depart(session, "it was closed")
-
-    # -- calls for any environment -----------------------------------------------------
-
-    async def open(
-        self,
-        reset: ResetArgs | None = None,
-        *,
-        close_when_done: bool = False,
-        owner: Owner | None = None,
-    ) -> tuple[str, EncodedResult | None]:
-        """The new session's id, and its first answer when a reset was asked for."""
-        if self.runs_inline:
-            return self.open_now(reset, close_when_done=close_when_done, owner=owner)
-        self._check_capacity()
-        self._num_opening += 1
-        return await self._finish(self._open_in_thread(reset, close_when_done, owner))
+    async def open_group_as(
+        self, session_ids: list[str], args: OpenArgs, owner: Owner | None = None
+    ) -> list[Opened]:
+        """The same under given ids; an empty one lets the server choose."""
+        if not session_ids:
+            raise InvalidCallError("expected a group of at least 1 session, got 0")
+        chosen = [self._ids.choose(session_id) for session_id in session_ids]
+        reset = self._seeded(args.reset or ResetArgs())
+        if reset.seed is None:
+            reset = dataclasses.replace(reset, seed=secrets.randbits(63))
+        args = dataclasses.replace(args, reset=reset)
+        await self._reserve(len(chosen))
+        outcomes = await self._finish(self._open_all(chosen, args, owner))
+        failed = next((o for o in outcomes if isinstance(o, BaseException)), None)
+        opened = [o for o in outcomes if isinstance(o, Opened)]
+        if failed is None and len({_view_of(o.first) for o in opened}) == 1:
+            return opened
+        for one in opened:
+            await self.close(one.session_id)
+        if failed is not None:
+            raise failed
+        raise GroupMismatchError(
+            f"expected {len(chosen)} sessions on seed {reset.seed} to begin alike, got different"
+            f" first observations; see: ludus env check {self._description.name}"
+        )
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        if self.runs_inline:
-            return self.reset_now(session_id, args)
-        session = self._find(session_id)
-        return await self._in_order(session, lambda: session.reset(args))
+        entry = self._find(session_id)
+        args = self._seeded(args)
+        if entry.session is not None:
+            return entry.session.reset(args)
+        return await self._timed(entry, lambda: entry.hosted.reset(args), "reset", 0.0)
 
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
-        """The answer to an action: bytes are JSON, a str is a language model's text.
-
-        Args:
-            timeout_s: ends the session when its environment does not answer in time;
-                0 waits. Environments that step on the event loop cannot be timed out.
-        """
-        if self.runs_inline:
-            return self.step_now(session_id, action, step_index)
-        session = self._sessions.get(session_id)
-        if session is None:
+        """The answer to an action; see `Sessions`."""
+        entry = self._entries.get(session_id)
+        if entry is None:
             return self._recall(session_id, step_index)
-        call = self._in_order(session, lambda: session.step(action, step_index))
+        if entry.session is not None:
+            return self.step_now(session_id, action, step_index)
         try:
-            return await (asyncio.wait_for(call, timeout_s) if timeout_s else call)
-        except TimeoutError:
-            reason = f"a step took longer than {timeout_s:g} s"
-            self._depart(session, reason)
-            raise CallTimeoutError(f"session {session_id!r} is gone: {reason}") from None
+            return await self._timed(
+                entry, lambda: entry.hosted.step(action, step_index), "step", timeout_s
+            )
         except SessionLostError:  # an earlier call, waited for, ended the session
             return self._recall(session_id, step_index)
 
+    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
+        """The same without a wait, for environments that step on the event loop."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            return self._recall(session_id, step_index)
+        entry.last_used_s = time.monotonic()
+        assert entry.session is not None, "step_now is for inline sessions"
+        result = entry.session.step(action, step_index)
+        if entry.close_when_done and (result.terminated or result.truncated):
+            self._depart(entry, _EPISODE_ENDED)
+        return result
+
     async def state(self, session_id: str) -> bytes:
         """The environment's state as JSON."""
-        session = self._find(session_id)
-        if self.runs_inline:
-            return session.state_json()
-        return await self._in_order(session, session.state_json)
+        entry = self._find(session_id)
+        return await self._timed(entry, entry.hosted.state_json, "state", 0.0)
+
+    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
+        """What a tool of the environment returned, as JSON."""
+        entry = self._find(session_id)
+        return await self._timed(
+            entry, lambda: entry.hosted.call_tool(name, arguments), "call_tool", 0.0
+        )
 
     async def close(self, session_id: str) -> None:
         """Ends a session; one that is gone already is no error."""
-        self.close_now(session_id)
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            self._depart(entry, "it was closed")
+
+    async def detach(self, session_id: str) -> None:
+        """Ends a session after its `linger_s` unless it is called again before."""
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            self._detach(entry)
+
+    def release(self, owner: Owner) -> None:
+        """Ends or detaches what the owner opened, also what is still being built."""
+        owner.ended.set()
+        for session_id in list(owner.session_ids):
+            self._detach(self._entries[session_id])
 
     # -- the server's side -------------------------------------------------------------
 
-    def close_owned(self, owner: Owner) -> None:
-        """Ends what the owner opened, also what is still being built."""
-        owner.ended = True
-        for session_id in list(owner.session_ids):
-            self._depart(self._sessions[session_id], _CONNECTION_ENDED)
+    def drain(self) -> None:
+        """Takes no new sessions from now on; those that are open go on."""
+        self._is_draining = True
+        self._line.refuse_all(self._draining())
+
+    def end_reason(self, session_id: str) -> str | None:
+        """Why a session that was here has ended; None while it lives or where unknown."""
+        departed = self._departed.get(session_id)
+        return None if departed is None else departed.reason
 
     async def close_idle_forever(self) -> None:
-        """Never returns: ends sessions that were not called for `idle_timeout_s`."""
-        pause_s = min(max(self._idle_timeout_s / 4, 0.02), 10.0)
+        """Never returns: ends sessions that nobody calls any more."""
+        idle_s = self.options.idle_timeout_s
+        pause_s = min(max(idle_s / 4, 0.02), _MAX_SWEEP_PAUSE_S)
         while True:
             await asyncio.sleep(pause_s)
-            oldest_s = time.monotonic() - self._idle_timeout_s
-            for session in list(self._sessions.values()):
-                if session.last_used_s < oldest_s and not session.lock.locked():
-                    self._depart(session, f"it was idle for {self._idle_timeout_s:g} s")
+            now_s = time.monotonic()
+            for entry in list(self._entries.values()):
+                if entry.lock.locked():
+                    continue
+                detached_s = entry.detached_s
+                if entry.last_used_s < now_s - idle_s:
+                    self._depart(entry, f"it was idle for {idle_s:g} s")
+                elif detached_s is not None and detached_s < now_s - entry.linger_s:
+                    if entry.last_used_s <= detached_s:
+                        self._depart(entry, f"{_CONNECTION_ENDED} {entry.linger_s:g} s ago")
+                    else:
+                        entry.detached_s = None
 
     async def shut_down(self, grace_s: float = 1.0) -> None:
         """Ends all sessions; steps that still run after the grace are abandoned."""
-        for session in list(self._sessions.values()):
-            self._depart(session, "the server is shutting down")
+        self.drain()
+        for entry in list(self._entries.values()):
+            self._depart(entry, "the server is shutting down")
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._host.shut_down()
 
-    # -- inside ------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------
 
-    def _check_capacity(self) -> None:
-        if self.num_sessions >= self.max_sessions:
-            raise CapacityError(
-                f"Server at capacity: {self.num_sessions}/{self.max_sessions} sessions active."
-                " Cannot accept new connections."
+    async def _reserve(self, size: int) -> None:
+        """Returns when `size` sessions are set aside for the caller."""
+        if self._is_draining:
+            raise self._draining()
+        if size > self.options.max_sessions:
+            raise InvalidCallError(
+                f"expected a group of at most {self.options.max_sessions} sessions, which is all"
+                f" this server holds; got {size}"
             )
+        if not await self._line.take(size):
+            raise self._full()
 
-    def _build(self, close_when_done: bool, owner: Owner | None) -> Session:
-        try:
-            environment = self._factory()
-        except Exception as error:
-            _log.exception("environment factory %s failed", self.factory_name)
-            raise ExecutionError(
-                f"Environment factory '{self.factory_name}' failed to create instance."
-                f" {type(error).__name__}: {error}",
-                ErrorCode.FACTORY_ERROR,
-            ) from error
-        return Session(
-            secrets.token_urlsafe(18),
-            environment,
-            close_when_done=close_when_done,
-            owner=owner,
+    def _take_slots(self, size: int) -> bool:
+        if len(self._entries) + self._num_opening + size > self.options.max_sessions:
+            return False
+        self._num_opening += size
+        return True
+
+    def _give_slots_back(self, size: int) -> None:
+        self._num_opening -= size
+        self._line.advance()
+
+    def _full(self) -> CapacityError:
+        load = self.load
+        return CapacityError(
+            f"Server at capacity: {load.num_sessions}/{load.max_sessions} sessions active."
+            " Cannot accept new connections.",
+            retry_after_s=_RETRY_AFTER_S,
         )
 
-    def _admit(self, session: Session) -> None:
-        session.last_used_s = time.monotonic()
-        self._sessions[session.id] = session
-        if session.owner is not None:
-            session.owner.session_ids.add(session.id)
-            if session.owner.ended:
-                self._depart(session, _CONNECTION_ENDED)
+    def _draining(self) -> UnavailableError:
+        return UnavailableError(
+            "this server is draining and takes no new sessions; open it elsewhere",
+            ErrorCode.DRAINING,
+        )
 
-    def _find(self, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
+    async def _open_all(
+        self, session_ids: list[str], args: OpenArgs, owner: Owner | None
+    ) -> list[Opened | BaseException]:
+        return await asyncio.gather(
+            *(self._open_reserved(session_id, args, owner) for session_id in session_ids),
+            return_exceptions=True,
+        )
+
+    async def _open_reserved(self, session_id: str, args: OpenArgs, owner: Owner | None) -> Opened:
+        try:
+            hosted = await self._host.open(
+                session_id,
+                with_text=args.with_text,
+                on_lost=lambda reason: self._on_lost(session_id, reason),
+            )
+            first = None
+            if args.reset is not None:
+                first = await self._first_of(hosted, self._seeded(args.reset))
+            self._enter(session_id, hosted, args, owner)
+        finally:
+            self._give_slots_back(1)
+        return Opened(session_id, first)
+
+    async def _first_of(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
+        timeout_s = self.options.step_timeout_s
+        try:
+            if isinstance(hosted, InlineSession):
+                return hosted.session.reset(reset)
+            return await asyncio.wait_for(hosted.reset(reset), timeout_s or None)
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                hosted.kill(f"a reset took longer than {timeout_s:g} s")
+                raise CallTimeoutError(
+                    f"expected the first reset within {timeout_s:g} s, got no answer"
+                ) from None
+            self._start(hosted.close())
+            raise
+
+    def _enter(
+        self, session_id: str, hosted: HostedSession, args: OpenArgs, owner: Owner | None
+    ) -> None:
+        session = hosted.session if isinstance(hosted, InlineSession) else None
+        entry = _Entry(
+            id=session_id,
+            hosted=hosted,
+            session=session,
+            owner=owner,
+            close_when_done=args.close_when_done,
+            linger_s=args.linger_s,
+            last_used_s=time.monotonic(),
+        )
+        self._entries[session_id] = entry
+        if owner is not None:
+            owner.session_ids.add(session_id)
+            if owner.ended.is_set():
+                self._detach(entry)
+
+    def _seeded(self, args: ResetArgs) -> ResetArgs:
+        if args.seed is not None or self._next_seed is None:
+            return args
+        self._next_seed += 1
+        return dataclasses.replace(args, seed=self._next_seed - 1)
+
+    # -- sessions ----------------------------------------------------------------------
+
+    def _find(self, session_id: str) -> _Entry:
+        entry = self._entries.get(session_id)
+        if entry is None:
             raise self._lost(session_id)
-        session.last_used_s = time.monotonic()
-        return session
+        entry.last_used_s = time.monotonic()
+        return entry
 
     def _lost(self, session_id: str) -> SessionLostError:
-        departed = self._departed.get(session_id)
-        reason = (
+        reason = self.end_reason(session_id) or (
             "this server does not know it (it may have restarted)"
-            if departed is None
-            else departed.reason
         )
         return SessionLostError(f"session {session_id!r} is gone: {reason}; open a new one")
 
@@ -282,60 +407,79 @@ class SessionCore:
             return last
         raise self._lost(session_id)
 
-    def _depart(self, session: Session, reason: str) -> None:
-        if self._sessions.pop(session.id, None) is None:
+    def _detach(self, entry: _Entry) -> None:
+        if entry.owner is not None:
+            entry.owner.session_ids.discard(entry.id)
+            entry.owner = None
+        if entry.linger_s > 0:
+            entry.detached_s = time.monotonic()
+        else:
+            self._depart(entry, _CONNECTION_ENDED)
+
+    def _on_lost(self, session_id: str, reason: str) -> None:
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            self._remove(entry, reason)
+
+    def _depart(self, entry: _Entry, reason: str) -> None:
+        if not self._remove(entry, reason):
             return
-        if session.owner is not None:
-            session.owner.session_ids.discard(session.id)
-        self._departed[session.id] = _Departed(reason, session.last)
+        if entry.session is not None:
+            entry.session.close()
+        else:
+            self._start(self._close_in_order(entry))
+
+    def _remove(self, entry: _Entry, reason: str) -> bool:
+        if self._entries.pop(entry.id, None) is None:
+            return False
+        if entry.owner is not None:
+            entry.owner.session_ids.discard(entry.id)
+        self._departed[entry.id] = _Departed(reason, entry.hosted.last)
         if len(self._departed) > MAX_REMEMBERED_SESSIONS:
             self._departed.popitem(last=False)
-        if self._threads is None:
-            session.close()
-        else:
-            self._start(self._close_in_thread(session))
+        self._line.advance()
+        return True
 
-    async def _open_in_thread(
-        self, reset: ResetArgs | None, close_when_done: bool, owner: Owner | None
-    ) -> tuple[str, EncodedResult | None]:
-        def build_and_reset() -> tuple[Session, EncodedResult | None]:
-            session = self._build(close_when_done, owner)
-            try:
-                return session, None if reset is None else session.reset(reset)
-            except EnvError:
-                session.close()
-                raise
-
+    async def _timed(
+        self,
+        entry: _Entry,
+        call: Callable[[], Awaitable[ResultT]],
+        what: str,
+        timeout_s: float,
+    ) -> ResultT:
+        """The call's value, after the session's earlier calls; too slow ends the session."""
+        limits_s = [limit for limit in (timeout_s, self.options.step_timeout_s) if limit > 0]
+        limit_s = min(limits_s, default=None)
         try:
-            session, first = await self._in_thread(build_and_reset)
-            self._admit(session)
-        finally:
-            self._num_opening -= 1
-        return session.id, first
+            return await asyncio.wait_for(self._finish(self._locked(entry, call)), limit_s)
+        except TimeoutError:
+            reason = f"a {what} took longer than {limit_s:g} s"
+            if self._remove(entry, reason):
+                entry.hosted.kill(reason)
+                self._start(self._close_in_order(entry))
+            raise CallTimeoutError(f"session {entry.id!r} is gone: {reason}") from None
 
-    async def _in_order(self, session: Session, call: Callable[[], EncodedResult | bytes]) -> Any:
-        """The call's value; runs after the session's earlier calls, in a thread."""
-        return await self._finish(self._locked(session, call))
-
-    async def _locked(self, session: Session, call: Callable[[], ResultT]) -> ResultT:
-        async with session.lock:
-            if session.id not in self._sessions:
-                raise self._lost(session.id)
-            result = await self._in_thread(call)
-            session.last_used_s = time.monotonic()
-        if session.close_when_done and isinstance(result, EncodedResult) and result.done:
-            self._depart(session, _EPISODE_ENDED)
+    async def _locked(self, entry: _Entry, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        async with entry.lock:
+            if entry.id not in self._entries:
+                raise self._lost(entry.id)
+            result = await call()
+            entry.last_used_s = time.monotonic()
+        if entry.close_when_done and isinstance(result, EncodedResult) and result.done:
+            self._depart(entry, _EPISODE_ENDED)
         return result
 
-    async def _close_in_thread(self, session: Session) -> None:
-        async with session.lock:
-            await self._in_thread(session.close)
+    async def _close_in_order(self, entry: _Entry) -> None:
+        async with entry.lock:
+            await entry.hosted.close()
 
     async def _finish(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The work's value; it runs to its end even when the caller gives up.
 
         A thread cannot be stopped, and its session must not be entered by a second one.
         """
+        if self.runs_inline:
+            return await work
         return await asyncio.shield(self._start(work))
 
     def _start(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
@@ -344,25 +488,8 @@ class SessionCore:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-
-_CONNECTION_ENDED = "the connection that opened it ended"
-_EPISODE_ENDED = "its episode ended and it was opened with close_when_done"
-
-
-def describe_environment(environment: AnyEnvironment, max_sessions: int) -> EnvironmentDescription:
-    """What a server says of this environment."""
-    kind = type(environment)
-    return EnvironmentDescription(
-        name=kind.name or kind.__name__,
-        description=kind.description or (kind.__doc__ or "").strip().split("\n")[0],
-        version=kind.version,
-        action_schema=kind.action_type.model_json_schema(),
-        observation_schema=kind.observation_type.model_json_schema(),
-        state_schema=kind.state_type.model_json_schema(),
-        has_text_view=environment.text_face is not None,
-        max_sessions=max_sessions,
-        options=environment.options,
-    )
+def _view_of(first: EncodedResult | None) -> tuple[bytes, bytes]:
+    """What a player sees, for comparison."""
+    assert first is not None, "a group is opened with a reset"
+    return first.observation_json, first.text.messages_json if first.text is not None else b""

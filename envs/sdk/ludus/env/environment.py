@@ -14,8 +14,10 @@ from ludus.env.types import (
     ObservationT,
     State,
     StateT,
+    Tool,
     Transition,
 )
+from ludus.proto.errors import ToolError
 
 ReadActionT = TypeVar("ReadActionT", bound=Action, covariant=True)
 ShownObservationT = TypeVar("ShownObservationT", bound=Observation, contravariant=True)
@@ -88,6 +90,20 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     @abstractmethod
     def state(self) -> StateT:
         """Where the episode stands."""
+
+    @property
+    def tools(self) -> list[Tool]:
+        """The tools that a player may call between steps; none unless overridden."""
+        return []
+
+    def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """What the tool returned, as a JSON object.
+
+        Raises:
+            ToolError: there is no such tool, or it failed; the episode goes on.
+        """
+        offered = ", ".join(tool.name for tool in self.tools) or "none"
+        raise ToolError(f"expected one of the tools {offered}; got {name!r}")
 
     def close(self) -> None:
         """Frees what the environment holds; called once, also after errors."""

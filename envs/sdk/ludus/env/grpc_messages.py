@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import orjson
 
-from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView
+from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs
+from ludus.env.sessions import OpenArgs, Opened
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from_wire
 
 CONNECTED_KEY = "ludus-connected"
 """In the first metadata of a Connect stream: the server has accepted it."""
@@ -38,6 +40,63 @@ def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) 
         message.text.legal_answers.extend(result.text.legal_answers)
     if result.tensors:
         fill_tensors(message.tensors, result.tensors)
+    if result.metadata_json:
+        message.metadata_json = result.metadata_json
+
+
+def read_encoded(message: pb.StepResult) -> EncodedResult:
+    """The result as it left the environment, for whoever passes it on."""
+    text = message.text if message.HasField("text") else None
+    return EncodedResult(
+        step_index=message.step_index,
+        observation_json=message.observation_json,
+        metadata_json=message.metadata_json,
+        info_json=message.info_json,
+        reward=message.reward if message.HasField("reward") else None,
+        terminated=message.terminated,
+        truncated=message.truncated,
+        tensors=read_tensors(message.tensors) if message.tensors else {},
+        text=EncodedText(text.messages_json, list(text.legal_answers)) if text else None,
+    )
+
+
+def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
+    """Writes the arguments of an open into a message in place."""
+    message.SetInParent()
+    if args.reset is not None:
+        fill_reset_args(message.reset, args.reset)
+    message.close_when_done = args.close_when_done
+    message.session_id = args.session_id
+    message.linger_s = args.linger_s
+    message.without_text = not args.with_text
+
+
+def read_open_args(message: pb.OpenRequest) -> OpenArgs:
+    """The arguments of an open.
+
+    Raises:
+        InvalidCallError: they are malformed.
+    """
+    return OpenArgs(
+        reset=read_reset_args(message.reset) if message.HasField("reset") else None,
+        close_when_done=message.close_when_done,
+        linger_s=message.linger_s,
+        with_text=not message.without_text,
+        session_id=message.session_id,
+    )
+
+
+def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
+    """Writes a new session into a message in place."""
+    message.session_id = opened.session_id
+    if opened.first is not None:
+        fill_result(message.first, opened.session_id, opened.first)
+
+
+def read_opened(message: pb.OpenResponse) -> Opened:
+    """The new session that a message tells of."""
+    first = read_encoded(message.first) if message.HasField("first") else None
+    return Opened(message.session_id, first)
 
 
 def read_result(message: pb.StepResult) -> StepResult:
@@ -107,6 +166,12 @@ def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
     message.code = error.code
     message.message = error.message
     message.session_id = session_id
+    message.retry_after_s = error.retry_after_s
+
+
+def read_error(message: pb.Error) -> EnvError:
+    """The exception that an error message stands for."""
+    return error_from_wire(message.code, message.message, message.retry_after_s)
 
 
 def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse:
@@ -121,6 +186,11 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         has_text_view=description.has_text_view,
         max_sessions=description.max_sessions,
         options_json=orjson.dumps(description.options),
+        reset_options=sorted(description.reset_options or ()),
+        takes_any_option=description.reset_options is None,
+        is_deterministic=description.is_deterministic,
+        tools_json=orjson.dumps([asdict(tool) for tool in description.tools]),
+        server_id=description.server_id,
     )
 
 
@@ -136,6 +206,10 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         has_text_view=message.has_text_view,
         max_sessions=message.max_sessions,
         options=orjson.loads(message.options_json or b"{}"),
+        reset_options=None if message.takes_any_option else frozenset(message.reset_options),
+        is_deterministic=message.is_deterministic,
+        tools=[Tool(**tool) for tool in orjson.loads(message.tools_json or b"[]")],
+        server_id=message.server_id,
     )
 
 

@@ -1,39 +1,24 @@
-"""The gRPC face of a server: env.proto over a SessionCore.
-
-Connect consumes call batches and produces reply batches. Environments that step on the
-event loop answer a whole batch at once; for the others each call is a task of its own and
-finished replies travel together as soon as the stream can take them.
-"""
+"""The gRPC face of a server: env.proto over `Sessions`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
 from ludus.env.authentication import MISSING_TOKEN, is_authorized
-from ludus.env.core import SessionCore
-from ludus.env.encoding import ResetArgs
-from ludus.env.grpc_messages import (
-    CONNECTED_KEY,
-    MAX_BATCH_BYTES,
-    describe_message,
-    fill_error,
-    fill_result,
-    read_action,
-    read_reset_args,
-)
-from ludus.env.session import Owner
+from ludus.env.call_server import CallServer
+from ludus.env.grpc_messages import CONNECTED_KEY, describe_message
+from ludus.env.sessions import Owner, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+from ludus.proto.errors import EnvError, ErrorCode
 
 ResultT = TypeVar("ResultT")
 Context: TypeAlias = grpc.aio.ServicerContext
 
-_STATUS_OF_CODE = {
+STATUS_OF_CODE = {
     ErrorCode.INVALID_JSON: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorCode.UNKNOWN_TYPE: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorCode.VALIDATION_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
@@ -48,207 +33,83 @@ _STATUS_OF_CODE = {
     ErrorCode.EPISODE_OVER: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorCode.STEP_CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
     ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.GROUP_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.TOOL_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.REPLAY_MISMATCH: grpc.StatusCode.DATA_LOSS,
 }
 
 
 class EnvServicer(env_pb2_grpc.EnvServiceServicer):
-    """Every rpc of env.proto, served from one SessionCore."""
+    """Every rpc of env.proto's EnvService, served from one `Sessions`."""
 
-    def __init__(self, core: SessionCore) -> None:
-        self._core = core
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._calls = CallServer(sessions)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        return describe_message(self._core.description)
+        return describe_message(self._sessions.description)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        load = self._sessions.load
+        return pb.StatusResponse(
+            server_id=self._sessions.description.server_id,
+            num_sessions=load.num_sessions,
+            max_sessions=load.max_sessions,
+            num_waiting=load.num_waiting,
+            is_draining=load.is_draining,
+        )
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenResponse:
         response = pb.OpenResponse()
-        await _or_abort(context, self._open(request, response, None))
+        await or_abort(context, self._calls.open(request, response, None))
+        return response
+
+    async def OpenGroup(
+        self, request: pb.OpenGroupRequest, context: Context
+    ) -> pb.OpenGroupResponse:
+        response = pb.OpenGroupResponse()
+        await or_abort(context, self._calls.open_group(request, response, None))
         return response
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.StepResult:
         response = pb.StepResult()
-        await _or_abort(context, self._reset(request, response))
+        await or_abort(context, self._calls.reset(request, response))
         return response
 
     async def Step(self, request: pb.StepRequest, context: Context) -> pb.StepResult:
         response = pb.StepResult()
-        await _or_abort(context, self._step(request, response))
+        await or_abort(context, self._calls.step(request, response))
         return response
 
     async def State(self, request: pb.StateRequest, context: Context) -> pb.StateResponse:
-        state_json = await _or_abort(context, self._core.state(request.session_id))
-        return pb.StateResponse(session_id=request.session_id, state_json=state_json)
+        response = pb.StateResponse()
+        await or_abort(context, self._calls.state(request, response))
+        return response
+
+    async def CallTool(self, request: pb.CallToolRequest, context: Context) -> pb.CallToolResponse:
+        response = pb.CallToolResponse()
+        await or_abort(context, self._calls.call_tool(request, response))
+        return response
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
-        await self._core.close(request.session_id)
+        await or_abort(context, self._sessions.close(request.session_id))
+        return pb.CloseResponse()
+
+    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.CloseResponse:
+        await or_abort(context, self._sessions.detach(request.session_id))
         return pb.CloseResponse()
 
     async def StepMany(self, request: pb.StepManyRequest, context: Context) -> pb.StepManyResponse:
-        response = pb.StepManyResponse()
-        replies = [(step, response.replies.add()) for step in request.steps]
-        if self._core.runs_inline:
-            for step, reply in replies:
-                self._step_now(step, reply)
-        else:
-            await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
-        return response
+        return await self._calls.step_many(request)
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
-        owner = Owner()
-        try:
-            if self._core.runs_inline:
-                await self._connect_inline(request_iterator, context, owner)
-            else:
-                await self._connect_threaded(request_iterator, context, owner)
-        finally:
-            self._core.close_owned(owner)
-
-    async def _connect_inline(self, request_iterator: Any, context: Context, owner: Owner) -> None:
-        async for batch in request_iterator:
-            response = pb.ReplyBatch()
-            num_bytes = 0
-            for call in batch.calls:
-                if num_bytes > MAX_BATCH_BYTES:
-                    await context.write(response)
-                    response, num_bytes = pb.ReplyBatch(), 0
-                reply = response.replies.add()
-                reply.call_id = call.call_id
-                if call.HasField("step"):
-                    num_bytes += self._step_now(call.step, reply)
-                else:
-                    await self._serve(call, reply, owner)
-                    num_bytes += reply.ByteSize()
-            await context.write(response)
-
-    async def _connect_threaded(
-        self, request_iterator: Any, context: Context, owner: Owner
-    ) -> None:
-        replies = _ReplyWriter(context)
-        tasks: set[asyncio.Task[None]] = set()
-        writing = asyncio.create_task(replies.write_forever())
-        try:
-            async for batch in request_iterator:
-                for call in batch.calls:
-                    task = asyncio.create_task(self._serve_into(call, replies, owner))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-            if tasks:
-                await asyncio.wait(tasks)
-            await replies.flush()
-        finally:
-            writing.cancel()
-            for task in tasks:
-                task.cancel()
-
-    async def _serve_into(self, call: pb.Call, replies: _ReplyWriter, owner: Owner) -> None:
-        reply = pb.Reply(call_id=call.call_id)
-        await self._serve(call, reply, owner)
-        replies.put(reply)
-
-    async def _serve(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
-        kind = call.WhichOneof("call")
-        try:
-            match kind:
-                case "step":
-                    await self._step(call.step, reply.result)
-                case "open":
-                    await self._open(call.open, reply.open, owner)
-                case "reset":
-                    await self._reset(call.reset, reply.result)
-                case "state":
-                    reply.state.state_json = await self._core.state(call.state.session_id)
-                    reply.state.session_id = call.state.session_id
-                case "close":
-                    await self._core.close(call.close.session_id)
-                    reply.close.SetInParent()
-                case _:
-                    raise InvalidCallError(
-                        "expected one of open, reset, step, state, close; got an empty call",
-                        ErrorCode.UNKNOWN_TYPE,
-                    )
-        except EnvError as error:
-            session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
-            fill_error(reply.error, error, session_id)
-
-    def _step_now(self, request: pb.StepRequest, reply: pb.Reply | pb.StepReply) -> int:
-        """About how many bytes it added to the reply."""
-        session_id = request.session_id
-        try:
-            result = self._core.step_now(session_id, read_action(request), request.step_index)
-        except EnvError as error:
-            fill_error(reply.error, error, session_id)
-            return len(error.message)
-        fill_result(reply.result, session_id, result)
-        return result.num_bytes
-
-    async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
-        try:
-            await self._step(request, reply.result)
-        except EnvError as error:
-            fill_error(reply.error, error, request.session_id)
-
-    async def _step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
-        action = read_action(request)
-        result = await self._core.step(
-            request.session_id, action, request.step_index, request.timeout_s
-        )
-        fill_result(response, request.session_id, result)
-
-    async def _reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
-        result = await self._core.reset(request.session_id, read_reset_args(request.args))
-        fill_result(response, request.session_id, result)
-
-    async def _open(
-        self, request: pb.OpenRequest, response: pb.OpenResponse, owner: Owner | None
-    ) -> None:
-        args: ResetArgs | None = None
-        if request.HasField("reset"):
-            args = read_reset_args(request.reset)
-        session_id, first = await self._core.open(
-            args, close_when_done=request.close_when_done, owner=owner
-        )
-        response.session_id = session_id
-        if first is not None:
-            fill_result(response.first, session_id, first)
-
-
-class _ReplyWriter:
-    """Gathers replies and writes them in batches; the first waiting reply wakes the writer."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._waiting: list[pb.Reply] = []
-        self._wake = asyncio.Event()
-        self._writing = asyncio.Lock()
-
-    def put(self, reply: pb.Reply) -> None:
-        """Queues a reply."""
-        self._waiting.append(reply)
-        self._wake.set()
-
-    async def write_forever(self) -> None:
-        """Never returns: writes what was put."""
-        while True:
-            await self._wake.wait()
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Returns when everything that was put is written."""
-        async with self._writing:
-            self._wake.clear()
-            waiting, self._waiting = self._waiting, []
-            batch, num_bytes = pb.ReplyBatch(), 0
-            for reply in waiting:
-                batch.replies.append(reply)
-                num_bytes += reply.ByteSize()
-                if num_bytes > MAX_BATCH_BYTES:
-                    await self._context.write(batch)
-                    batch, num_bytes = pb.ReplyBatch(), 0
-            if batch.replies:
-                await self._context.write(batch)
+        await self._calls.serve(request_iterator, context.write, Owner())
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
@@ -274,18 +135,22 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(request: Any, context: Context) -> NoReturn:
-    await _abort(context, ErrorCode.UNAUTHENTICATED, MISSING_TOKEN)
+    await abort(context, EnvError(MISSING_TOKEN, ErrorCode.UNAUTHENTICATED))
 
 
-async def _or_abort(context: Context, call: Awaitable[ResultT]) -> ResultT:
+async def or_abort(context: Context, call: Awaitable[ResultT]) -> ResultT:
     """The call's value; an EnvError ends the rpc with a status and its code."""
     try:
         return await call
     except EnvError as error:
-        await _abort(context, error.code, error.message)
+        await abort(context, error)
 
 
-async def _abort(context: Context, code: ErrorCode, message: str) -> NoReturn:
-    status = _STATUS_OF_CODE.get(code, grpc.StatusCode.UNKNOWN)
-    await context.abort(status, message, (("ludus-code", str(code)),))
+async def abort(context: Context, error: EnvError) -> NoReturn:
+    """Ends the rpc with the error's status; code and retry-after travel as metadata."""
+    status = STATUS_OF_CODE.get(error.code, grpc.StatusCode.UNKNOWN)
+    metadata = [("ludus-code", str(error.code))]
+    if error.retry_after_s > 0:
+        metadata.append(("retry-after-ms", str(round(error.retry_after_s * 1000))))
+    await context.abort(status, error.message, tuple(metadata))
     raise AssertionError("context.abort always raises")

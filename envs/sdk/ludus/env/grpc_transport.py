@@ -1,30 +1,25 @@
-"""The client's gRPC wire: one Connect stream carries all sessions.
+"""The client's gRPC wire: one Connect stream carries all sessions (see `call_stream`).
 
-    step, reset, ... --append--> outgoing batch --writer task--> stream
-    stream --reader task--> the call's future --> the waiting coroutine
-
-Everything that is called before the writer gets its turn travels in one batch: all calls
-of one event-loop tick, and all that gather while an earlier batch is being written. A
-call costs a future and no task. When the stream breaks, every call in flight and every
-session on it ends with SessionLostError; the next `open` makes a new stream.
+When the stream breaks, every session on it ends with SessionLostError; the next `open`
+makes a new stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn
 
 import grpc
 import orjson
 
+from ludus.env.call_stream import CallStream, StreamBrokenError
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import (
     CONNECTED_KEY,
-    MAX_BATCH_BYTES,
     fill_reset_args,
     read_description,
+    read_error,
     read_result,
 )
 from ludus.env.transport import ConnectOptions, StepCall, retry_until
@@ -35,7 +30,6 @@ from ludus.proto.errors import (
     AuthenticationError,
     CallTimeoutError,
     EnvError,
-    SessionLostError,
     UnavailableError,
     error_from_wire,
 )
@@ -63,7 +57,7 @@ class GrpcTransport:
         self._metadata = (("authorization", authorization),) if authorization else ()
         self._channel = grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
         self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
-        self._stream: _Stream | None = None
+        self._stream: CallStream | None = None
         self._connecting = asyncio.Lock()
 
     async def connect(self, patience_s: float) -> None:
@@ -104,7 +98,7 @@ class GrpcTransport:
             await self._stream.close()
         await self._channel.close()
 
-    async def _live_stream(self, patience_s: float) -> _Stream:
+    async def _live_stream(self, patience_s: float) -> CallStream:
         """The stream, made anew when it broke; many callers wait for one attempt."""
         async with self._connecting:
             if self._stream is None or self._stream.broken is not None:
@@ -112,7 +106,7 @@ class GrpcTransport:
                 self._stream = await retry_until(lambda: self._new_stream(deadline_s), patience_s)
             return self._stream
 
-    async def _new_stream(self, deadline_s: float) -> _Stream:
+    async def _new_stream(self, deadline_s: float) -> CallStream:
         call = self._stub.Connect(metadata=self._metadata)
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         try:
@@ -125,7 +119,16 @@ class GrpcTransport:
             ) from None
         except grpc.aio.AioRpcError as error:
             _raise(error, self._options)
-        return _Stream(call, self._options)
+        return CallStream(
+            GrpcDuplex(call),
+            self._options.address,
+            timeout_s=self._options.timeout_s,
+            on_orphan=self._close_orphan,
+        )
+
+    def _close_orphan(self, reply: pb.Reply) -> None:
+        if reply.HasField("open") and self._stream is not None:
+            GrpcSession(self._stream, reply.open.session_id).abandon()
 
     async def _unary(self, method: Any, request: Any) -> Any:
         try:
@@ -139,7 +142,7 @@ class GrpcSession:
 
     __slots__ = ("_stream", "session_id")
 
-    def __init__(self, stream: _Stream, session_id: str) -> None:
+    def __init__(self, stream: CallStream, session_id: str) -> None:
         self._stream = stream
         self.session_id = session_id
 
@@ -178,120 +181,30 @@ class GrpcSession:
         return future
 
 
-class _Stream:
-    """One Connect call: its writer, its reader, and the calls in flight."""
+class GrpcDuplex:
+    """A Connect call as a stream of batches."""
 
-    def __init__(self, call: Any, options: ConnectOptions) -> None:
-        self.broken: str | None = None
-        """Why the stream ended; None while it lives."""
-        self.num_batches_sent = 0
+    def __init__(self, call: Any) -> None:
         self._call = call
-        self._address = options.address
-        self._timeout_s = options.timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._call_ids = itertools.count(1)
-        self._in_flight: dict[int, tuple[asyncio.Future[pb.Reply], float]] = {}
-        """Future and deadline by call id; in order of the deadlines."""
-        self._expiry: asyncio.TimerHandle | None = None
-        self._full_batches: list[pb.CallBatch] = []
-        self._batch = pb.CallBatch()
-        self._batch_bytes = 0
-        self._wake = asyncio.Event()
-        self._tasks = (
-            self._loop.create_task(self._write_forever()),
-            self._loop.create_task(self._read_forever()),
-        )
 
-    def begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
-        """A call to be filled in before the next await, and the future of its reply."""
-        if self.broken is not None:
-            raise SessionLostError(self.broken)
-        if self._batch_bytes > MAX_BATCH_BYTES:
-            self._full_batches.append(self._batch)
-            self._batch, self._batch_bytes = pb.CallBatch(), 0
-        self._batch_bytes += num_bytes
-        call = self._batch.calls.add()
-        call.call_id = call_id = next(self._call_ids)
-        future: asyncio.Future[pb.Reply] = self._loop.create_future()
-        self._in_flight[call_id] = (future, self._loop.time() + self._timeout_s)
-        if self._expiry is None:
-            self._expiry = self._loop.call_later(self._timeout_s, self._expire)
-        self._wake.set()
-        return call, future
-
-    def ignore(self, future: asyncio.Future[pb.Reply]) -> None:
-        """Lets a reply come and go."""
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def close(self) -> None:
-        """Ends the stream; the server closes its sessions."""
-        self._break("the client was closed")
-        self._call.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _write_forever(self) -> None:
+    async def write(self, batch: pb.CallBatch) -> None:
+        """Returns when the batch is on its way."""
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                batches = [*self._full_batches, self._batch]
-                self._full_batches, self._batch, self._batch_bytes = [], pb.CallBatch(), 0
-                for batch in batches:
-                    self.num_batches_sent += 1
-                    await self._call.write(batch)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the end of the stream too, and says why
+            await self._call.write(batch)
+        except grpc.aio.AioRpcError as error:
+            raise StreamBrokenError(error.details() or "") from None
 
-    async def _read_forever(self) -> None:
+    async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
+        """The batches of replies."""
         try:
             async for batch in self._call:
-                for reply in batch.replies:
-                    self._settle(reply)
-            self._break(f"{self._address} ended the connection")
+                yield batch
         except grpc.aio.AioRpcError as error:
-            self._break(f"the connection to {self._address} broke: {error.details()}")
-        except asyncio.CancelledError:
-            self._break(f"the connection to {self._address} was cancelled")
-            raise
+            raise StreamBrokenError(error.details() or "") from None
 
-    def _settle(self, reply: pb.Reply) -> None:
-        future, _ = self._in_flight.pop(reply.call_id, _NO_CALL)
-        if future is None or future.done():
-            if reply.HasField("open"):  # nobody waits for this session any more
-                GrpcSession(self, reply.open.session_id).abandon()
-        elif reply.HasField("error"):
-            future.set_exception(error_from_wire(reply.error.code, reply.error.message))
-        else:
-            future.set_result(reply)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        now_s = self._loop.time()
-        while self._in_flight:
-            call_id, (future, deadline_s) = next(iter(self._in_flight.items()))
-            if deadline_s > now_s:
-                self._expiry = self._loop.call_at(deadline_s, self._expire)
-                return
-            del self._in_flight[call_id]
-            if not future.done():
-                future.set_exception(
-                    CallTimeoutError(
-                        f"expected an answer from {self._address} within {self._timeout_s:g} s,"
-                        " got none; the session is dropped"
-                    )
-                )
-
-    def _break(self, reason: str) -> None:
-        if self.broken is not None:
-            return
-        self.broken = f"session lost: {reason}; open a new one"
-        if self._expiry is not None:
-            self._expiry.cancel()
-        in_flight, self._in_flight = self._in_flight, {}
-        for future, _ in in_flight.values():
-            if not future.done():
-                future.set_exception(SessionLostError(self.broken))
-        self._tasks[0].cancel()
+    def cancel(self) -> None:
+        """Ends the call."""
+        self._call.cancel()
 
 
 async def _connected(call: Any) -> None:
@@ -304,9 +217,6 @@ async def _connected(call: Any) -> None:
     raise grpc.aio.AioRpcError(
         status, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
     )
-
-
-_NO_CALL: tuple[None, float] = (None, 0.0)
 
 
 def _fill_step(
@@ -322,7 +232,7 @@ def _fill_step(
 
 def _outcome(reply: pb.StepReply) -> StepResult | EnvError:
     if reply.HasField("error"):
-        return error_from_wire(reply.error.code, reply.error.message)
+        return read_error(reply.error)
     return read_result(reply.result)
 
 

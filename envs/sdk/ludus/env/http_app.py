@@ -14,20 +14,22 @@ from fastapi import Body, FastAPI, Request, Response, WebSocket
 from pydantic import ValidationError
 
 from ludus.env.authentication import RequireToken
-from ludus.env.core import SessionCore
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.openenv_messages import (
     ResetRequest,
     StepRequest,
     error_data,
     faults,
+    ludus_metadata,
     observation_payload,
     reset_args,
 )
+from ludus.env.sessions import OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.env.websocket_server import serve_websocket
 from ludus.proto.errors import EnvError, ErrorCode
 
+_NO_TEXT = OpenArgs(with_text=False)
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Probes carry no token."""
 
@@ -38,19 +40,19 @@ _STATUS_OF_CODE = {
 }
 
 
-def build_app(core: SessionCore, *, token: str | None = None) -> FastAPI:
+def build_app(sessions: Sessions, *, token: str | None = None) -> FastAPI:
     """The ASGI application; with a token, every path but the probes asks for it."""
-    app = FastAPI(title=core.description.name, version="1.0.0")
-    _add_description_routes(app, core)
-    _add_episode_routes(app, core)
-    app.add_exception_handler(EnvError, _error_handler(core))
+    app = FastAPI(title=sessions.description.name, version="1.0.0")
+    _add_description_routes(app, sessions)
+    _add_episode_routes(app, sessions)
+    app.add_exception_handler(EnvError, _error_handler(sessions))
     if token:
         app.add_middleware(RequireToken, token=token, open_paths=OPEN_PATHS)
     return app
 
 
-def _add_description_routes(app: FastAPI, core: SessionCore) -> None:
-    description = core.description
+def _add_description_routes(app: FastAPI, sessions: Sessions) -> None:
+    description = sessions.description
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -70,11 +72,7 @@ def _add_description_routes(app: FastAPI, core: SessionCore) -> None:
             "version": description.version,
             "author": None,
             "documentation_url": None,
-            "ludus": {
-                "has_text_view": description.has_text_view,
-                "max_sessions": description.max_sessions,
-                "options": description.options,
-            },
+            "ludus": ludus_metadata(description),
         }
 
     @app.get("/schema")
@@ -86,39 +84,39 @@ def _add_description_routes(app: FastAPI, core: SessionCore) -> None:
         }
 
 
-def _add_episode_routes(app: FastAPI, core: SessionCore) -> None:
+def _add_episode_routes(app: FastAPI, sessions: Sessions) -> None:
     @app.post("/reset")
     async def reset(body: Annotated[ResetRequest | None, Body()] = None) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
-        args = reset_args(data, core.environment_type, lenient=True)
-        session_id, _ = await core.open()
+        args = reset_args(data, sessions.description, lenient=True)
+        session_id = (await sessions.open(_NO_TEXT)).session_id
         try:
-            result = await core.reset(session_id, args)
+            result = await sessions.reset(session_id, args)
         finally:
-            await core.close(session_id)
+            await sessions.close(session_id)
         return _observation(result)
 
     @app.post("/step")
     async def step(body: StepRequest) -> Response:
-        session_id, _ = await core.open(ResetArgs())
+        session_id = (await sessions.open(OpenArgs(ResetArgs(), with_text=False))).session_id
         try:
-            result = await core.step(session_id, orjson.dumps(body.action))
+            result = await sessions.step(session_id, orjson.dumps(body.action))
         finally:
-            await core.close(session_id)
+            await sessions.close(session_id)
         return _observation(result)
 
     @app.get("/state")
     async def state() -> Response:
-        session_id, _ = await core.open()
+        session_id = (await sessions.open(_NO_TEXT)).session_id
         try:
-            state_json = await core.state(session_id)
+            state_json = await sessions.state(session_id)
         finally:
-            await core.close(session_id)
+            await sessions.close(session_id)
         return Response(state_json, media_type="application/json")
 
     @app.websocket("/ws")
     async def websocket(websocket: WebSocket) -> None:
-        await serve_websocket(websocket, core)
+        await serve_websocket(websocket, sessions)
 
 
 def _observation(result: EncodedResult) -> Response:
@@ -126,7 +124,7 @@ def _observation(result: EncodedResult) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _error_handler(core: SessionCore) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         assert isinstance(error, EnvError), "registered for EnvError only"
         if isinstance(error.__cause__, ValidationError):
@@ -135,7 +133,7 @@ def _error_handler(core: SessionCore) -> Callable[[Request, Exception], Awaitabl
         status = _STATUS_OF_CODE.get(error.code)
         if status is None:
             return Response("Internal Server Error", 500, media_type="text/plain")
-        body = orjson.dumps({"detail": error_data(error, core, stock=False)})
+        body = orjson.dumps({"detail": error_data(error, sessions, stock=False)})
         return Response(body, status, media_type="application/json")
 
     return handle

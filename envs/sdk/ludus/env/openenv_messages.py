@@ -7,17 +7,16 @@ inside it: typed stock clients refuse unknown keys there.
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.env.core import SessionCore
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.environment import AnyEnvironment
-from ludus.env.session import accepts_option
-from ludus.env.types import JsonObject
+from ludus.env.sessions import Sessions
+from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode
 
 
@@ -87,7 +86,7 @@ class McpMessage(_Envelope):
 
 
 def reset_args(
-    data: JsonObject, environment_type: type[AnyEnvironment], *, lenient: bool
+    data: JsonObject, description: EnvironmentDescription, *, lenient: bool
 ) -> ResetArgs:
     """The arguments of a reset.
 
@@ -100,7 +99,7 @@ def reset_args(
     request = ResetRequest.model_validate(data)
     options = request.model_extra or {}
     if lenient:
-        options = {k: v for k, v in options.items() if accepts_option(environment_type, k)}
+        options = {k: v for k, v in options.items() if description.takes_option(k)}
     return ResetArgs(request.seed, request.episode_id or "", options)
 
 
@@ -144,19 +143,37 @@ def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
     }
 
 
+def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
+    """What /metadata says beside OpenEnv's own keys; its presence advertises the extras."""
+    reset_options = description.reset_options
+    return {
+        "has_text_view": description.has_text_view,
+        "max_sessions": description.max_sessions,
+        "options": description.options,
+        "reset_options": None if reset_options is None else sorted(reset_options),
+        "is_deterministic": description.is_deterministic,
+        "tools": [asdict(tool) for tool in description.tools],
+        "server_id": description.server_id,
+    }
+
+
 def frame(kind: str, data: Any) -> str:
     """A server's WebSocket frame."""
     return orjson.dumps({"type": kind, "data": data}).decode()
 
 
-def error_data(error: EnvError, core: SessionCore, *, stock: bool) -> JsonObject:
+def error_data(error: EnvError, sessions: Sessions, *, stock: bool) -> JsonObject:
     """The `data` of an error frame; stock clients get OpenEnv's own words."""
     data: JsonObject = {"message": error.message, "code": str(error.code)}
+    if error.retry_after_s > 0 and not stock:
+        data["retry_after_s"] = error.retry_after_s
     cause = error.__cause__
     if error.code is ErrorCode.CAPACITY_REACHED:
-        data |= {"active_sessions": core.num_sessions, "max_sessions": core.max_sessions}
+        load = sessions.load
+        data |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
     elif error.code is ErrorCode.FACTORY_ERROR:
-        data["factory_name"] = core.factory_name
+        words = error.message.split("'", 2)
+        data["factory_name"] = words[1] if len(words) > 1 else sessions.description.name
         if stock:
             data["message"] = error.message.partition(" instance.")[0] + " instance."
     elif isinstance(cause, ValidationError):

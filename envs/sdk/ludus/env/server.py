@@ -21,9 +21,10 @@ from typing import NoReturn
 import grpc
 import uvicorn
 
-from ludus.env.core import STEP_THREAD_NAME, EnvironmentFactory, SessionCore
+from ludus.env.core import CoreOptions, SessionCore
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.grpc_server import EnvServicer, TokenInterceptor
+from ludus.env.hosts import STEP_THREAD_NAME, EnvironmentFactory, local_host
 from ludus.env.http_app import build_app
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, PortInUseError, UserError
@@ -109,10 +110,10 @@ class EnvServer:
         try:
             _bind(options.host, options.bound_grpc_port, "grpc_port").close()
             self.core = SessionCore(
-                self._factory,
-                max_sessions=options.max_sessions,
-                idle_timeout_s=options.idle_timeout_s,
-                num_threads=options.num_threads,
+                local_host(self._factory, options.num_threads),
+                CoreOptions(
+                    max_sessions=options.max_sessions, idle_timeout_s=options.idle_timeout_s
+                ),
             )
             self._grpc_server, grpc_port = _build_grpc_server(self.core, options)
         except BaseException:

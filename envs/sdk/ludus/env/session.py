@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import orjson
+
 from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
-from ludus.env.environment import AnyEnvironment
+from ludus.env.environment import AnyEnvironment, TextFace
 from ludus.env.types import JsonObject, Observation, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -27,47 +27,27 @@ _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(slots=True)
-class Owner:
-    """A connection and the sessions that end with it."""
-
-    session_ids: set[str] = field(default_factory=set)
-    ended: bool = False
-
-
 class Session:
-    """An environment with its episode's progress; knows no wire and no clock.
+    """An environment with its episode's progress; knows no wire, no clock and no thread.
 
-    Its methods must not run in two threads at once; `SessionCore` sees to that.
+    Its methods must not run in two threads at once; who hosts it sees to that.
     """
 
     __slots__ = (
         "_environment",
         "_episode_id",
+        "_face",
         "_last",
         "_observation",
-        "close_when_done",
         "id",
-        "last_used_s",
-        "lock",
-        "owner",
     )
 
     def __init__(
-        self,
-        session_id: str,
-        environment: AnyEnvironment,
-        *,
-        close_when_done: bool,
-        owner: Owner | None,
+        self, session_id: str, environment: AnyEnvironment, *, with_text: bool = True
     ) -> None:
         self.id = session_id
-        self.close_when_done = close_when_done
-        self.owner = owner
-        self.last_used_s = 0.0
-        self.lock = asyncio.Lock()
-        """Held while a thread runs a call of this session."""
         self._environment = environment
+        self._face: TextFace[Any, Any] | None = environment.text_face if with_text else None
         self._episode_id: str | None = None
         self._observation: Observation | None = None
         self._last: EncodedResult | None = None
@@ -125,6 +105,12 @@ class Session:
             return State(episode_id=self._episode_id).model_dump_json().encode()
         return self._guarded("state", self._state_of_environment)
 
+    def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        """What a tool of the environment returned, as JSON."""
+        return self._guarded(
+            "call_tool", lambda: orjson.dumps(self._environment.call_tool(name, arguments))
+        )
+
     def close(self) -> None:
         """Frees what the environment holds; a failure is logged, not raised."""
         try:
@@ -164,7 +150,7 @@ class Session:
         self._observation = transition.observation
         self._last = self._guarded(
             "encoding",
-            lambda: encode_transition(transition, self._environment.text_face, step_index),
+            lambda: encode_transition(transition, self._face, step_index),
         )
         return self._last
 

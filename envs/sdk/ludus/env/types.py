@@ -102,6 +102,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that an environment offers in its sessions."""
+
+    name: str
+    description: str
+    input_schema: JsonObject
+    """JSON schema of the arguments, an object."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
     """What an environment server says of itself."""
 
@@ -115,6 +125,17 @@ class EnvironmentDescription:
     max_sessions: int
     options: JsonObject = field(default_factory=dict)
     """What the environment was built with, for example {"game": "blackjack"}."""
+    reset_options: frozenset[str] | None = None
+    """The names that `reset` takes beside `seed`; None means any."""
+    is_deterministic: bool = False
+    """The same seed and actions were seen to give the same episode."""
+    tools: list[Tool] = field(default_factory=list)
+    server_id: str = ""
+    """The server process (or pod) that answers."""
+
+    def takes_option(self, name: str) -> bool:
+        """True when `reset` takes an option of that name."""
+        return self.reset_options is None or name in self.reset_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import orjson
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ValidationError
 
-from ludus.env.core import SessionCore
 from ludus.env.encoding import EncodedResult
 from ludus.env.openenv_messages import (
     CloseMessage,
@@ -28,6 +27,7 @@ from ludus.env.openenv_messages import (
     reset_args,
     validation_error_data,
 )
+from ludus.env.sessions import OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, SessionLostError
 
@@ -41,22 +41,22 @@ _MESSAGE_TYPES: dict[str, type[BaseModel]] = {
 _LUDUS_MESSAGE_TYPES = _MESSAGE_TYPES | {"step": LudusStepMessage}
 
 
-async def serve_websocket(websocket: WebSocket, core: SessionCore) -> None:
+async def serve_websocket(websocket: WebSocket, sessions: Sessions) -> None:
     """Returns when the connection has ended and its session is freed."""
     await websocket.accept()
     stock = websocket.query_params.get("ludus") != "1"
     try:
         try:
-            session_id, _ = await core.open()
+            opened = await sessions.open(OpenArgs(with_text=not stock))
         except EnvError as error:
-            await websocket.send_text(frame("error", error_data(error, core, stock=stock)))
+            await websocket.send_text(frame("error", error_data(error, sessions, stock=stock)))
             await websocket.close()
             return
-        connection = _Connection(websocket, core, session_id, stock)
+        connection = _Connection(websocket, sessions, opened.session_id, stock)
         try:
             await connection.serve()
         finally:
-            await core.close(session_id)
+            await sessions.close(opened.session_id)
         await websocket.close()
     except WebSocketDisconnect:
         return
@@ -66,10 +66,10 @@ class _Connection:
     """The conversation on one socket."""
 
     def __init__(
-        self, websocket: WebSocket, core: SessionCore, session_id: str, stock: bool
+        self, websocket: WebSocket, sessions: Sessions, session_id: str, stock: bool
     ) -> None:
         self._websocket = websocket
-        self._core = core
+        self._sessions = sessions
         self._session_id = session_id
         self._stock = stock
         self._message_types = _MESSAGE_TYPES if stock else _LUDUS_MESSAGE_TYPES
@@ -125,11 +125,11 @@ class _Connection:
             case StepMessage() | LudusStepMessage():
                 return "observation", self._payload(await self._step(message))
             case ResetMessage():
-                args = reset_args(message.data, self._core.environment_type, lenient=self._stock)
-                result = await self._core.reset(self._session_id, args)
+                args = reset_args(message.data, self._sessions.description, lenient=self._stock)
+                result = await self._sessions.reset(self._session_id, args)
                 return "observation", self._payload(result)
             case StateMessage():
-                return "state", orjson.Fragment(await self._core.state(self._session_id))
+                return "state", orjson.Fragment(await self._sessions.state(self._session_id))
             case McpMessage():
                 return "mcp", _no_mcp(message.data)
         return None
@@ -144,13 +144,13 @@ class _Connection:
                 raise InvalidCallError("expected data or text in a step, got both or neither")
         if action is None:
             action = orjson.dumps(message.data)
-        return await self._core.step(self._session_id, action, step_index)
+        return await self._sessions.step(self._session_id, action, step_index)
 
     def _payload(self, result: EncodedResult) -> JsonObject:
         return observation_payload(result) if self._stock else ludus_payload(result)
 
     def _error_data(self, error: EnvError) -> JsonObject:
-        return error_data(error, self._core, stock=self._stock)
+        return error_data(error, self._sessions, stock=self._stock)
 
     async def _send(self, kind: str, data: Any) -> None:
         await self._websocket.send_text(frame(kind, data))

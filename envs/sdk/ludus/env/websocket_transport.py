@@ -23,7 +23,7 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.openenv_messages import read_tensors_json
 from ludus.env.transport import ConnectOptions, StepCall, retry_until
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
 from ludus.proto.errors import (
     AuthenticationError,
     CallTimeoutError,
@@ -58,6 +58,7 @@ class WebSocketTransport:
         """What the server says of its environment; stock servers know less."""
         metadata, schema = await asyncio.gather(self._get("/metadata"), self._get("/schema"))
         ludus = metadata.get("ludus") or {}
+        reset_options = ludus.get("reset_options")
         return EnvironmentDescription(
             name=metadata.get("name") or "",
             description=metadata.get("description") or "",
@@ -68,6 +69,10 @@ class WebSocketTransport:
             has_text_view=ludus.get("has_text_view", False),
             max_sessions=ludus.get("max_sessions", 0),
             options=ludus.get("options", {}),
+            reset_options=None if reset_options is None else frozenset(reset_options),
+            is_deterministic=ludus.get("is_deterministic", False),
+            tools=[Tool(**tool) for tool in ludus.get("tools", [])],
+            server_id=ludus.get("server_id", ""),
         )
 
     async def open(

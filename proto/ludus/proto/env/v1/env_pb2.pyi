@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,11 @@ class DescribeResponse(_message.Message):
     HAS_TEXT_VIEW_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    RESET_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ANY_OPTION_FIELD_NUMBER: _ClassVar[int]
+    IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -50,7 +55,12 @@ class DescribeResponse(_message.Message):
     has_text_view: bool
     max_sessions: int
     options_json: bytes
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ...) -> None: ...
+    reset_options: _containers.RepeatedScalarFieldContainer[str]
+    takes_any_option: bool
+    is_deterministic: bool
+    tools_json: bytes
+    server_id: str
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")
@@ -63,12 +73,18 @@ class ResetArgs(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., episode_id: _Optional[str] = ..., options_json: _Optional[bytes] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("reset", "close_when_done")
+    __slots__ = ("reset", "close_when_done", "session_id", "linger_s", "without_text")
     RESET_FIELD_NUMBER: _ClassVar[int]
     CLOSE_WHEN_DONE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LINGER_S_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_TEXT_FIELD_NUMBER: _ClassVar[int]
     reset: ResetArgs
     close_when_done: bool
-    def __init__(self, reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., close_when_done: _Optional[bool] = ...) -> None: ...
+    session_id: str
+    linger_s: float
+    without_text: bool
+    def __init__(self, reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., close_when_done: _Optional[bool] = ..., session_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., without_text: _Optional[bool] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("session_id", "first")
@@ -77,6 +93,22 @@ class OpenResponse(_message.Message):
     session_id: str
     first: StepResult
     def __init__(self, session_id: _Optional[str] = ..., first: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+
+class OpenGroupRequest(_message.Message):
+    __slots__ = ("open", "size", "session_ids")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    open: OpenRequest
+    size: int
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, open: _Optional[_Union[OpenRequest, _Mapping]] = ..., size: _Optional[int] = ..., session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class OpenGroupResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[OpenResponse]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[OpenResponse, _Mapping]]] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
     __slots__ = ("session_id", "args")
@@ -87,23 +119,25 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., args: _Optional[_Union[ResetArgs, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "step_index", "action_json", "action_text", "tensors", "timeout_s")
+    __slots__ = ("session_id", "step_index", "action_json", "action_text", "reset", "tensors", "timeout_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     ACTION_JSON_FIELD_NUMBER: _ClassVar[int]
     ACTION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step_index: int
     action_json: bytes
     action_text: str
+    reset: ResetArgs
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     timeout_s: float
-    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text")
+    __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text", "metadata_json")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +147,7 @@ class StepResult(_message.Message):
     INFO_JSON_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_JSON_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step_index: int
     observation_json: bytes
@@ -122,7 +157,8 @@ class StepResult(_message.Message):
     info_json: bytes
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     text: TextView
-    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., observation_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., info_json: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., text: _Optional[_Union[TextView, _Mapping]] = ...) -> None: ...
+    metadata_json: bytes
+    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., observation_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., info_json: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., text: _Optional[_Union[TextView, _Mapping]] = ..., metadata_json: _Optional[bytes] = ...) -> None: ...
 
 class StepManyRequest(_message.Message):
     __slots__ = ("steps",)
@@ -168,47 +204,131 @@ class CloseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DetachRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class CallToolRequest(_message.Message):
+    __slots__ = ("session_id", "name", "arguments_json")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    name: str
+    arguments_json: bytes
+    def __init__(self, session_id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[bytes] = ...) -> None: ...
+
+class CallToolResponse(_message.Message):
+    __slots__ = ("session_id", "result_json")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RESULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    result_json: bytes
+    def __init__(self, session_id: _Optional[str] = ..., result_json: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("server_id", "num_sessions", "max_sessions", "num_waiting", "is_draining")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    num_sessions: int
+    max_sessions: int
+    num_waiting: int
+    is_draining: bool
+    def __init__(self, server_id: _Optional[str] = ..., num_sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("environment", "num_sessions")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    environment: str
+    num_sessions: int
+    def __init__(self, environment: _Optional[str] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class PlaceResponse(_message.Message):
+    __slots__ = ("grpc_address", "http_address", "session_ids", "open_within_s")
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    grpc_address: str
+    http_address: str
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    open_within_s: float
+    def __init__(self, grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., session_ids: _Optional[_Iterable[str]] = ..., open_within_s: _Optional[float] = ...) -> None: ...
+
+class Trace(_message.Message):
+    __slots__ = ("traceparent", "request_id")
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    traceparent: str
+    request_id: str
+    def __init__(self, traceparent: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class Error(_message.Message):
-    __slots__ = ("code", "message", "session_id")
+    __slots__ = ("code", "message", "session_id", "retry_after_s")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     session_id: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+    retry_after_s: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., session_id: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("call_id", "open", "reset", "step", "state", "close")
+    __slots__ = ("call_id", "open", "reset", "step", "state", "close", "open_group", "call_tool", "detach", "trace")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
+    CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     open: OpenRequest
     reset: ResetRequest
     step: StepRequest
     state: StateRequest
     close: CloseRequest
-    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ...) -> None: ...
+    open_group: OpenGroupRequest
+    call_tool: CallToolRequest
+    detach: DetachRequest
+    trace: Trace
+    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupRequest, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("call_id", "error", "open", "result", "state", "close")
+    __slots__ = ("call_id", "error", "open", "result", "state", "close", "open_group", "call_tool")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
+    CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     error: Error
     open: OpenResponse
     result: StepResult
     state: StateResponse
     close: CloseResponse
-    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ...) -> None: ...
+    open_group: OpenGroupResponse
+    call_tool: CallToolResponse
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupResponse, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolResponse, _Mapping]] = ...) -> None: ...
 
 class CallBatch(_message.Message):
     __slots__ = ("calls",)

@@ -69,6 +69,26 @@ class EnvServiceStub:
                 request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseRequest.SerializeToString,
                 response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseResponse.FromString,
                 _registered_method=True)
+        self.OpenGroup = channel.unary_unary(
+                '/ludus.env.v1.EnvService/OpenGroup',
+                request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupRequest.SerializeToString,
+                response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupResponse.FromString,
+                _registered_method=True)
+        self.CallTool = channel.unary_unary(
+                '/ludus.env.v1.EnvService/CallTool',
+                request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolRequest.SerializeToString,
+                response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolResponse.FromString,
+                _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/ludus.env.v1.EnvService/Detach',
+                request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.DetachRequest.SerializeToString,
+                response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseResponse.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/ludus.env.v1.EnvService/Status',
+                request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusRequest.SerializeToString,
+                response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusResponse.FromString,
+                _registered_method=True)
         self.Connect = channel.stream_stream(
                 '/ludus.env.v1.EnvService/Connect',
                 request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallBatch.SerializeToString,
@@ -125,6 +145,35 @@ class EnvServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenGroup(self, request, context):
+        """Opens `size` sessions on one seed, all or none; their first results are the same.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CallTool(self, request, context):
+        """Calls one of the environment's own tools in a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detach(self, request, context):
+        """The client behind a session has gone; the session ends after its `linger_s` unless
+        it is called again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """How full the server is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Connect(self, request_iterator, context):
         """Multiplexes any number of sessions on one stream. Replies carry the call's id
         and may come back in another order; calls of one session are served in order.
@@ -170,6 +219,26 @@ def add_EnvServiceServicer_to_server(servicer, server):
                     servicer.Close,
                     request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseRequest.FromString,
                     response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseResponse.SerializeToString,
+            ),
+            'OpenGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenGroup,
+                    request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupRequest.FromString,
+                    response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupResponse.SerializeToString,
+            ),
+            'CallTool': grpc.unary_unary_rpc_method_handler(
+                    servicer.CallTool,
+                    request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolRequest.FromString,
+                    response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolResponse.SerializeToString,
+            ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.DetachRequest.FromString,
+                    response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseResponse.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusRequest.FromString,
+                    response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusResponse.SerializeToString,
             ),
             'Connect': grpc.stream_stream_rpc_method_handler(
                     servicer.Connect,
@@ -377,6 +446,114 @@ class EnvService:
             _registered_method=True)
 
     @staticmethod
+    def OpenGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ludus.env.v1.EnvService/OpenGroup',
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupRequest.SerializeToString,
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.OpenGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallTool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ludus.env.v1.EnvService/CallTool',
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolRequest.SerializeToString,
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallToolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ludus.env.v1.EnvService/Detach',
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.DetachRequest.SerializeToString,
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CloseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ludus.env.v1.EnvService/Status',
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusRequest.SerializeToString,
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Connect(request_iterator,
             target,
             options=(),
@@ -393,6 +570,83 @@ class EnvService:
             '/ludus.env.v1.EnvService/Connect',
             ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.CallBatch.SerializeToString,
             ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.ReplyBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class GatewayServiceStub:
+    """What only a gateway offers beside EnvService.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Place = channel.unary_unary(
+                '/ludus.env.v1.GatewayService/Place',
+                request_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceRequest.SerializeToString,
+                response_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceResponse.FromString,
+                _registered_method=True)
+
+
+class GatewayServiceServicer:
+    """What only a gateway offers beside EnvService.
+    """
+
+    def Place(self, request, context):
+        """Admits sessions and names the server where the client opens them itself, with the
+        signed ids it is given.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GatewayServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Place': grpc.unary_unary_rpc_method_handler(
+                    servicer.Place,
+                    request_deserializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceRequest.FromString,
+                    response_serializer=ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'ludus.env.v1.GatewayService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('ludus.env.v1.GatewayService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GatewayService:
+    """What only a gateway offers beside EnvService.
+    """
+
+    @staticmethod
+    def Place(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ludus.env.v1.GatewayService/Place',
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceRequest.SerializeToString,
+            ludus_dot_proto_dot_env_dot_v1_dot_env__pb2.PlaceResponse.FromString,
             options,
             channel_credentials,
             insecure,
