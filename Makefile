@@ -6,10 +6,10 @@ NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench proto clean
+.PHONY: help setup demo test test-fast conformance lint bench proto clean
 
 help:       ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup:      ## make .venv with everything (TORCH_INDEX_URL= for PyTorch's CPU wheels)
 	@PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
@@ -17,11 +17,14 @@ setup:      ## make .venv with everything (TORCH_INDEX_URL= for PyTorch's CPU wh
 demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SEED=, ARGS=)
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
-test: setup ## all tests
-	@$(VENV)/python -m pytest
+test: setup ## all tests but those of `make conformance`
+	@$(VENV)/python -m pytest -m "not conformance"
 
 test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
-	@$(VENV)/python -m pytest -m "not slow"
+	@$(VENV)/python -m pytest -m "not slow and not conformance"
+
+conformance: setup ## stock clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
+	@$(VENV)/python -m pytest -m conformance tests/conformance
 
 lint: setup ## ruff, import contracts, types
 	@bash dev/lint.sh

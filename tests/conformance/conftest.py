@@ -1,0 +1,33 @@
+"""What the conformance tests share: servers and clients, each in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "env"), str(HERE.parents[1] / "dev")]
+
+from parties import GAME, OurServer, our_gateway, our_server  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[OurServer]:
+    """Our environment server with the game."""
+    with our_server(tmp_path_factory.mktemp("server"), GAME) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["direct", "through the gateway"])
+def address(request, tmp_path_factory) -> Iterator[str]:
+    """Where a stock client plays: our server, or a route of our gateway to a fresh one."""
+    folder = tmp_path_factory.mktemp("address")
+    with our_server(folder, GAME) as running:
+        if request.param == "direct":
+            yield running.http_address
+        else:
+            with our_gateway(folder, running) as gateway_address:
+                yield gateway_address

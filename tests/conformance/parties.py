@@ -1,0 +1,191 @@
+"""The parties of a conformance test, and what they play.
+
+Everybody plays the same seeded games with the same policy (`stock/policy.py`) and reports
+what it saw: every observation, reward and end, and how far the episode got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stock_environment import python_of
+
+from ludus.env.sync_client import EnvClient
+
+STOCK = Path(__file__).parent / "stock"
+sys.path.insert(0, str(STOCK))
+
+from policy import choose, shown, state_shown  # noqa: E402
+
+GAME = "blackjack"
+NUM_GAMES = 200
+FIRST_SEED = 1000
+OPEN_SPIEL = "open_spiel==2.0.2"
+START_TIMEOUT_S = 60.0
+
+CLIENTS = {
+    "0.1.1": ("openenv-core==0.1.1", "player_http.py"),
+    "0.2.1": ("openenv-core==0.2.1", "player_websocket.py"),
+    "0.3.0": ("openenv-core==0.3.0", "player_websocket.py"),
+    "0.10.0": ("openenv==0.10.0", "player_websocket.py"),
+}
+SERVERS = {
+    "0.1.1": ("openenv-core==0.1.1", "server_http.py"),
+    "0.3.0": ("openenv-core==0.3.0", "server_websocket.py"),
+    "0.10.0": ("openenv==0.10.0", "server_websocket.py"),
+}
+
+Games = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OurServer:
+    """A running environment server of ours."""
+
+    http_address: str
+    grpc_address: str
+    session_key: str
+
+
+def stock_python(requirement: str) -> Path:
+    """The interpreter of a virtual environment with a stock package and the game."""
+    return python_of(requirement, extra=[OPEN_SPIEL])
+
+
+def play_with_stock_client(version: str, address: str) -> Games:
+    """The games that a stock client of that version played."""
+    requirement, player = CLIENTS[version]
+    return json.loads(
+        run_stock(stock_python(requirement), player, address, str(FIRST_SEED), str(NUM_GAMES))
+    )
+
+
+def run_stock(python: Path, program: str, *arguments: str) -> str:
+    """What the program wrote to standard output."""
+    ended = subprocess.run(
+        [python, "-I", STOCK / program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -> Games:
+    """The same games, played with our own client in one session."""
+    games = []
+    with EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S, **connect) as client:
+        session = client.open_session()
+        for seed in range(FIRST_SEED, FIRST_SEED + NUM_GAMES):
+            results = [session.reset(seed=seed if seeded else None)]
+            while not results[-1].done:
+                action = {"action_id": choose(results[-1].observation)}
+                results.append(session.step(action))
+            played = [[shown(one.observation), one.reward, one.done] for one in results]
+            games.append({"results": played, "state": state_shown(session.state())})
+    return games
+
+
+@contextmanager
+def our_server(folder: Path, game: str) -> Iterator[OurServer]:
+    """Our server; resets without a seed count upwards from FIRST_SEED."""
+    ready_file = folder / "ready.json"
+    session_key = secrets.token_hex(32)
+    command = [
+        *(sys.executable, "-m", "ludus.env", "openspiel_env"),
+        *("--options", json.dumps({"game": game}), "--port", "0"),
+        *("--first-seed", str(FIRST_SEED), "--ready-file", str(ready_file)),
+    ]
+    environment = {**os.environ, "LUDUS_SESSION_KEY": session_key}
+    with process(command, environment) as running:
+        wait_until(ready_file.exists, running)
+        ready = json.loads(ready_file.read_text())
+        yield OurServer(ready["http"], ready["grpc"], session_key)
+
+
+@contextmanager
+def our_gateway(folder: Path, server: OurServer) -> Iterator[str]:
+    """The address of a gateway's route to the server."""
+    port = free_port()
+    command = [
+        *(str(Path(sys.executable).with_name("ludus")), "gateway"),
+        *("--env", f"{GAME}={server.grpc_address}"),
+        *("--port", str(port), "--grpc-port", "0"),
+    ]
+    environment = {**os.environ, "LUDUS_SESSION_KEY": server.session_key}
+    address = f"http://127.0.0.1:{port}/envs/{GAME}"
+    with process(command, environment) as running:
+        wait_until(lambda: answers(f"{address}/health"), running)
+        yield address
+
+
+@contextmanager
+def stock_server(version: str) -> Iterator[str]:
+    """The address of OpenEnv's own server of that version."""
+    requirement, program = SERVERS[version]
+    port = free_port()
+    arguments = [GAME, str(port), str(FIRST_SEED)]
+    with process([str(stock_python(requirement)), "-I", str(STOCK / program), *arguments]) as own:
+        address = f"http://127.0.0.1:{port}"
+        wait_until(lambda: answers(f"{address}/health"), own)
+        yield address
+
+
+@contextmanager
+def process(
+    command: list[str], environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the context."""
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def wait_until(ready, running: subprocess.Popen[str]) -> None:
+    """Returns when `ready()` is true; fails when the process ends or takes too long."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not ready():
+        assert running.poll() is None, running.communicate()[1][-3000:]
+        assert time.monotonic() < deadline_s, "it did not get ready"
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    """True when a GET succeeds."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def verdict_of(text: str) -> dict[str, Any]:
+    """The JSON object in a program's output."""
+    found = re.search(r"\{.*\}", text, re.DOTALL)
+    assert found, text
+    return json.loads(found.group())

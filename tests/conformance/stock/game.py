@@ -1,0 +1,63 @@
+"""A game of OpenSpiel for OpenEnv's own servers; runs in their virtual environments.
+
+It knows nothing of Ludus: one seat, chance drawn by a uniform index where that is right, and
+random opponents, from one generator per episode.
+"""
+
+import random
+
+import pyspiel
+
+
+class Game:
+    """One seat at a game, an episode at a time; unseeded episodes count seeds upwards."""
+
+    def __init__(self, name: str, first_seed: int = 0) -> None:
+        self._game = pyspiel.load_game(name)
+        self._has_information_state = self._game.get_type().provides_information_state_tensor
+        self._next_seed = first_seed
+        self._state = None
+        self._return = 0.0
+        self.num_steps = 0
+
+    def reset(self, seed: int | None = None) -> None:
+        """Deals."""
+        if seed is None:
+            seed, self._next_seed = self._next_seed, self._next_seed + 1
+        self._random = random.Random(seed)
+        self._state = self._game.new_initial_state()
+        self._return = 0.0
+        self.num_steps = 0
+        self._play_others()
+
+    def step(self, action_id: int) -> float:
+        """The reward of a move."""
+        self._state.apply_action(action_id)
+        self._play_others()
+        self.num_steps += 1
+        before, self._return = self._return, self._state.player_return(0)
+        return self._return - before
+
+    @property
+    def is_over(self) -> bool:
+        """True at the end."""
+        return self._state.is_terminal()
+
+    def view(self) -> dict:
+        """The fields of OpenEnv's OpenSpiel observation."""
+        over, state = self.is_over, self._state
+        return {
+            "info_state": state.information_state_tensor(0)
+            if self._has_information_state
+            else state.observation_tensor(0),
+            "legal_actions": [] if over else state.legal_actions(0),
+            "game_phase": "terminal" if over else "playing",
+            "current_player_id": state.current_player(),
+            "opponent_last_action": None,
+        }
+
+    def _play_others(self) -> None:
+        state = self._state
+        while not state.is_terminal() and state.current_player() != 0:
+            choices = state.legal_actions()
+            state.apply_action(choices[int(self._random.random() * len(choices))])

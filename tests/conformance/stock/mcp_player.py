@@ -1,0 +1,47 @@
+"""Plays one game with the standard MCP client; runs in that client's virtual environment.
+
+Arguments: address of the MCP endpoint, seed. Prints tools and answers as JSON.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from mcp import ClientSession
+from mcp.client.streamable_http import streamable_http_client
+
+sys.path.insert(0, str(Path(__file__).parent))
+from policy import choose, shown
+
+
+def content(result) -> dict:
+    assert not result.is_error, result
+    return result.structured_content
+
+
+async def play(session: ClientSession, seed: int) -> list:
+    now = content(await session.call_tool("start_episode", {"seed": seed}))
+    played = [[shown(now["observation"]), now["reward"], now["done"]]]
+    while not now["done"]:
+        action = {"action_id": choose(now["observation"])}
+        now = content(await session.call_tool("take_action", action))
+        played.append([shown(now["observation"]), now["reward"], now["done"]])
+    return played
+
+
+async def main(address: str, seed: int) -> None:
+    async with (
+        streamable_http_client(address) as (read, write, *_),
+        ClientSession(read, write) as session,
+    ):
+        started = await session.initialize()
+        tools = [tool.name for tool in (await session.list_tools()).tools]
+        await session.send_ping()
+        results = await play(session, seed)
+        server = started.server_info.name
+    sys.stdout.write(json.dumps({"server": server, "tools": tools, "results": results}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,46 @@
+"""Plays with OpenEnv's client of 0.1.x; runs in the virtual environment of that client.
+
+Arguments: address, first seed (unused: these clients cannot send one), number of games.
+Prints the games as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from openenv_core.client_types import StepResult
+from openenv_core.http_env_client import HTTPEnvClient
+
+sys.path.insert(0, str(Path(__file__).parent))
+from policy import choose, shown, state_shown
+
+
+class GameClient(HTTPEnvClient):
+    def _step_payload(self, action):
+        return {"action_id": action}
+
+    def _parse_result(self, payload):
+        return StepResult(payload["observation"], payload.get("reward"), payload["done"])
+
+    def _parse_state(self, payload):
+        return payload
+
+
+def play(client: GameClient) -> dict:
+    result = client.reset()
+    results = [result]
+    while not result.done:
+        result = client.step(choose(result.observation))
+        results.append(result)
+    played = [[shown(one.observation), one.reward, one.done] for one in results]
+    return {"results": played, "state": state_shown(client.state())}
+
+
+def main(address: str, num_games: int) -> None:
+    client = GameClient(base_url=address)
+    sys.stdout.write(json.dumps([play(client) for _ in range(num_games)]))
+    client.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[3]))

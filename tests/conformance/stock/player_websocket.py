@@ -1,0 +1,36 @@
+"""Plays with OpenEnv's clients of 0.2 to 0.10; runs in the virtual environment of the client.
+
+Arguments: address, first seed, number of games. Prints the games as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from openenv.core import GenericEnvClient
+
+sys.path.insert(0, str(Path(__file__).parent))
+from policy import choose, shown, state_shown
+
+
+def play(client, seed: int) -> dict:
+    result = client.reset(seed=seed)
+    results = [result]
+    while not result.done:
+        result = client.step({"action_id": choose(result.observation)})
+        results.append(result)
+    played = [[shown(one.observation), one.reward, one.done] for one in results]
+    return {"results": played, "state": state_shown(client.state())}
+
+
+def main(address: str, first_seed: int, num_games: int) -> None:
+    client = GenericEnvClient(base_url=address)
+    if hasattr(client, "sync"):  # 0.2.1 is synchronous by itself
+        client = client.sync()
+    with client:
+        games = [play(client, seed) for seed in range(first_seed, first_seed + num_games)]
+    sys.stdout.write(json.dumps(games))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

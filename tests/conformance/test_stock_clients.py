@@ -1,0 +1,61 @@
+"""OpenEnv's clients of every generation play on our server, and on a route of our gateway."""
+
+import functools
+import subprocess
+
+import pytest
+from parties import (
+    CLIENTS,
+    FIRST_SEED,
+    NUM_GAMES,
+    play_with_our_client,
+    play_with_stock_client,
+    run_stock,
+    stock_python,
+    verdict_of,
+)
+from stock_environment import python_of
+
+pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
+
+
+@functools.cache
+def our_games(grpc_address: str):
+    return play_with_our_client(grpc_address)
+
+
+@pytest.mark.parametrize("version", CLIENTS)
+def test_a_stock_client_sees_the_games_that_ours_sees(version, address, server):
+    stock = play_with_stock_client(version, address)
+    assert len(stock) == NUM_GAMES
+    assert stock == our_games(server.grpc_address)
+
+
+def test_our_client_sees_the_same_games_on_every_address(address, server):
+    assert play_with_our_client(address) == our_games(server.grpc_address)
+
+
+def test_the_games_are_no_trivial_ones(server):
+    games = our_games(server.grpc_address)
+    assert len({game["results"][-1][1] for game in games}) >= 3  # won, drawn and lost
+    assert len({str(game["results"]) for game in games}) > NUM_GAMES / 2
+
+
+def test_openenvs_own_validator_passes(address):
+    python = stock_python(CLIENTS["0.10.0"][0])
+    ended = subprocess.run(
+        [python.with_name("openenv"), "validate", "--url", address, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert verdict_of(ended.stdout)["passed"] is True
+
+
+def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
+    python = python_of("mcp==2.3.0")
+    answer = verdict_of(run_stock(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
+    assert {"start_episode", "take_action", "get_state"} <= set(answer["tools"])
+    assert answer["results"] == our_games(server.grpc_address)[0]["results"]
