@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
+from typing import TypeAlias
 
 import pyspiel
 
+_WORDS = struct.Struct("<8Q")
+_UNIT = 2.0**-53
 
-def draw_uniform(state: pyspiel.State, rng: random.Random) -> int:
+
+class ChanceStream:
+    """Numbers that are uniform between 0 and 1 and follow from a seed.
+
+    The words of BLAKE2b over seed and block number, as `random.Random` would cut them to
+    floats. A new stream per episode is much of what a short episode costs, and seeding the
+    standard generator takes longer than all the draws of most games.
+    """
+
+    __slots__ = ("_num_blocks", "_seed", "_words")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_blocks = 0
+        self._words: list[int] = []
+
+    def random(self) -> float:
+        """The next number, from 0 up to but without 1."""
+        if not self._words:
+            block = b"%d/%d" % (self._seed, self._num_blocks)
+            self._num_blocks += 1
+            self._words = list(_WORDS.unpack(hashlib.blake2b(block).digest()))
+        return (self._words.pop() >> 11) * _UNIT
+
+
+Draws: TypeAlias = ChanceStream | random.Random
+
+
+def draw_uniform(state: pyspiel.State, draws: Draws) -> int:
     """The chance event that happens where all are equally likely."""
     events = state.legal_actions()
-    return events[int(rng.random() * len(events))]
+    return events[int(draws.random() * len(events))]
 
 
-def draw_weighted(state: pyspiel.State, rng: random.Random) -> int:
+def draw_weighted(state: pyspiel.State, draws: Draws) -> int:
     """The chance event that happens, by the game's probabilities."""
-    remaining = rng.random()
+    remaining = draws.random()
     events = state.chance_outcomes()
     for event, probability in events:
         remaining -= probability

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import orjson
 from pydantic import Field
 
 from ludus.env import Action, Observation, State
@@ -12,6 +13,8 @@ UNNAMED_GAME = "catch"
 """OpenEnv's clients send this game name when their user named none, whatever is played."""
 
 GamePhase = Literal["initial", "playing", "terminal"]
+
+_set = object.__setattr__
 
 
 class OpenSpielAction(Action):
@@ -38,6 +41,26 @@ class OpenSpielObservation(Observation):
     """Whose turn it is; -4 at the end, as in OpenSpiel."""
     opponent_last_action: int | None = None
     """The latest move of another player in this episode; None where the rules may hide it."""
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Self:
+        """The observation of all fields, in their order, which are right by construction.
+
+        Validating each observation would take longer than the game's own move.
+        """
+        observation = cls.__new__(cls)
+        _set(observation, "__dict__", fields)
+        _set(observation, "__pydantic_fields_set__", _ALL_FIELDS)
+        _set(observation, "__pydantic_extra__", None)
+        _set(observation, "__pydantic_private__", None)
+        return observation
+
+    def to_json(self) -> bytes:
+        """What `model_dump_json` gives, in a third of its time: the fields are JSON's own types."""
+        return orjson.dumps(self.__dict__)
+
+
+_ALL_FIELDS = set(OpenSpielObservation.model_fields)
 
 
 class OpenSpielState(State):

@@ -7,8 +7,6 @@ import pyspiel
 from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
 
-_OBSERVATION = OpenSpielObservation(info_state=[], legal_actions=[])
-
 
 class SeatView:
     """A seat's narrow window on states of one game: players and text faces see only this."""
@@ -30,15 +28,14 @@ class SeatView:
         opponent_last_action: int | None = None,
     ) -> OpenSpielObservation:
         """The observation of the seat's player; with `adds_text`, its text in the metadata."""
-        # A copy of a valid observation: validating each would double the cost of a step.
-        return _OBSERVATION.model_copy(
-            update={
+        return OpenSpielObservation.of_fields(
+            {
+                "metadata": self._text(state) if self._adds_text else {},
                 "info_state": self._tensor(state),
                 "legal_actions": [] if phase == "terminal" else state.legal_actions(self.player),
                 "game_phase": phase,
                 "current_player_id": state.current_player(),
                 "opponent_last_action": opponent_last_action,
-                "metadata": self._text(state) if self._adds_text else {},
             }
         )
 

@@ -136,7 +136,7 @@ def test_an_address_without_a_scheme_is_refused(ludus: RunCli) -> None:
 def test_bench_needs_something_to_play_on(ludus: RunCli) -> None:
     result = ludus("env", "bench")
     assert result.code == 2
-    assert "expected PACKAGE or --address" in result.err
+    assert "expected TARGET or --address" in result.err
 
 
 def test_options_and_an_address_exclude_each_other(ludus: RunCli) -> None:

@@ -14,6 +14,9 @@ COMMANDS = [
     ("env", "list"),
     ("env", "check"),
     ("env", "bench"),
+    ("env", "init"),
+    ("env", "play"),
+    ("env", "replay"),
 ]
 HEAVY = ("torch", "ray", "vllm", "transformers", "pyspiel", "numpy", "grpc")
 

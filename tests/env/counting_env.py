@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import os
 import random
+import subprocess
+import sys
+import threading
 import time
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from ludus.env import Action, Environment, Message, Observation, State, Transition
-from ludus.env.server import run_server_cli
 from ludus.proto.errors import ActionParseError, EpisodeStateError, ErrorCode, IllegalActionError
 
 NUM_STEPS = 5
@@ -123,5 +129,107 @@ class ThreadedCountingEnv(CountingEnv):
     steps_on_event_loop = False
 
 
+class Deed(IntEnum):
+    """What an unruly environment does when this number is added."""
+
+    REPORT = -1_000_001
+    HANG = -1_000_002
+    EAT_MEMORY = -1_000_003
+    CRASH = -1_000_004
+    EXIT = -1_000_005
+    SYS_EXIT = -1_000_006
+    SPIN = -1_000_007
+    START_CHILD = -1_000_008
+
+
+class UnrulyEnv(CountingEnv):
+    """Does what no environment should do, as the action says."""
+
+    name = "unruly"
+
+    def reset(
+        self, *, seed: int | None = None, start: int = 0, note: str = ""
+    ) -> Transition[CountObservation]:
+        if start in set(Deed):
+            _do(Deed(start))
+        return super().reset(seed=seed, start=start, note=note)
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        if action.add not in set(Deed):
+            return super().step(action)
+        told = _do(Deed(action.add))
+        return Transition(self._observe(), info=told)
+
+
+class UnrulyThreadedEnv(UnrulyEnv):
+    """The same in threads."""
+
+    steps_on_event_loop = False
+
+
+class GloballyRandomEnv(CountingEnv):
+    """Its luck comes from the process, not from the seed."""
+
+    def _observe(self, note: str = "") -> CountObservation:
+        return CountObservation(total=self._state.total, luck=random.SystemRandom().getrandbits(40))
+
+
+def die_while_being_built() -> CountingEnv:
+    """A factory that takes its process with it."""
+    os._exit(3)
+
+
+def die_from_the_second_on(folder: str) -> CountingEnv:
+    """A factory that works once, where its first product is the server's description."""
+    built = os.path.join(folder, "built")
+    if os.path.exists(built):
+        os._exit(3)
+    with open(built, "w", encoding="utf-8"):
+        return CountingEnv()
+
+
+def fail_to_be_built(reason: str = "no luck") -> CountingEnv:
+    """A factory that raises."""
+    raise RuntimeError(reason)
+
+
+def _eat() -> None:
+    eaten = []
+    for _ in itertools.count():
+        eaten.append(np.ones(2**21))
+        time.sleep(0.005)
+
+
+def _do(deed: Deed) -> dict[str, Any]:
+    match deed:
+        case Deed.HANG:
+            threading.Event().wait()
+        case Deed.EAT_MEMORY:
+            _eat()
+        case Deed.CRASH:
+            ctypes.string_at(0)
+        case Deed.EXIT:
+            os._exit(7)
+        case Deed.SYS_EXIT:
+            sys.exit(7)
+        case Deed.SPIN:
+            while True:
+                pass
+        case Deed.START_CHILD:
+            return {"child": subprocess.Popen(["sleep", "60"]).pid}
+    return {
+        "pid": os.getpid(),
+        "luck": [random.random(), float(np.random.random())],
+        "variables": sorted(os.environ),
+        "heavy": [name for name in ("grpc", "fastapi", "uvicorn") if name in sys.modules],
+    }
+
+
 if __name__ == "__main__":
-    run_server_cli(CountingEnv)
+    from ludus.env.server import run_server_cli
+
+    arguments = sys.argv[1:]
+    unruly = "--unruly" in arguments
+    run_server_cli(
+        UnrulyEnv if unruly else CountingEnv, argv=[a for a in arguments if a != "--unruly"]
+    )

@@ -9,12 +9,17 @@ import time
 import urllib.request
 from pathlib import Path
 
+import grpc
 import pytest
 from counting_env import CountingEnv
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
+from ludus.env.local_server import LocalServer
 from ludus.env.server import ServerOptions
+from ludus.env.session_ids import SessionKey
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, PortInUseError, SessionLostError
 
 SERVER = str(Path(__file__).with_name("counting_env.py"))
@@ -124,3 +129,91 @@ def test_neighbouring_ports_have_neighbouring_grpc_ports():
     assert [ServerOptions(port=port).bound_grpc_port for port in (8004, 8005)] == [18004, 18005]
     assert ServerOptions(port=0).bound_grpc_port == 0
     assert CountingEnv.steps_on_event_loop
+
+
+# -- options ---------------------------------------------------------------------------
+
+KEY = "a-key-that-a-gateway-and-a-server-share"
+
+
+def open_signed(address: str, session_id: str) -> str:
+    with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
+        request = pb.OpenRequest(session_id=session_id)
+        return env_pb2_grpc.EnvServiceStub(channel).Open(request, timeout=5).session_id
+
+
+@pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
+def test_the_options_of_the_command_line_reach_the_server(tmp_path, isolation):
+    async def story():
+        arguments = ["--isolation", isolation, "--first-seed", "7", "--max-sessions", "4"]
+        arguments += ["--no-determinism-check"] if isolation == "pool" else []
+        env = {"LUDUS_SESSION_KEY": KEY, "POD_UID": "8c5f7a3e-0b1d"}
+        with server_process(tmp_path, *arguments, env=env) as served:
+            client = await AsyncEnvClient.connect(served.grpc_address)
+            described = await client.describe()
+            assert (described.server_id, described.max_sessions) == ("8c5f7a3e0b1d", 4)
+            assert described.is_deterministic is (isolation != "pool")
+            unseeded = [(await client.open())[1].observation for _ in range(2)]
+            seeded = (await client.open(seed=7))[1].observation
+            assert seeded == unseeded[0] != unseeded[1]
+            signed = SessionKey(KEY.encode()).sign("counting", described.server_id)
+            assert await asyncio.to_thread(open_signed, served.grpc_address, signed) == signed
+            await client.close()
+
+    asyncio.run(story())
+
+
+def test_options_that_cannot_work_together_end_with_one_line_and_code_2():
+    ended = run_to_its_end("--port", "0", "--isolation", "pool", "--cpu-limit-s", "5")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: expected cpu_limit_s with isolation='process' only")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_code_2():
+    command = [sys.executable, "-m", "ludus.env", "counting_env:fail_to_be_built"]
+    ended = subprocess.run(
+        [*command, "--port", "0", "--isolation", "process"],
+        cwd=Path(SERVER).parent,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "RuntimeError: no luck" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
+    async def story():
+        arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "10")
+        with server_process(tmp_path, *arguments) as served:
+            client = await AsyncEnvClient.connect(served.grpc_address)
+            first, _ = await client.open()
+            waiting = asyncio.create_task(client.open(seed=1))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await first.close()
+            assert (await (await waiting)[0].step({"add": 1})).reward == 1.0
+            await client.close()
+
+    asyncio.run(story())
+
+
+def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
+    monkeypatch.chdir(Path(SERVER).parent)
+    server = LocalServer(
+        "counting_env:CountingEnv",
+        isolation="process",
+        extra_arguments=["--memory-limit-mb", "900"],
+        environment={"LUDUS_SESSION_KEY": KEY},
+    )
+    with server:
+        arguments = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")
+        assert arguments[arguments.index(b"--isolation") + 1] == b"process"
+        assert KEY not in repr(server) and not any(KEY.encode() in one for one in arguments)
+        assert server.addresses is not None
+        signed = SessionKey(KEY.encode()).sign("counting", "elsewhere")
+        with pytest.raises(grpc.RpcError, match="elsewhere"):
+            open_signed(server.addresses.grpc, signed)

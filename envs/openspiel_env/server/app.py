@@ -16,16 +16,15 @@ import argparse
 import functools
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ludus.env.core import CoreOptions, SessionCore
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
-from ludus.env.server import ServerOptions, run_server_cli
+from ludus.env.server import ServerOptions, run_server
+from ludus.env.server_cli import add_server_arguments
 from ludus.env.types import JsonObject
-from ludus.proto.errors import UserError
 
 from .. import DEFAULT_PORT
 from .openspiel_environment import build_environment
@@ -38,30 +37,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
     options, server_arguments = _parse(argv)
     factory = functools.partial(build_environment, **options)
-    try:
-        factory()  # bad options end here, not in a session
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(UserError.exit_code)
-    run_server_cli(factory, DEFAULT_PORT, ["--max-sessions", _max_sessions(), *server_arguments])
+    run_server(factory, server_arguments, DEFAULT_PORT)
 
 
 def __getattr__(name: str) -> FastAPI:
     # OpenEnv's images run `uvicorn server.app:app`; nobody else pays for an application.
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    options, _ = _parse([])
+    options, server_options = _parse([])
     factory = functools.partial(build_environment, **options)
-    options = CoreOptions(max_sessions=int(_max_sessions()))
-    return build_app(SessionCore(local_host(factory), options))
+    core_options = CoreOptions(max_sessions=server_options["max_sessions"])
+    return build_app(SessionCore(local_host(factory), core_options))
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """The environment's options, and the arguments that are left for the server."""
+def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The environment's options, and the server's that are given."""
     parser = argparse.ArgumentParser(
         description="Serves an OpenSpiel game over HTTP, WebSocket and gRPC.",
-        epilog="Options of the server: --host, --port, --grpc-port, --max-sessions, "
-        "--idle-timeout-s, --token-env, --insecure, --ready-file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = os.environ.get
@@ -86,8 +78,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
     parser.add_argument(
         "--text-style", default=default("OPENSPIEL_TEXT_STYLE", "compact"), help="compact or rules"
     )
-    own, server_arguments = parser.parse_known_args(argv)
-    return vars(own), server_arguments
+    own_names = set(vars(parser.parse_args([])))
+    add_server_arguments(parser, DEFAULT_PORT)
+    parser.set_defaults(max_sessions=default("MAX_CONCURRENT_ENVS", ServerOptions().max_sessions))
+    given = vars(parser.parse_args(argv))
+    own = {name: given.pop(name) for name in own_names}
+    return own, given
 
 
 def _json_object(text: str) -> JsonObject:
@@ -98,10 +94,6 @@ def _json_object(text: str) -> JsonObject:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
     return found
-
-
-def _max_sessions() -> str:
-    return os.environ.get("MAX_CONCURRENT_ENVS", str(ServerOptions().max_sessions))
 
 
 if __name__ == "__main__":

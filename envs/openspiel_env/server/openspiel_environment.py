@@ -20,7 +20,7 @@ from ludus.proto.errors import (
     InvalidCallError,
 )
 
-from ..chance import draw_uniform, draw_weighted
+from ..chance import ChanceStream, draw_uniform, draw_weighted
 from ..games import is_slow, load_game
 from ..models import UNNAMED_GAME, GamePhase, OpenSpielAction, OpenSpielObservation, OpenSpielState
 from ..opponents import make_opponent
@@ -63,7 +63,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     description = "Any sequential OpenSpiel game, played from one seat"
     steps_on_event_loop = True
 
-    _chance_rng: random.Random
+    _chance: ChanceStream
     _opponent_rng: random.Random
 
     def __init__(
@@ -137,7 +137,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         """
         if seed is None:
             seed = secrets.randbits(63)
-        self._chance_rng = random.Random(seed)
+        self._chance = ChanceStream(seed)
         if self._loaded.num_players > 1:
             self._opponent_rng = random.Random(f"opponents of {seed}")
         self._episode_id = episode_id  # None: made up when somebody asks
@@ -185,16 +185,16 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         self._opponent_last_action = None
         game = self._loaded.game
         if self._loaded.has_random_seed:
-            game = self._loaded.reseeded(self._chance_rng.getrandbits(31))
+            game = self._loaded.reseeded(int(self._chance.random() * 2**31))
         return game.new_initial_state()
 
     def _play_others(self, state: pyspiel.State) -> int:
         """The agent's seat, or the end of the game, after chance and the others have moved."""
-        agent, draw, rng = self._agent, self._draw, self._chance_rng
+        agent, draw, chance = self._agent, self._draw, self._chance
         while True:
             player = state.current_player()
             if player == _CHANCE:
-                state.apply_action(draw(state, rng))
+                state.apply_action(draw(state, chance))
             elif player in (agent, _TERMINAL):
                 return player
             else:

@@ -22,6 +22,7 @@
     │       ├── SessionLostError  the session is gone
     │       ├── UnavailableError  the server cannot be reached, or takes no new sessions
     │       └── CallTimeoutError
+    ├── ClusterError              the Kubernetes API refused a request, or cannot be reached
     ├── WeightSyncError           weights did not arrive, or are not those published
     │   └── CanaryError
     ├── TrainingStalledError      nothing that is played teaches anything any more
@@ -193,6 +194,22 @@ class CallTimeoutError(InfrastructureError):
     """The server did not answer in time."""
 
     default_code = ErrorCode.TIMEOUT
+
+
+class ClusterError(LudusError):
+    """The Kubernetes API server refused a request, or cannot be reached."""
+
+    def __init__(self, message: str, status: int = 0, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        """The HTTP status; 0 where no answer came."""
+        self.retry_after_s = retry_after_s
+        """When to try again; 0 where that is not known."""
+
+    def __reduce__(self) -> tuple[type[ClusterError], tuple[str, int, float]]:
+        # Exception pickles only `args`; the status must cross process borders too.
+        return type(self), (self.message, self.status, self.retry_after_s)
 
 
 class WeightSyncError(LudusError):

@@ -53,3 +53,34 @@ class EvalMetric(StrEnum):
     RETURN_CI95_HIGH = "return_ci95_high"
     INVALID_RATE = "invalid_rate"
     GAP_CLOSED = "gap_closed"
+
+
+class EnvServerMetric(StrEnum):
+    """What an environment server exports to Prometheus; counters get `_total` there."""
+
+    SESSIONS = "env_server_sessions"
+    SESSION_CAPACITY = "env_server_session_capacity"
+    OPENS_WAITING = "env_server_opens_waiting"
+    DRAINING = "env_server_draining"
+    OPENS = "env_server_opens"
+    RESETS = "env_server_resets"
+    STEPS = "env_server_steps"
+    ERRORS = "env_server_errors"
+    SESSION_ENDS = "env_server_session_ends"
+    STEP_DURATION = "env_server_step_duration_seconds"
+
+
+class GatewayMetric(StrEnum):
+    """What a gateway exports to Prometheus; counters get `_total` there, build `_info`."""
+
+    SESSIONS = "ludus_gateway_sessions"
+    SESSION_CAPACITY = "ludus_gateway_session_capacity"
+    SERVERS = "ludus_gateway_servers"
+    OPENS = "ludus_gateway_opens"
+    CALLS = "ludus_gateway_calls"
+    CALL_SECONDS = "ludus_gateway_call_seconds"
+    QUEUE_WAIT_SECONDS = "ludus_gateway_queue_wait_seconds"
+    SESSIONS_LOST = "ludus_gateway_sessions_lost"
+    AUTH_FAILURES = "ludus_gateway_auth_failures"
+    RATE_LIMITED = "ludus_gateway_rate_limited"
+    BUILD = "ludus_gateway_build"

@@ -7,16 +7,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orjson
 
-from ludus.env.environment import AnyEnvironment
 from ludus.env.packages import environment_factory
-from ludus.env.server import run_server_cli
+from ludus.env.server import run_server
+from ludus.env.server_cli import add_server_arguments
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 
+_DEFAULT_PORT = 8000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,33 +25,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m ludus.env",
-        description="Serve an environment package; further arguments go to the server.",
+        description="Serve an environment over HTTP, WebSocket and gRPC.",
     )
     parser.add_argument("package", help="for example openspiel_env")
     parser.add_argument("--options", default="{}", help='JSON, for example {"game": "blackjack"}')
     parser.add_argument("--exit-with-parent", action="store_true", help="never outlive the starter")
-    arguments, server_arguments = parser.parse_known_args(argv)
+    add_server_arguments(parser, _DEFAULT_PORT)
+    arguments = parser.parse_args(argv)
     if arguments.exit_with_parent:
         _exit_with_parent()
     try:
-        factory = _checked_factory(arguments.package, arguments.options)
+        factory = environment_factory(arguments.package, _parse_options(arguments.options))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    run_server_cli(factory, argv=server_arguments)
+    run_server(factory, vars(arguments), _DEFAULT_PORT)
 
 
-def _checked_factory(package: str, options_json: str) -> Callable[[], AnyEnvironment]:
-    """The factory, after it has made one environment: bad options end here, not in a session."""
+def _parse_options(text: str) -> JsonObject:
     try:
-        options: JsonObject = orjson.loads(options_json)
+        options = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(
-            f"--options expected a JSON object, got '{options_json}': {error}"
-        ) from None
-    factory = environment_factory(package, options)
-    factory().close()
-    return factory
+        raise ConfigError(f"--options expected a JSON object, got '{text}': {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--options expected a JSON object, got '{text}'")
+    return options
 
 
 def _exit_with_parent() -> None:

@@ -24,13 +24,20 @@ from ludus.env.grpc_messages import (
     read_open_args,
     read_reset_args,
 )
+from ludus.env.recording import RecordingSessions
 from ludus.env.sessions import Owner, Sessions
+from ludus.env.tracing import server_span
 from ludus.env.types import JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 
 Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
 MAX_GROUP_SIZE = 4096
+MAX_CALLS_AHEAD = 4096
+"""Calls that are read before an earlier one is answered."""
+_ENOUGH_CALLS = 16
+_NUM_IDLE_TURNS = 8
+"""Turns of the event loop, a few microseconds each, in which nothing more comes."""
 
 
 class CallServer:
@@ -55,14 +62,15 @@ class CallServer:
     async def step_many(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
         """One reply per step, in order."""
         response = pb.StepManyResponse()
-        replies = [(step, response.replies.add()) for step in request.steps]
         if self._inline is not None:
-            for step, reply in replies:
+            for step in request.steps:
+                reply = response.replies.add()
                 if step.HasField("reset"):
                     await self._step_or_error(step, reply)
                 else:
                     self._step_now(self._inline, step, reply)
         else:
+            replies = [(step, response.replies.add()) for step in request.steps]
             await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
         return response
 
@@ -82,7 +90,7 @@ class CallServer:
                 f"expected a group of 1 to {MAX_GROUP_SIZE} sessions, got {size}"
             )
         args = read_open_args(request.open)
-        if request.session_ids and isinstance(self._sessions, SessionCore):
+        if request.session_ids and isinstance(self._sessions, SessionCore | RecordingSessions):
             opened = await self._sessions.open_group_as(list(request.session_ids), args, owner)
         else:
             opened = await self._sessions.open_group(args, size, owner)
@@ -130,26 +138,36 @@ class CallServer:
         write: Write,
         owner: Owner,
     ) -> None:
-        async for batch in batches:
-            response = pb.ReplyBatch()
-            num_bytes = 0
-            for call in batch.calls:
-                if num_bytes > MAX_BATCH_BYTES:
-                    await write(response)
-                    response, num_bytes = pb.ReplyBatch(), 0
-                reply = response.replies.add()
-                reply.call_id = call.call_id
-                if call.HasField("step") and not call.step.HasField("reset"):
-                    num_bytes += self._step_now(core, call.step, reply)
-                else:
-                    await self._answer(call, reply, owner)
-                    num_bytes += reply.ByteSize()
-            await write(response)
+        ahead = _ReadAhead(batches)
+        reading = asyncio.create_task(ahead.read())
+        try:
+            while calls := await ahead.take(gathers=len(owner.session_ids) > 1):
+                await self._answer_in_order(core, calls, write, owner)
+            await reading
+        finally:
+            reading.cancel()
+
+    async def _answer_in_order(
+        self, core: SessionCore, calls: list[pb.Call], write: Write, owner: Owner
+    ) -> None:
+        response, num_bytes = pb.ReplyBatch(), 0
+        for call in calls:
+            if num_bytes > MAX_BATCH_BYTES:
+                await write(response)
+                response, num_bytes = pb.ReplyBatch(), 0
+            reply = response.replies.add()
+            reply.call_id = call.call_id
+            if call.HasField("step") and not call.step.HasField("reset"):
+                num_bytes += self._step_now(core, call.step, reply)
+            else:
+                await self._answer(call, reply, owner)
+                num_bytes += reply.ByteSize()
+        await write(response)
 
     async def _serve_concurrently(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner
     ) -> None:
-        replies = _ReplyWriter(write)
+        replies = ReplyWriter(write)
         tasks: set[asyncio.Task[None]] = set()
         writing = asyncio.create_task(replies.write_forever())
         try:
@@ -166,12 +184,20 @@ class CallServer:
             for task in tasks:
                 task.cancel()
 
-    async def _answer_into(self, call: pb.Call, replies: _ReplyWriter, owner: Owner) -> None:
+    async def _answer_into(self, call: pb.Call, replies: ReplyWriter, owner: Owner) -> None:
         reply = pb.Reply(call_id=call.call_id)
         await self._answer(call, reply, owner)
         replies.put(reply)
 
     async def _answer(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
+        if call.HasField("trace"):
+            name = f"ludus.env/{call.WhichOneof('call')}"
+            with server_span(name, call.trace.traceparent, call.trace.request_id):
+                await self._answer_untraced(call, reply, owner)
+        else:
+            await self._answer_untraced(call, reply, owner)
+
+    async def _answer_untraced(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
         kind = call.WhichOneof("call")
         try:
             match kind:
@@ -226,7 +252,57 @@ class CallServer:
             fill_error(reply.error, error, request.session_id)
 
 
-class _ReplyWriter:
+class _ReadAhead:
+    """Reads calls while earlier ones are answered, so that their replies travel together.
+
+    A message costs far more than a call in it. Clients that send one call per message would
+    otherwise be answered one by one, and pay as much again for their replies.
+    """
+
+    def __init__(self, batches: AsyncIterable[pb.CallBatch]) -> None:
+        self._batches = batches
+        self._waiting: list[pb.Call] = []
+        self._has_ended = False
+        self._came = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    async def read(self) -> None:
+        """Returns when the batches have ended; raises what reading raises."""
+        try:
+            async for batch in self._batches:
+                self._waiting.extend(batch.calls)
+                self._came.set()
+                if len(self._waiting) >= MAX_CALLS_AHEAD:
+                    self._taken.clear()
+                    await self._taken.wait()
+        finally:
+            self._has_ended = True
+            self._came.set()
+
+    async def take(self, *, gathers: bool) -> list[pb.Call]:
+        """The calls that have come since, at least one; none when they have ended.
+
+        Args:
+            gathers: holds a few calls back for as long as more keep coming.
+        """
+        while not self._waiting and not self._has_ended:
+            self._came.clear()
+            await self._came.wait()
+        if gathers:
+            await self._gather()
+        taken, self._waiting = self._waiting, []
+        self._taken.set()
+        return taken
+
+    async def _gather(self) -> None:
+        num_idle_turns, num_calls = 0, len(self._waiting)
+        while num_calls < _ENOUGH_CALLS and num_idle_turns < _NUM_IDLE_TURNS:
+            await asyncio.sleep(0)
+            num_idle_turns = num_idle_turns + 1 if len(self._waiting) == num_calls else 0
+            num_calls = len(self._waiting)
+
+
+class ReplyWriter:
     """Gathers replies and writes them in batches; the first waiting reply wakes the writer."""
 
     def __init__(self, write: Write) -> None:

@@ -6,23 +6,29 @@
 Everything that is called before the writer gets its turn travels in one batch: all calls
 of one event-loop tick, and all that gather while an earlier batch is being written. A
 call costs a future and no task. When the stream breaks, every call in flight fails with
-SessionLostError, and so does every later one.
+ConnectionLostError, and so does every later one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from ludus.env.grpc_messages import MAX_BATCH_BYTES, read_error
+from ludus.env.tracing import fill_trace, is_traced
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import CallTimeoutError, LudusError, SessionLostError
 
 
 class StreamBrokenError(LudusError):
     """The stream ended; the message says why."""
+
+
+class ConnectionLostError(SessionLostError):
+    """The stream ended under a call; the session may live on at the other side."""
 
 
 class Duplex(Protocol):
@@ -52,6 +58,7 @@ class CallStream:
         duplex: what carries the batches.
         peer: the other side, for messages.
         timeout_s: for one call; its future then fails, the stream goes on.
+        max_calls_per_batch: 0 sends all that gather in one.
         on_orphan: given replies that nobody waits for any more.
     """
 
@@ -61,6 +68,7 @@ class CallStream:
         peer: str,
         *,
         timeout_s: float,
+        max_calls_per_batch: int = 0,
         on_orphan: Callable[[pb.Reply], None] | None = None,
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
@@ -70,6 +78,7 @@ class CallStream:
         self._duplex = duplex
         self._peer = peer
         self._timeout_s = timeout_s
+        self._max_calls = max_calls_per_batch or sys.maxsize
         self._on_orphan = on_orphan
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
@@ -89,13 +98,15 @@ class CallStream:
     def begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
         """A call to be filled in before the next await, and the future of its reply."""
         if self.broken is not None:
-            raise SessionLostError(self.broken)
-        if self._batch_bytes > MAX_BATCH_BYTES:
+            raise ConnectionLostError(self.broken)
+        if self._batch_bytes > MAX_BATCH_BYTES or len(self._batch.calls) >= self._max_calls:
             self._full_batches.append(self._batch)
             self._batch, self._batch_bytes = pb.CallBatch(), 0
         self._batch_bytes += num_bytes
         call = self._batch.calls.add()
         call.call_id = call_id = next(self._call_ids)
+        if is_traced():
+            fill_trace(call)
         future: asyncio.Future[pb.Reply] = self._loop.create_future()
         self._in_flight[call_id] = (future, self._loop.time() + self._timeout_s)
         if self._expiry is None:
@@ -174,7 +185,7 @@ class CallStream:
         in_flight, self._in_flight = self._in_flight, {}
         for future, _ in in_flight.values():
             if not future.done():
-                future.set_exception(SessionLostError(self.broken))
+                future.set_exception(ConnectionLostError(self.broken))
         self._tasks[0].cancel()
         if self._on_broken is not None:
             self._on_broken(self.broken)

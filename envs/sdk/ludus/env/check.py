@@ -1,18 +1,30 @@
-"""Checks that any environment can run, to see that it keeps its contract.
+"""Checks that any environment and any server can run, to see that they keep their contract.
 
 report = check_environment(MyEnvironment)
 report.raise_if_failed()
+
+    class, target --check_environment--> rules of the environment (check_rules), in process
+    server        --check_server-------> rules of the wire (check_wire), over a client
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ludus.env.check_play import ActionSource, CheckedEnvironment, random_legal_action
 from ludus.env.check_rules import RULES, BrokenRuleError, Rule
+from ludus.env.check_wire import WIRE_RULES
+from ludus.env.check_wire_play import CheckedServer, NotOfferedError
+from ludus.env.client import AsyncEnvClient
 from ludus.env.hosts import EnvironmentFactory
-from ludus.proto.errors import LudusError
+from ludus.env.targets import TargetFactory
+from ludus.proto.errors import InfrastructureError, LudusError
+
+Verdict = Literal["ok", "broken", "not offered"]
+OnCheck = Callable[["Check"], None]
 
 
 class EnvironmentCheckError(LudusError):
@@ -26,7 +38,16 @@ class Check:
     name: str
     ok: bool
     detail: str = ""
-    """What was expected and what was found; empty when it held."""
+    """What was expected and what was found, or what is not offered; empty when it held."""
+    is_offered: bool = True
+    """False where the server has nothing that the rule could be about."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """In a word."""
+        if not self.is_offered:
+            return "not offered"
+        return "ok" if self.ok else "broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +59,11 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """True when every rule held."""
+        """True when no rule was broken."""
         return all(check.ok for check in self.checks)
 
     def raise_if_failed(self) -> None:
-        """Returns when every rule held.
+        """Returns when no rule was broken.
 
         Raises:
             EnvironmentCheckError: names every broken rule.
@@ -58,6 +79,7 @@ def check_environment(
     seeds: Sequence[int] = tuple(range(8)),
     num_steps: int = 50,
     choose_action: ActionSource = random_legal_action,
+    on_check: OnCheck | None = None,
 ) -> CheckReport:
     """Every rule of the environment contract, and whether the factory's product keeps it.
 
@@ -65,14 +87,47 @@ def check_environment(
         seeds: one episode is played for each.
         num_steps: at most so many steps of an episode are played.
         choose_action: a legal action for an observation; the default draws one from the
-            text face's legal answers, or from the observation's `legal_actions`.
+            text face's legal answers, the observation's `legal_actions`, or the schema.
+        on_check: called with each rule's outcome as it comes.
     """
     name = getattr(factory, "__name__", type(factory).__name__)
+    if isinstance(factory, TargetFactory):
+        name = factory.target
     checks = []
     for rule_name, rule in RULES.items():
         checked = CheckedEnvironment(factory, seeds, num_steps, choose_action)
         checks.append(_run(rule_name, rule, checked))
+        if on_check is not None:
+            on_check(checks[-1])
     return CheckReport(name, checks)
+
+
+async def check_server(
+    client: AsyncEnvClient,
+    *,
+    seeds: Sequence[int] = tuple(range(4)),
+    num_steps: int = 50,
+    timeout_s: float = 60.0,
+    on_check: OnCheck | None = None,
+) -> CheckReport:
+    """Every rule of the wire, and whether the client's server keeps it.
+
+    For a moment it opens as many sessions as the server holds, at most 16.
+
+    Args:
+        timeout_s: for one rule; one that takes longer is broken.
+        on_check: called with each rule's outcome as it comes.
+
+    Raises:
+        InfrastructureError: the server cannot be asked what it is.
+    """
+    checked = CheckedServer(client, await client.describe(), seeds, num_steps)
+    checks = []
+    for name, rule in WIRE_RULES.items():
+        checks.append(await _run_on_wire(name, rule(checked), checked, timeout_s))
+        if on_check is not None:
+            on_check(checks[-1])
+    return CheckReport(checked.description.name, checks)
 
 
 def _run(name: str, rule: Rule, checked: CheckedEnvironment) -> Check:
@@ -84,4 +139,26 @@ def _run(name: str, rule: Rule, checked: CheckedEnvironment) -> Check:
         return Check(name, ok=False, detail=f"expected no error, got {error!r}")
     finally:
         checked.close()
+    return Check(name, ok=True)
+
+
+async def _run_on_wire(
+    name: str, asking: Awaitable[None], checked: CheckedServer, timeout_s: float
+) -> Check:
+    try:
+        async with asyncio.timeout(timeout_s):
+            try:
+                await asking
+            finally:
+                await checked.close()
+    except BrokenRuleError as error:
+        return Check(name, ok=False, detail=str(error))
+    except NotOfferedError as error:
+        return Check(name, ok=True, detail=str(error), is_offered=False)
+    except TimeoutError:
+        return Check(name, ok=False, detail=f"expected an end within {timeout_s:g} s, got none")
+    except InfrastructureError as error:
+        return Check(name, ok=False, detail=f"expected answers, got {error.code}: {error}")
+    except LudusError as error:
+        return Check(name, ok=False, detail=f"expected no error, got {error!r}")
     return Check(name, ok=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from ludus.env.encoding import decode_action
 from ludus.env.environment import AnyEnvironment
 from ludus.env.hosts import EnvironmentFactory
+from ludus.env.schema_values import random_action
 from ludus.env.types import Action, Observation, Transition
-from ludus.proto.errors import ConfigError
 
 ActionSource = Callable[[AnyEnvironment, Observation, random.Random], Action]
 
@@ -24,13 +25,17 @@ class CheckedEnvironment:
     seeds: Sequence[int]
     num_steps: int
     choose_action: ActionSource
+    holds_one: bool = False
+    """True when only one instance may live at a time; known once one was made."""
     _made: list[AnyEnvironment] = field(default_factory=list)
 
     def make(self) -> AnyEnvironment:
-        """A new instance, which `close` closes."""
-        environment = self.factory()
-        self._made.append(environment)
-        return environment
+        """A new instance, which `close` closes, or the next `make` where a process holds one."""
+        if self._made and self.holds_one:
+            self.close()
+        self._made.append(self.factory())
+        self.holds_one = self._made[-1].one_per_process
+        return self._made[-1]
 
     def close(self) -> None:
         """Closes every instance that was made."""
@@ -106,21 +111,16 @@ def record_of(transition: Transition) -> bytes:
 def random_legal_action(
     environment: AnyEnvironment, observation: Observation, generator: random.Random
 ) -> Action:
-    """An action drawn from the legal answers, or from the observation's `legal_actions`.
+    """An action drawn from the legal answers, or from `legal_actions`, or from the schema.
 
     Raises:
-        ConfigError: the environment lists its legal actions in neither way.
+        InvalidCallError: what fits the schema does not fit the action type.
     """
     face = environment.text_face
     answers = face.legal_answers(observation) if face is not None else []
     if face is not None and answers:
         return face.parse(generator.choice(answers), observation)
-    legal_actions = getattr(observation, "legal_actions", None)
-    fields = environment.action_type.model_fields
-    required = [name for name, info in fields.items() if info.is_required()]
-    if legal_actions and len(required) == 1:
-        return environment.action_type(**{required[0]: generator.choice(legal_actions)})
-    raise ConfigError(
-        f"expected {type(environment).__name__} to list legal answers or `legal_actions`,"
-        " got neither; pass choose_action to check_environment"
-    )
+    action_type = environment.action_type
+    shown = observation.model_dump(mode="json")
+    action = random_action(action_type.model_json_schema(), shown, generator)
+    return decode_action(action_type, orjson.dumps(action))

@@ -19,13 +19,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.hosts import HostedSession, InlineHost, InlineSession, SessionHost
 from ludus.env.session import Session
 from ludus.env.session_ids import IdDesk, SessionKey, new_server_id
-from ludus.env.sessions import Load, OpenArgs, Opened, Owner
+from ludus.env.sessions import Load, OpenArgs, Opened, Owner, SessionEvents
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.env.waiting_line import WaitingLine
 from ludus.proto.errors import (
@@ -100,6 +101,7 @@ class SessionCore:
 
     def __init__(self, host: SessionHost, options: CoreOptions | None = None) -> None:
         self.options = options or CoreOptions()
+        self.events = SessionEvents()
         self._host = host
         self._entries: dict[str, _Entry] = {}
         self._num_opening = 0
@@ -228,14 +230,12 @@ class SessionCore:
 
     async def close(self, session_id: str) -> None:
         """Ends a session; one that is gone already is no error."""
-        entry = self._entries.get(session_id)
-        if entry is not None:
+        if entry := self._entries.get(session_id):
             self._depart(entry, "it was closed")
 
     async def detach(self, session_id: str) -> None:
         """Ends a session after its `linger_s` unless it is called again before."""
-        entry = self._entries.get(session_id)
-        if entry is not None:
+        if entry := self._entries.get(session_id):
             self._detach(entry)
 
     def release(self, owner: Owner) -> None:
@@ -290,6 +290,7 @@ class SessionCore:
         """Returns when `size` sessions are set aside for the caller."""
         if self._is_draining:
             raise self._draining()
+        await self.events.make_room(size)
         if size > self.options.max_sessions:
             raise InvalidCallError(
                 f"expected a group of at most {self.options.max_sessions} sessions, which is all"
@@ -333,13 +334,13 @@ class SessionCore:
     async def _open_reserved(self, session_id: str, args: OpenArgs, owner: Owner | None) -> Opened:
         try:
             hosted = await self._host.open(
-                session_id,
-                with_text=args.with_text,
-                on_lost=lambda reason: self._on_lost(session_id, reason),
+                session_id, with_text=args.with_text, on_lost=partial(self._on_lost, session_id)
             )
             first = None
             if args.reset is not None:
                 first = await self._first_of(hosted, self._seeded(args.reset))
+            if session_id in self._departed:  # its worker died before it was entered
+                raise self._lost(session_id)
             self._enter(session_id, hosted, args, owner)
         finally:
             self._give_slots_back(1)
@@ -417,9 +418,10 @@ class SessionCore:
             self._depart(entry, _CONNECTION_ENDED)
 
     def _on_lost(self, session_id: str, reason: str) -> None:
-        entry = self._entries.get(session_id)
-        if entry is not None:
+        if entry := self._entries.get(session_id):
             self._remove(entry, reason)
+        else:
+            self._remember(session_id, _Departed(reason, None))
 
     def _depart(self, entry: _Entry, reason: str) -> None:
         if not self._remove(entry, reason):
@@ -434,11 +436,15 @@ class SessionCore:
             return False
         if entry.owner is not None:
             entry.owner.session_ids.discard(entry.id)
-        self._departed[entry.id] = _Departed(reason, entry.hosted.last)
-        if len(self._departed) > MAX_REMEMBERED_SESSIONS:
-            self._departed.popitem(last=False)
+        self._remember(entry.id, _Departed(reason, entry.hosted.last))
+        self.events.ended(entry.id, reason)
         self._line.advance()
         return True
+
+    def _remember(self, session_id: str, departed: _Departed) -> None:
+        self._departed.setdefault(session_id, departed)
+        if len(self._departed) > MAX_REMEMBERED_SESSIONS:
+            self._departed.popitem(last=False)
 
     async def _timed(
         self,
@@ -448,8 +454,7 @@ class SessionCore:
         timeout_s: float,
     ) -> ResultT:
         """The call's value, after the session's earlier calls; too slow ends the session."""
-        limits_s = [limit for limit in (timeout_s, self.options.step_timeout_s) if limit > 0]
-        limit_s = min(limits_s, default=None)
+        limit_s = min((s for s in (timeout_s, self.options.step_timeout_s) if s > 0), default=None)
         try:
             return await asyncio.wait_for(self._finish(self._locked(entry, call)), limit_s)
         except TimeoutError:

@@ -38,9 +38,13 @@ class EncodedText:
     legal_answers: list[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodedResult:
-    """A transition ready for any wire; JSON parts are bytes that are copied, never parsed."""
+    """A transition ready for any wire; JSON parts are bytes that are copied, never parsed.
+
+    Nobody changes one. It is not frozen because there is one for every step, and making a
+    frozen one takes three times as long.
+    """
 
     step_index: int
     observation_json: bytes
@@ -79,16 +83,17 @@ def encode_transition(
     if face is not None:
         messages = face.render(observation, first=step_index == 0)
         text = EncodedText(orjson.dumps(messages), face.legal_answers(observation))
+    reward, metadata, info = transition.reward, observation.metadata, transition.info
     return EncodedResult(
-        step_index=step_index,
-        observation_json=observation.__pydantic_serializer__.to_json(observation),
-        metadata_json=_json_or_nothing(observation.metadata),
-        info_json=_json_or_nothing(transition.info),
-        reward=None if transition.reward is None else float(transition.reward),
-        terminated=bool(transition.terminated),
-        truncated=bool(transition.truncated),
-        tensors=transition.tensors,
-        text=text,
+        step_index,
+        observation.to_json(),
+        _json_of(metadata) if metadata else b"",
+        _json_of(info) if info else b"",
+        None if reward is None else float(reward),
+        bool(transition.terminated),
+        bool(transition.truncated),
+        transition.tensors,
+        text,
     )
 
 
@@ -119,5 +124,5 @@ def _invalid_action(action_type: type[Action], error: ValidationError) -> Invali
     )
 
 
-def _json_or_nothing(value: JsonObject) -> bytes:
-    return orjson.dumps(value, option=_JSON_OPTIONS) if value else b""
+def _json_of(value: JsonObject) -> bytes:
+    return orjson.dumps(value, option=_JSON_OPTIONS)

@@ -61,6 +61,10 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     """True promises that reset and step return within about a millisecond, never block and
     never wait: the server then calls them without a thread hop."""
 
+    one_per_process: ClassVar[bool] = False
+    """True says that a process can hold only one at a time: making a second one is a
+    CapacityError, and servers need `isolation="process"` to hold several sessions."""
+
     text_face: TextFace[Any, Any] | None = None
     """Set it to let language models play."""
 

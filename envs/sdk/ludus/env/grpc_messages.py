@@ -191,6 +191,7 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         is_deterministic=description.is_deterministic,
         tools_json=orjson.dumps([asdict(tool) for tool in description.tools]),
         server_id=description.server_id,
+        linger_s=description.linger_s,
     )
 
 
@@ -210,6 +211,7 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         is_deterministic=message.is_deterministic,
         tools=[Tool(**tool) for tool in orjson.loads(message.tools_json or b"[]")],
         server_id=message.server_id,
+        linger_s=message.linger_s,
     )
 
 

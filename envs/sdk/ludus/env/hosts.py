@@ -19,7 +19,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
 from ludus.env.session import Session, declared_options
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import ErrorCode, ExecutionError
+from ludus.proto.errors import CapacityError, ErrorCode, ExecutionError
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class InlineHost:
 
     def build(self, session_id: str, with_text: bool) -> Session:
         """A new session, without a wait."""
-        return _build(self._factory, self.name, session_id, with_text)
+        return build_session(self._factory, self.name, session_id, with_text)
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> InlineSession:
         """A new session, to be reset."""
@@ -163,7 +163,9 @@ class ThreadHost:
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> ThreadSession:
         """A new session, to be reset."""
-        session = await self.run(lambda: _build(self._factory, self.name, session_id, with_text))
+        session = await self.run(
+            lambda: build_session(self._factory, self.name, session_id, with_text)
+        )
         return ThreadSession(session, self)
 
     async def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -252,9 +254,19 @@ def factory_name(factory: EnvironmentFactory, description: EnvironmentDescriptio
     return getattr(factory, "__name__", description.name)
 
 
-def _build(factory: EnvironmentFactory, name: str, session_id: str, with_text: bool) -> Session:
+def build_session(
+    factory: EnvironmentFactory, name: str, session_id: str, with_text: bool
+) -> Session:
+    """A new session of a new environment.
+
+    Raises:
+        ExecutionError: the factory failed (code FACTORY_ERROR).
+        CapacityError: the environment is one of those that a process holds one at a time.
+    """
     try:
         environment = factory()
+    except CapacityError:
+        raise
     except Exception as error:
         _log.exception("environment factory %s failed", name)
         raise ExecutionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ludus.env.server_options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import UnavailableError, UserError
 
@@ -37,9 +39,20 @@ class LocalServer:
     max_sessions: int = 1024
     log_file: Path | None = None
     """Where the server's output goes; None discards it unless the start fails."""
+    isolation: Isolation = "inline"
+    """Where its sessions run; see `ServerOptions`."""
+    extra_arguments: list[str] = field(default_factory=list)
+    """Further options of `python -m ludus.env`; everybody on this machine can read them."""
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """Added to its environment variables: secrets such as LUDUS_SESSION_KEY go there."""
     num_restarts: int = 0
     _process: subprocess.Popen[bytes] | None = None
     _addresses: ServerAddresses | None = None
+
+    @property
+    def addresses(self) -> ServerAddresses | None:
+        """Where it listens, or did when it last ran; None before its first start."""
+        return self._addresses
 
     @property
     def pid(self) -> int | None:
@@ -66,6 +79,7 @@ class LocalServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self.log_file.open("ab") if self.log_file else errors,
+                    env={**os.environ, **self.environment},
                     # A terminal's Ctrl-C is for the owner, which then stops its servers.
                     start_new_session=True,
                 )
@@ -106,6 +120,8 @@ class LocalServer:
             *("--port", str(urlsplit(ports.http).port) if ports else "0"),
             *("--grpc-port", str(urlsplit(ports.grpc).port) if ports else "0"),
             *("--max-sessions", str(self.max_sessions)),
+            *("--isolation", self.isolation),
+            *self.extra_arguments,
             *("--ready-file", str(ready_file)),
             "--exit-with-parent",
         ]

@@ -17,7 +17,35 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import EnvError, ErrorCode
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+
+MAX_FAULTS_BYTES = 65_536
+"""Beyond this a refusal leaves out the input that it refuses."""
+
+HTTP_STATUS_OF_CODE = {
+    ErrorCode.INVALID_JSON: 400,
+    ErrorCode.UNKNOWN_TYPE: 400,
+    ErrorCode.VALIDATION_ERROR: 422,
+    ErrorCode.EXECUTION_ERROR: 500,
+    ErrorCode.FACTORY_ERROR: 500,
+    ErrorCode.CAPACITY_REACHED: 503,
+    ErrorCode.SESSION_ERROR: 404,
+    ErrorCode.SESSION_LOST: 410,
+    ErrorCode.ILLEGAL_ACTION: 422,
+    ErrorCode.ACTION_PARSE_ERROR: 422,
+    ErrorCode.NOT_RESET: 409,
+    ErrorCode.EPISODE_OVER: 409,
+    ErrorCode.STEP_CONFLICT: 409,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.TIMEOUT: 504,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.PERMISSION_DENIED: 403,
+    ErrorCode.RATE_LIMITED: 429,
+    ErrorCode.GROUP_MISMATCH: 409,
+    ErrorCode.TOOL_ERROR: 422,
+    ErrorCode.REPLAY_MISMATCH: 410,
+}
 
 
 class ResetRequest(BaseModel):
@@ -30,13 +58,20 @@ class ResetRequest(BaseModel):
 
 
 class StepRequest(BaseModel):
-    """The body of `POST /step`."""
+    """The body of `POST /step`; without `action`, the other keys are the action (0.1)."""
 
     model_config = ConfigDict(extra="allow")
 
-    action: JsonObject
+    action: JsonObject = Field(default_factory=dict)
     timeout_s: float | None = Field(default=None, gt=0)
     request_id: str | None = Field(default=None, max_length=255)
+
+    @property
+    def given_action(self) -> JsonObject:
+        """The action, in either form."""
+        if "action" in self.model_fields_set:
+            return self.action
+        return self.model_extra or {}
 
 
 class _Envelope(BaseModel):
@@ -98,9 +133,43 @@ def reset_args(
     """
     request = ResetRequest.model_validate(data)
     options = request.model_extra or {}
+    if options:
+        action_json(options)  # what JSON cannot carry on ends here
     if lenient:
         options = {k: v for k, v in options.items() if description.takes_option(k)}
     return ResetArgs(request.seed, request.episode_id or "", options)
+
+
+def action_json(action: JsonObject) -> bytes:
+    """The action as it travels on.
+
+    Raises:
+        InvalidCallError: it is nested deeper than any action is.
+    """
+    try:
+        return orjson.dumps(action)
+    except TypeError as error:
+        raise InvalidCallError(
+            f"expected an action that is plain JSON, at most 254 levels deep: {error}"
+        ) from None
+
+
+def observation_frame(result: EncodedResult) -> bytes:
+    """The WebSocket frame for stock clients, put together without a dictionary: the hot path."""
+    reward = result.reward
+    tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
+    if result.metadata_json:
+        tail += b',"metadata":' + result.metadata_json
+    return b"".join(
+        (
+            b'{"type":"observation","data":{"observation":',
+            result.observation_json,
+            b',"reward":',
+            b"null" if reward is None else orjson.dumps(reward),
+            tail,
+            b"}}",
+        )
+    )
 
 
 def observation_payload(result: EncodedResult) -> JsonObject:
@@ -157,9 +226,9 @@ def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
     }
 
 
-def frame(kind: str, data: Any) -> str:
+def frame(kind: str, data: Any) -> bytes:
     """A server's WebSocket frame."""
-    return orjson.dumps({"type": kind, "data": data}).decode()
+    return orjson.dumps({"type": kind, "data": data})
 
 
 def error_data(error: EnvError, sessions: Sessions, *, stock: bool) -> JsonObject:
@@ -193,8 +262,14 @@ def validation_error_data(error: ValidationError) -> JsonObject:
 
 
 def faults(error: ValidationError) -> list[JsonObject]:
-    """Pydantic's faults as plain JSON values."""
-    return orjson.loads(error.json())
+    """Pydantic's faults as plain JSON values; large input is not sent back."""
+    try:
+        shown = error.json()
+    except ValueError:  # the input is nested too deep to be shown
+        shown = ""
+    if not shown or len(shown) > MAX_FAULTS_BYTES:
+        shown = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
+    return orjson.loads(shown)
 
 
 def _tensor_json(name: str, array: np.ndarray) -> JsonObject:

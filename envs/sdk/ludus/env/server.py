@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
-import json
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import grpc
 import uvicorn
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import CoreOptions
+from ludus.env.determinism import is_deterministic
+from ludus.env.factory_names import named
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.grpc_server import EnvServicer, TokenInterceptor
-from ludus.env.hosts import STEP_THREAD_NAME, EnvironmentFactory, local_host
+from ludus.env.hosts import EnvironmentFactory, SessionHost, local_host
 from ludus.env.http_app import build_app
+from ludus.env.metered_core import MeteredCore
+from ludus.env.recording import RecordingOptions, RecordingSessions
+from ludus.env.server_cli import command_of, leave_stuck_threads_behind, server_parser
+from ludus.env.server_options import ServerOptions
+from ludus.env.sessions import Sessions
+from ludus.env.targets import TargetFactory
+from ludus.env.websocket_protocol import DirectWebSocketProtocol
+from ludus.env.worker_host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, PortInUseError, UserError
 
-_log = logging.getLogger(__name__)
+__all__ = ["EnvServer", "ServerOptions", "run_server", "run_server_cli", "serve"]
 
-GRPC_PORT_OFFSET = 10_000
 _HTTP_GRACE_S = 1.0
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two servers share a port and split its calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -44,46 +47,6 @@ _GRPC_OPTIONS = (
 
 OnReady = Callable[[str, str], None]
 """Called with the HTTP and the gRPC address once both listen."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Where and how a server listens."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """HTTP and WebSocket; 0 takes a free port."""
-    grpc_port: int | None = None
-    """None means port + 10000, or a free port when `port` is 0."""
-    max_sessions: int = 256
-    idle_timeout_s: float = 600.0
-    """A session without a call for so long is ended."""
-    num_threads: int = 32
-    """For environments that do not step on the event loop."""
-    token: str | None = None
-    insecure: bool = False
-    """Allows listening beyond this machine without a token."""
-
-    def __post_init__(self) -> None:
-        if self.host not in _LOOPBACK_HOSTS and not self.token and not self.insecure:
-            raise ConfigError(
-                f"expected a token to listen on {self.host}, which other machines can reach,"
-                " got none; give one, listen on 127.0.0.1, or allow it as insecure"
-            )
-        if self.max_sessions < 1:
-            raise ConfigError(f"expected max_sessions >= 1, got {self.max_sessions}")
-        for name, port in (("port", self.port), ("grpc_port", self.bound_grpc_port)):
-            if not 0 <= port <= 65_535:
-                raise ConfigError(
-                    f"expected {name} between 0 and 65535, got {port}; set port and grpc_port"
-                )
-
-    @property
-    def bound_grpc_port(self) -> int:
-        """The gRPC port to ask for."""
-        if self.grpc_port is not None:
-            return self.grpc_port
-        return self.port + GRPC_PORT_OFFSET if self.port else 0
 
 
 class EnvServer:
@@ -107,20 +70,21 @@ class EnvServer:
         """
         options = self.options
         http_socket = _bind(options.host, options.port, "port")
+        host: SessionHost | None = None
         try:
             _bind(options.host, options.bound_grpc_port, "grpc_port").close()
-            self.core = SessionCore(
-                local_host(self._factory, options.num_threads),
-                CoreOptions(
-                    max_sessions=options.max_sessions, idle_timeout_s=options.idle_timeout_s
-                ),
-            )
-            self._grpc_server, grpc_port = _build_grpc_server(self.core, options)
+            host = await self._new_host()
+            self.core = MeteredCore(host, self._core_options(host))
+            self._recording = self._new_recording()
+            sessions: Sessions = self._recording or self.core
+            self._grpc_server, grpc_port = _build_grpc_server(sessions, options)
         except BaseException:
             http_socket.close()
+            if host is not None:
+                await host.shut_down()
             raise
         await self._grpc_server.start()
-        self._http_server = _HttpServer(_http_config(self.core, options))
+        self._http_server = _HttpServer(_http_config(sessions, options))
         self._tasks = [
             asyncio.create_task(self._http_server.serve(sockets=[http_socket])),
             asyncio.create_task(self.core.close_idle_forever()),
@@ -133,12 +97,47 @@ class EnvServer:
         self.grpc_address = f"grpc://{_authority(options.host, grpc_port)}"
 
     async def stop(self) -> None:
-        """Returns within about two seconds, when everything is closed."""
+        """Returns within a few seconds, when everything is closed and no worker is left."""
         http_serving, sweeping = self._tasks
         sweeping.cancel()
         self._http_server.stop()
         await asyncio.gather(self._grpc_server.stop(grace=0.3), http_serving)
         await self.core.shut_down()
+        if self._recording is not None:
+            self._recording.finish()
+
+    async def _new_host(self) -> SessionHost:
+        options = self.options
+        if options.isolation == "inline":
+            return local_host(self._factory, options.num_threads)
+        return await WorkerHost.start(named(self._factory), options.worker_options)
+
+    def _new_recording(self) -> RecordingSessions | None:
+        if self.options.record is None:
+            return None
+        factory = self._factory
+        options = RecordingOptions(
+            built_from=factory if isinstance(factory, TargetFactory) else None,
+            first_seed=self.options.first_seed,
+        )
+        return RecordingSessions(self.core, self.options.record, options)
+
+    def _core_options(self, host: SessionHost) -> CoreOptions:
+        options = self.options
+        # Workers have tried it themselves: this process never builds what they isolate.
+        seen = host.description.is_deterministic
+        if options.isolation == "inline" and options.check_determinism:
+            seen = is_deterministic(self._factory)
+        return CoreOptions(
+            max_sessions=options.max_sessions,
+            idle_timeout_s=options.idle_timeout_s,
+            step_timeout_s=options.bound_step_timeout_s,
+            wait_for_slot_s=options.wait_for_slot_s,
+            first_seed=options.first_seed,
+            is_deterministic=seen,
+            server_id=options.server_id,
+            key=options.key,
+        )
 
     async def __aenter__(self) -> EnvServer:
         await self.start()
@@ -150,31 +149,21 @@ class EnvServer:
 
 def serve(
     factory: EnvironmentFactory,
+    options: ServerOptions | None = None,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    grpc_port: int | None = None,
-    max_sessions: int = 256,
-    idle_timeout_s: float = 600.0,
-    token: str | None = None,
-    insecure: bool = False,
     on_ready: OnReady | None = None,
+    **settings: Any,
 ) -> None:
-    """Returns after SIGTERM or SIGINT, when the server has shut down; see `ServerOptions`.
+    """Returns after SIGTERM or SIGINT, when the server has shut down.
+
+    Args:
+        settings: fields of `ServerOptions`, for example isolation="process".
 
     Raises:
         PortInUseError: something else listens there; nothing was started.
         ConfigError: the options cannot work.
     """
-    options = ServerOptions(
-        host=host,
-        port=port,
-        grpc_port=grpc_port,
-        max_sessions=max_sessions,
-        idle_timeout_s=idle_timeout_s,
-        token=token,
-        insecure=insecure,
-    )
+    options = dataclasses.replace(options or ServerOptions(), **settings)
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(_serve_until_signal(EnvServer(factory, options), on_ready))
 
@@ -183,72 +172,25 @@ def run_server_cli(
     factory: EnvironmentFactory, default_port: int = 8000, argv: Sequence[str] | None = None
 ) -> NoReturn:
     """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
-    arguments = _parse_arguments(default_port, argv)
+    run_server(factory, vars(server_parser(default_port).parse_args(argv)), default_port)
+
+
+def run_server(
+    factory: EnvironmentFactory, given: Mapping[str, Any], default_port: int = 8000
+) -> NoReturn:
+    """The same, from a namespace of `add_server_arguments`; other names in it are ignored."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    ready_file: Path | None = arguments.ready_file
     try:
-        serve(
-            factory,
-            host=arguments.host,
-            port=arguments.port,
-            grpc_port=arguments.grpc_port,
-            max_sessions=arguments.max_sessions,
-            idle_timeout_s=arguments.idle_timeout_s,
-            token=os.environ.get(arguments.token_env),
-            insecure=arguments.insecure,
-            on_ready=lambda http, grpc_: _announce(http, grpc_, ready_file),
-        )
+        command = command_of(given, default_port)
+        try:
+            serve(factory, command.options, on_ready=command.announce)
+        finally:
+            command.withdraw()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
-    _leave_stuck_threads_behind()
+    leave_stuck_threads_behind()
     sys.exit(0)
-
-
-def _parse_arguments(default_port: int, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Serves an environment over HTTP, WebSocket and gRPC.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    defaults = ServerOptions()
-    parser.add_argument("--host", default=defaults.host)
-    parser.add_argument("--port", type=int, default=default_port, help="0 takes a free port")
-    parser.add_argument("--grpc-port", type=int, help="port + 10000 unless given")
-    parser.add_argument("--max-sessions", type=int, default=defaults.max_sessions)
-    parser.add_argument("--idle-timeout-s", type=float, default=defaults.idle_timeout_s)
-    parser.add_argument(
-        "--token-env", default="LUDUS_ENV_TOKEN", help="environment variable with the token"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without a token"
-    )
-    parser.add_argument(
-        "--ready-file", type=Path, help="written as JSON (http, grpc, pid) once it listens"
-    )
-    return parser.parse_args(argv)
-
-
-def _announce(http_address: str, grpc_address: str, ready_file: Path | None) -> None:
-    _log.info("listening on %s and %s", http_address, grpc_address)
-    if ready_file is None:
-        return
-    ready = {"http": http_address, "grpc": grpc_address, "pid": os.getpid()}
-    unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(ready))
-    unfinished.replace(ready_file)
-
-
-def _leave_stuck_threads_behind() -> None:
-    # The interpreter would wait for a step that hangs in a thread for ever.
-    for thread in threading.enumerate():
-        if thread.name.startswith(STEP_THREAD_NAME):
-            thread.join(timeout=0.2)
-            if thread.is_alive():
-                logging.shutdown()
-                os._exit(0)
 
 
 async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> None:
@@ -290,12 +232,12 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_config(core: SessionCore, options: ServerOptions) -> uvicorn.Config:
+def _http_config(sessions: Sessions, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(core, token=options.token),
+        build_app(sessions, token=options.token),
         loop="none",
         http="httptools",
-        ws="websockets-sansio",
+        ws=DirectWebSocketProtocol,
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,
         access_log=False,
@@ -307,10 +249,10 @@ def _http_config(core: SessionCore, options: ServerOptions) -> uvicorn.Config:
     )
 
 
-def _build_grpc_server(core: SessionCore, options: ServerOptions) -> tuple[grpc.aio.Server, int]:
+def _build_grpc_server(sessions: Sessions, options: ServerOptions) -> tuple[grpc.aio.Server, int]:
     interceptors = [TokenInterceptor(options.token)] if options.token else []
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=interceptors)
-    env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(core), server)
+    env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), server)
     try:
         port = server.add_insecure_port(_authority(options.host, options.bound_grpc_port))
     except RuntimeError as error:

@@ -63,13 +63,17 @@ class Session:
         options = args.options
         if options:
             _reject_unknown_options(type(self._environment), options)
-        declared = declared_options(type(self._environment))
-        if args.episode_id and declared and "episode_id" in declared:
-            options = {**options, "episode_id": args.episode_id}
+        if args.episode_id:
+            declared = declared_options(type(self._environment))
+            if declared and "episode_id" in declared:
+                options = {**options, "episode_id": args.episode_id}
         self._last = None
-        transition = self._guarded(
-            "reset", lambda: self._environment.reset(seed=args.seed, **options)
-        )
+        try:
+            transition = self._environment.reset(seed=args.seed, **options)
+        except EnvError:
+            raise
+        except Exception as error:  # the boundary to foreign code
+            raise self._failed("reset", error) from error
         self._episode_id = args.episode_id or None
         return self._advance(transition, 0)
 
@@ -96,7 +100,12 @@ class Session:
                 ErrorCode.EPISODE_OVER,
             )
         typed_action = self._typed(action)
-        transition = self._guarded("step", lambda: self._environment.step(typed_action))
+        try:
+            transition = self._environment.step(typed_action)
+        except EnvError:
+            raise
+        except Exception as error:  # the boundary to foreign code
+            raise self._failed("step", error) from error
         return self._advance(transition, last.step_index + 1)
 
     def state_json(self) -> bytes:
@@ -148,11 +157,13 @@ class Session:
         # repeated, so the episode is over for the client (NOT_RESET) rather than skewed.
         self._last = None
         self._observation = transition.observation
-        self._last = self._guarded(
-            "encoding",
-            lambda: encode_transition(transition, self._face, step_index),
-        )
-        return self._last
+        try:
+            self._last = encoded = encode_transition(transition, self._face, step_index)
+        except EnvError:
+            raise
+        except Exception as error:  # the boundary to foreign code
+            raise self._failed("encoding", error) from error
+        return encoded
 
     def _guarded(self, what: str, call: Callable[[], ResultT]) -> ResultT:
         """The call's value; whatever the environment's code raises becomes an ExecutionError."""
@@ -161,9 +172,11 @@ class Session:
         except EnvError:
             raise
         except Exception as error:  # the boundary to foreign code
-            _log.exception("%s of %s failed", what, type(self._environment).__name__)
-            message = f"{type(error).__name__}: {error}"
-            raise ExecutionError(f"{what} failed with {message}") from error
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: Exception) -> ExecutionError:
+        _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
+        return ExecutionError(f"{what} failed with {type(error).__name__}: {error}")
 
 
 @functools.cache

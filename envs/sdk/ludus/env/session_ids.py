@@ -163,3 +163,21 @@ class IdDesk:
 def new_server_id() -> str:
     """The name of a server process in session ids, where its pod has none."""
     return secrets.token_hex(6)
+
+
+def server_id_of(pod_uid: str) -> str:
+    """The name in session ids of the server that runs in a pod: its uid without dashes.
+
+    A gateway reads the uid in the cluster's EndpointSlices, the pod its own in POD_UID (through
+    the downward API, `metadata.uid`), so both know the name without asking each other.
+
+    Raises:
+        ConfigError: it is no uid.
+    """
+    name = pod_uid.replace("-", "").lower()
+    if not name or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"expected a pod's uid, such as 8c5f7a3e-0b1d-4c7e-9a55-2f7d1c0e4b6a, got {pod_uid!r};"
+            " set POD_UID from metadata.uid through the downward API"
+        )
+    return name

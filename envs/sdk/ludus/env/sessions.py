@@ -10,6 +10,7 @@ a gateway's sessions live on other servers. The wires cannot tell them apart.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +26,26 @@ class Owner:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     tenant: str = ""
     """Who authenticated; empty where nobody has to."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionEvents:
+    """Whom a process tells of its sessions; wires add themselves to the lists."""
+
+    on_end: list[Callable[[str, str], None]] = field(default_factory=list)
+    """Called with id and reason when a session has ended, whoever ended it."""
+    before_open: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
+    """Called with how many sessions are wanted; may end sessions that can be spared."""
+
+    def ended(self, session_id: str, reason: str) -> None:
+        """Tells that a session has ended."""
+        for tell in self.on_end:
+            tell(session_id, reason)
+
+    async def make_room(self, size: int) -> None:
+        """Returns when what can be spared for `size` new sessions is ended."""
+        for spare in self.before_open:
+            await spare(size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,44 +10,60 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
-from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.replay import ResumeLimits
 from ludus.env.types import Action, EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import EnvError
 
 ResultT = TypeVar("ResultT")
 
 
+class ConnectArguments(TypedDict, total=False):
+    """The keyword arguments of `AsyncEnvClient.connect`, explained there."""
+
+    token: str | None
+    timeout_s: float
+    connect_timeout_s: float
+    reconnect_timeout_s: float
+    ca_file: str | None
+    direct: bool
+    keepalive_s: float
+    allow_ignored_seed: bool
+
+
+class GroupArguments(TypedDict, total=False):
+    """The keyword arguments of `AsyncEnvClient.open_group`, explained there."""
+
+    seed: int | None
+    options: JsonObject | None
+    close_when_done: bool
+    with_text: bool
+    linger_s: float
+    resume: bool | ResumeLimits
+    wait_s: float
+
+
+class OpenArguments(GroupArguments, total=False):
+    """The keyword arguments of `AsyncEnvClient.open`, explained there."""
+
+    episode_id: str
+
+
 class EnvClient:
-    """A connection to an environment server; opens any number of sessions."""
+    """A connection to an environment server or a gateway; opens any number of sessions."""
 
     def __init__(self, client: AsyncEnvClient, loop: _LoopThread) -> None:
         self._client = client
         self._loop = loop
 
     @classmethod
-    def connect(
-        cls,
-        address: str,
-        *,
-        token: str | None = None,
-        timeout_s: float = 60.0,
-        connect_timeout_s: float = 10.0,
-        reconnect_timeout_s: float = 60.0,
-    ) -> EnvClient:
+    def connect(cls, address: str, **arguments: Unpack[ConnectArguments]) -> EnvClient:
         """A client whose server has answered; see `AsyncEnvClient.connect`."""
         loop = _LoopThread()
         try:
-            client = loop.run(
-                AsyncEnvClient.connect(
-                    address,
-                    token=token,
-                    timeout_s=timeout_s,
-                    connect_timeout_s=connect_timeout_s,
-                    reconnect_timeout_s=reconnect_timeout_s,
-                )
-            )
+            client = loop.run(AsyncEnvClient.connect(address, **arguments))
         except BaseException:
             loop.stop()
             raise
@@ -57,33 +73,26 @@ class EnvClient:
         """What the server says of its environment."""
         return self._loop.run(self._client.describe())
 
-    def open(
-        self,
-        *,
-        seed: int | None = None,
-        options: JsonObject | None = None,
-        episode_id: str = "",
-        close_when_done: bool = False,
-    ) -> tuple[Session, StepResult]:
-        """A new session and the first result of its first episode."""
-        session, first = self._loop.run(
-            self._client.open(
-                seed=seed,
-                options=options,
-                episode_id=episode_id,
-                close_when_done=close_when_done,
-            )
-        )
+    def open(self, **arguments: Unpack[OpenArguments]) -> tuple[Session, StepResult]:
+        """A new session and the first result of its first episode; see `AsyncEnvClient.open`."""
+        session, first = self._loop.run(self._client.open(**arguments))
         return Session(session, self._loop), first
+
+    def open_group(
+        self, size: int, **arguments: Unpack[GroupArguments]
+    ) -> list[tuple[Session, StepResult]]:
+        """Sessions on one seed, all or none; see `AsyncEnvClient.open_group`."""
+        group = self._loop.run(self._client.open_group(size, **arguments))
+        return [(Session(session, self._loop), first) for session, first in group]
 
     def open_session(self) -> Session:
         """A new session, to be reset before its first step."""
         return Session(self._loop.run(self._client.open_session()), self._loop)
 
     def step_many(
-        self, steps: Sequence[tuple[Session, Action | JsonObject | str]]
+        self, steps: Sequence[tuple[Session, Action | JsonObject | str | Reset]]
     ) -> list[StepResult | EnvError]:
-        """One result or error per step, in order; a str is text, anything else an action."""
+        """One result or error per step, in order; see `AsyncEnvClient.step_many`."""
         inner = [(session.asynchronous, action) for session, action in steps]
         return self._loop.run(self._client.step_many(inner))
 
@@ -115,6 +124,11 @@ class Session:
     def step_index(self) -> int:
         """Steps taken in this episode."""
         return self.asynchronous.step_index
+
+    @property
+    def num_resumes(self) -> int:
+        """How often it was lost and rebuilt by replay."""
+        return self.asynchronous.num_resumes
 
     def reset(
         self,

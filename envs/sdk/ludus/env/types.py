@@ -32,6 +32,10 @@ class Observation(BaseModel):
 
     metadata: JsonObject = Field(default_factory=dict)
 
+    def to_json(self) -> bytes:
+        """What `model_dump_json` gives; override it where the same can be written cheaper."""
+        return self.__pydantic_serializer__.to_json(self)
+
 
 class State(BaseModel):
     """Where an episode stands, for people and tools, not for the player."""
@@ -132,6 +136,8 @@ class EnvironmentDescription:
     tools: list[Tool] = field(default_factory=list)
     server_id: str = ""
     """The server process (or pod) that answers."""
+    linger_s: float = 0.0
+    """Sessions outlive the connection that opened them by so long without asking for it."""
 
     def takes_option(self, name: str) -> bool:
         """True when `reset` takes an option of that name."""

@@ -2,61 +2,69 @@
 
 Drives any OpenEnv server from 0.2 on. Extras (text, step numbers, `terminated` apart from
 `truncated`) are asked for only when the server's /metadata advertises `ludus`: stock
-servers refuse unknown keys.
+servers refuse unknown keys. A session ends with its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import urllib.error
-import urllib.request
+import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from ludus.env.client_tls import ssl_context
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
+from ludus.env.http_probe import HttpProbe, ProbedServer, refusal, unreachable
 from ludus.env.openenv_messages import read_tensors_json
-from ludus.env.transport import ConnectOptions, StepCall, retry_until
+from ludus.env.sessions import OpenArgs
+from ludus.env.tracing import trace_headers
+from ludus.env.transport import (
+    ConnectOptions,
+    Opened,
+    StepCall,
+    check_group,
+    retry_until,
+    step_or_error,
+)
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
 from ludus.proto.errors import (
-    AuthenticationError,
     CallTimeoutError,
+    ConfigError,
     EnvError,
     InvalidCallError,
     SessionLostError,
-    UnavailableError,
     error_from_wire,
 )
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class WebSocketTransport:
     """A server's address and what it advertises; each session has its own connection."""
 
-    def __init__(self, options: ConnectOptions) -> None:
+    def __init__(self, options: ConnectOptions, probed: ProbedServer | None = None) -> None:
         self._options = options
-        self._http_address = _http_address(options.address)
-        self._headers = {}
-        if options.authorization:
-            self._headers["authorization"] = options.authorization
-        self._metadata: JsonObject | None = None
+        self._headers = {"authorization": options.authorization} if options.authorization else {}
+        self._ssl = ssl_context(options.ca_file) if options.address.is_secure else None
+        self._probed = probed
         self._sessions: set[WebSocketSession] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, patience_s: float) -> None:
         """Returns when the server has said what it is."""
-        self._metadata = await retry_until(lambda: self._get("/metadata"), patience_s)
+        if self._probed is None:
+            self._probed = await retry_until(HttpProbe(self._options).probe, patience_s)
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server says of its environment; stock servers know less."""
-        metadata, schema = await asyncio.gather(self._get("/metadata"), self._get("/schema"))
+        """What the server said of its environment; stock servers know less."""
+        metadata, schema = self._server.metadata, self._server.schema
         ludus = metadata.get("ludus") or {}
         reset_options = ludus.get("reset_options")
         return EnvironmentDescription(
@@ -75,25 +83,50 @@ class WebSocketTransport:
             server_id=ludus.get("server_id", ""),
         )
 
-    async def open(
-        self, reset: ResetArgs | None, close_when_done: bool
-    ) -> tuple[WebSocketSession, StepResult | None]:
-        """A new connection, with its first result when a reset was asked for."""
-        socket = await retry_until(self._open_socket, self._options.reconnect_timeout_s)
-        session = WebSocketSession(socket, self, self._options, close_when_done)
+    async def open(self, args: OpenArgs) -> Opened:
+        """A new connection, with its first result when a reset was asked for.
+
+        Raises:
+            ConfigError: the session is to outlive its connection, which it cannot.
+        """
+        if args.linger_s > 0:
+            raise ConfigError(
+                f"expected linger_s 0 for {self._options.address}, got {args.linger_s:g}: over"
+                " WebSocket a session ends with its connection; use the server's grpc:// address,"
+                " or resume=True"
+            )
+        socket = await retry_until(
+            lambda: self._open_socket(args.with_text), self._options.reconnect_timeout_s
+        )
+        session = WebSocketSession(socket, self, self._options, args)
         self._sessions.add(session)
         try:
-            if reset is not None:
-                return session, await session.reset(reset)
+            if args.reset is not None:
+                return session, await session.reset(args.reset)
             await session.state()  # a full server refuses only the first call
         except BaseException:
             session.abandon()
             raise
         return session, None
 
+    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+        """Sessions on one seed, all or none, whose first results are the same."""
+        reset = args.reset or ResetArgs()
+        if reset.seed is None:
+            reset = replace(reset, seed=secrets.randbits(63))
+        args = replace(args, reset=reset)
+        opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
+        try:
+            opened = await asyncio.gather(*opening)
+            check_group((first for _, first in opened), reset.seed)
+        except BaseException:
+            await self._close_all(opening)
+            raise
+        return opened
+
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
         """One result or error per call, in order; each travels on its own connection."""
-        return await asyncio.gather(*(_step_or_error(call) for call in calls))
+        return await asyncio.gather(*(step_or_error(call) for call in calls))
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -105,7 +138,7 @@ class WebSocketTransport:
     @property
     def has_extras(self) -> bool:
         """True when the server understands our extras."""
-        return bool(self._metadata and "ludus" in self._metadata)
+        return "ludus" in self._server.metadata
 
     def forget(self, session: WebSocketSession, socket: ClientConnection) -> None:
         """Closes a session's connection in the background."""
@@ -115,52 +148,39 @@ class WebSocketTransport:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _open_socket(self) -> ClientConnection:
-        address = "ws" + self._http_address.removeprefix("http") + "/ws"
+    @property
+    def _server(self) -> ProbedServer:
+        assert self._probed is not None, "connect comes first"
+        return self._probed
+
+    async def _close_all(self, opening: Sequence[asyncio.Future[Opened]]) -> None:
+        for one in opening:
+            one.cancel()
+        for outcome in await asyncio.gather(*opening, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                outcome[0].abandon()
+
+    async def _open_socket(self, with_text: bool) -> ClientConnection:
+        query = ""
+        if self.has_extras:
+            query = "?ludus=1" if with_text else "?ludus=1&text=0"
         try:
             return await connect(
-                address + ("?ludus=1" if self.has_extras else ""),
-                additional_headers=self._headers,
+                f"{self._options.address.ws_base}/ws{query}",
+                additional_headers={**self._headers, **trace_headers()},
                 compression=None,
                 max_size=16 * MAX_MESSAGE_BYTES,
                 open_timeout=self._options.timeout_s,
+                close_timeout=_CLOSE_TIMEOUT_S,
+                ssl=self._ssl,
                 proxy=None,
             )
         except InvalidStatus as error:
-            if error.response.status_code in (401, 403):
-                raise self._refused() from None
-            raise self._unavailable(error) from error
+            response = error.response
+            wait, body = response.headers.get("retry-after"), bytes(response.body or b"")
+            raise refusal(self._options, response.status_code, wait, body) from None
         except (OSError, InvalidHandshake) as error:
-            raise self._unavailable(error) from error
-
-    async def _get(self, path: str) -> JsonObject:
-        """The JSON object at the path; empty when the server has no such path."""
-        request = urllib.request.Request(self._http_address + path, headers=self._headers)
-        timeout_s = min(self._options.timeout_s, 10.0)
-        try:
-            body = await asyncio.to_thread(_read_url, request, timeout_s)
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise self._refused() from None
-            return {}
-        except OSError as error:
-            raise self._unavailable(error) from error
-        try:
-            found = json.loads(body)
-        except ValueError as error:
-            raise self._unavailable(error) from error
-        return found if isinstance(found, dict) else {}
-
-    def _refused(self) -> AuthenticationError:
-        return AuthenticationError(
-            f"{self._options.address} refused the token; pass its token to the client"
-        )
-
-    def _unavailable(self, error: Exception) -> UnavailableError:
-        return UnavailableError(
-            f"expected an environment server at {self._options.address}, could not reach it:"
-            f" {error}; check the address and that the server runs"
-        )
+            raise unreachable(self._options, error) from error
 
 
 class WebSocketSession:
@@ -171,13 +191,14 @@ class WebSocketSession:
         socket: ClientConnection,
         transport: WebSocketTransport,
         options: ConnectOptions,
-        close_when_done: bool,
+        args: OpenArgs,
     ) -> None:
         self.session_id = str(socket.id)
         self._socket = socket
         self._transport = transport
         self._options = options
-        self._close_when_done = close_when_done
+        self._close_when_done = args.close_when_done
+        self._with_text = args.with_text
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
@@ -186,7 +207,7 @@ class WebSocketSession:
             data["seed"] = args.seed
         if args.episode_id:
             data["episode_id"] = args.episode_id
-        return _read_result(await self._call({"type": "reset", "data": data}), 0)
+        return self._read_result(await self._call({"type": "reset", "data": data}), 0)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
         """The result of an action: bytes are JSON, a str is text."""
@@ -202,7 +223,7 @@ class WebSocketSession:
                     " and reads no text"
                 )
             message["text"] = action
-        result = _read_result(await self._call(message), step_index)
+        result = self._read_result(await self._call(message), step_index)
         if self._close_when_done and result.done:
             self.abandon()
         return result
@@ -236,7 +257,8 @@ class WebSocketSession:
             ) from None
         data = reply["data"]
         if reply["type"] == "error":
-            raise error_from_wire(data["code"], data["message"])
+            retry_after_s = data.get("retry_after_s", 0.0)
+            raise error_from_wire(data["code"], data["message"], retry_after_s)
         return data
 
     async def _exchange(self, text: str) -> str | bytes:
@@ -245,35 +267,24 @@ class WebSocketSession:
             await self._socket.send(text)
         return await self._socket.recv()
 
-
-async def _step_or_error(call: StepCall) -> StepResult | EnvError:
-    try:
-        return await call.session.step(call.action, call.step_index)
-    except EnvError as error:
-        return error
-
-
-def _read_result(data: JsonObject, step_index: int) -> StepResult:
-    """The result in a payload; stock servers send neither flags nor numbers."""
-    reward: Any = data.get("reward")
-    text = data.get("text")
-    return StepResult(
-        observation=data["observation"],
-        reward=None if reward is None else float(reward),
-        terminated=data["terminated"] if "terminated" in data else bool(data.get("done")),
-        truncated=data.get("truncated", False),
-        info=data.get("info", {}),
-        step_index=data.get("step_index", step_index),
-        text=TextView(text["messages"], text["legal_answers"]) if text else None,
-        tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
-    )
+    def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
+        """The result in a payload; stock servers send neither flags nor numbers."""
+        reward: Any = data.get("reward")
+        text = data.get("text") if self._with_text else None
+        return StepResult(
+            observation=data["observation"],
+            reward=None if reward is None else float(reward),
+            terminated=data["terminated"] if "terminated" in data else bool(data.get("done")),
+            truncated=data.get("truncated", False),
+            info=data.get("info", {}) if self._transport.has_extras else _stock_info(data),
+            step_index=data.get("step_index", step_index),
+            text=TextView(text["messages"], text["legal_answers"]) if text else None,
+            tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
+        )
 
 
-def _http_address(address: str) -> str:
-    base = address.rstrip("/").removesuffix("/ws")
-    return "http" + base.removeprefix("ws") if base.startswith("ws") else base
-
-
-def _read_url(request: urllib.request.Request, timeout_s: float) -> bytes:
-    with _DIRECT.open(request, timeout=timeout_s) as response:
-        return response.read()
+def _stock_info(data: JsonObject) -> JsonObject:
+    """What a stock server tells beside the observation: its metadata, wherever it put that."""
+    observation = data["observation"]
+    inner = observation.get("metadata") if isinstance(observation, dict) else None
+    return data.get("metadata") or inner or {}

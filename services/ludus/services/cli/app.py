@@ -11,7 +11,7 @@ import sys
 import typer
 
 from ludus.proto.errors import LudusError, UserError
-from ludus.services.cli import env_commands, report_command, train_command
+from ludus.services.cli import env_commands, gateway_command, report_command, train_command
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -25,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(env_commands.app, name="env")
+app.command("gateway")(gateway_command.gateway)
 app.command("train")(train_command.train)
 app.command("eval")(train_command.evaluate)
 app.command("report")(report_command.report)

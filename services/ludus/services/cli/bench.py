@@ -1,4 +1,4 @@
-"""Playing the fixed policies of an environment package on the same deals."""
+"""Playing the fixed policies of an environment on the same deals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, play_policy, summarise
-from ludus.env.packages import require_package
+from ludus.env.targets import is_package, require_package
 from ludus.proto.errors import NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns
@@ -24,7 +24,7 @@ class BenchPlan:
     """What to play."""
 
     package: str | None
-    """Where the policies come from; None takes the package that the server names."""
+    """The target that the policies come from; None takes what the server names."""
     policies: Sequence[str]
     """By name; empty takes all."""
     seeds: Sequence[int]
@@ -58,8 +58,9 @@ async def bench(
     async with await _connect(address, token) as client:
         description = await client.describe()
         package = plan.package or description.name
-        require_package(package)
-        policies = fixed_policies(package, description.options, plan.policies)
+        if is_package(package):
+            require_package(package)
+        policies = fixed_policies(package, description, plan.policies)
         exact = reference_returns(package, description.options)
         num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
 

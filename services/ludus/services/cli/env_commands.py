@@ -1,12 +1,10 @@
-"""`ludus env`: serving, checking and benching environments."""
+"""`ludus env`: every command for environments; the longer ones have files of their own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -22,6 +20,18 @@ from rich.text import Text
 
 from ludus.proto.errors import ConfigError
 from ludus.services.cli.console import progress_console, results_console, say
+from ludus.services.cli.env_check import check
+from ludus.services.cli.env_init import init
+from ludus.services.cli.env_places import (
+    TARGET_HELP,
+    Options,
+    TokenEnv,
+    require_options_only_for_targets,
+    serving,
+)
+from ludus.services.cli.env_play import play
+from ludus.services.cli.env_replay import replay
+from ludus.services.cli.env_serve import serve
 from ludus.services.cli.options import parse_options
 from ludus.services.cli.tables import bench_table, new_table
 
@@ -29,55 +39,9 @@ if TYPE_CHECKING:
     from ludus.env.evaluation import EpisodeOutcome
     from ludus.services.cli.bench import BenchPlan, BenchResult
 
-app = typer.Typer(help="Serve, check and bench environments.", no_args_is_help=True)
-
-Package = Annotated[
-    str,
-    typer.Argument(metavar="PACKAGE", help="Environment package, for example openspiel_env."),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="What to build it with; may be repeated."),
-]
-TokenEnv = Annotated[
-    str, typer.Option(help="Environment variable that holds the token; it may be unset.")
-]
-CHECK_FAILED = 1
-
-
-@app.command()
-def serve(
-    package: Package,
-    options: Options = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="For HTTP and WebSocket; 0 takes a free one.")
-    ] = 8000,
-    grpc_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="For gRPC; port + 10000 if not set."),
-    ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once.")] = 256,
-    token_env: TokenEnv = "LUDUS_ENV_TOKEN",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")
-    ] = False,
-) -> None:
-    """Serve an environment over HTTP, WebSocket and gRPC until Ctrl-C.
-
-    Example: `ludus env serve openspiel_env --option game=blackjack --port 8004`
-    """
-    from ludus.env.packages import environment_factory
-    from ludus.env.server import run_server_cli
-
-    factory = environment_factory(package, parse_options(options or ()))
-    # One is built before the ports open: bad options end here, not in the first session.
-    factory().close()
-    arguments = [f"--host={host}", f"--port={port}", f"--max-sessions={max_sessions}"]
-    arguments += [f"--token-env={token_env}", *(["--insecure"] if insecure else [])]
-    if grpc_port is not None:
-        arguments.append(f"--grpc-port={grpc_port}")
-    run_server_cli(factory, argv=arguments)
+app = typer.Typer(help="Write, serve, check and play environments.", no_args_is_help=True)
+for command in (init, serve, check, play, replay):
+    app.command()(command)
 
 
 @app.command("list")
@@ -86,11 +50,11 @@ def list_packages() -> None:
 
     Example: `ludus env list`
     """
+    from ludus.env.targets import installed_packages
+
     table = new_table()
     for column in ("package", "version", "what it is"):
         table.add_column(column)
-    from ludus.env.packages import installed_packages
-
     packages = installed_packages()
     for package in packages:
         table.add_row(Text(package.name), Text(package.version), Text(package.summary))
@@ -99,36 +63,14 @@ def list_packages() -> None:
         console.print(table)
     else:
         say(console, "none is installed; for example: pip install envs/openspiel_env")
-
-
-@app.command()
-def check(package: Package, options: Options = None) -> None:
-    """Check that an environment keeps its contract; exit code 1 when it does not.
-
-    Example: `ludus env check openspiel_env --option game=tic_tac_toe`
-    """
-    from ludus.env.check import check_environment
-    from ludus.env.packages import environment_factory
-
-    factory = environment_factory(package, parse_options(options or ()))
-    factory().close()
-    report = check_environment(factory)
-    table = new_table()
-    for column in ("rule", "", "what was found"):
-        table.add_column(column)
-    for rule in report.checks:
-        verdict = Text("ok", style="green") if rule.ok else Text("broken", style="bold red")
-        table.add_row(Text(rule.name), verdict, Text(rule.detail))
-    results_console().print(table)
-    if not report.ok:
-        raise typer.Exit(CHECK_FAILED)
+    say(console, "also: gymnasium:<id>, openenv:module:Class, module:Class", "dim")
 
 
 @app.command()
 def bench(
-    package: Annotated[
+    target: Annotated[
         str | None,
-        typer.Argument(metavar="PACKAGE", help="For example openspiel_env.", show_default=False),
+        typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.", show_default=False),
     ] = None,
     address: Annotated[
         str | None,
@@ -146,46 +88,31 @@ def bench(
     """Play an environment's fixed policies on the same deals.
 
     Starts a server of its own unless --address names one. Shows win rates and returns with
-    95% intervals, exact returns where they are known, and steps per second.
+    95% intervals, exact returns where they are known, and steps per second. Environments
+    without fixed policies are played at random.
 
     Example: `ludus env bench openspiel_env --option game=blackjack --games 10000`
     """
     chosen = parse_options(options or ())
-    if address is not None and chosen:
-        raise ConfigError(
-            "expected --option or --address, got both: the server at the address was built "
-            "already; leave one of them out"
-        )
+    if address is not None:
+        if "://" not in address:
+            raise ConfigError(
+                f"--address expected grpc://host:port or http://host:port, got '{address}'"
+            )
+        require_options_only_for_targets(address, chosen)
+    place = address or target
+    if place is None:
+        raise ConfigError("expected TARGET or --address, got neither; see `ludus env list`")
     from ludus.services.cli.bench import BenchPlan
 
-    plan = BenchPlan(package, policy or (), range(seed, seed + games))
-    with _server(package, chosen, address) as server:
+    plan = BenchPlan(target, policy or (), range(seed, seed + games))
+    with serving(place, chosen) as server:
         results = _play(plan, server, os.environ.get(token_env))
     console = results_console()
     console.print(bench_table(results))
     num_void = sum(result.num_void for result in results)
     if num_void:
         say(console, f"{num_void:,} games were lost with the server and are not counted")
-
-
-@contextlib.contextmanager
-def _server(package: str | None, options: dict[str, Any], address: str | None) -> Iterator[str]:
-    """The address of the server to play on; one that is started here ends with the context."""
-    if address is not None:
-        yield address
-        return
-    if package is None:
-        raise ConfigError("expected PACKAGE or --address, got neither; see `ludus env list`")
-    from ludus.env.local_server import LocalServer
-    from ludus.env.packages import require_package
-
-    require_package(package)
-
-    server = LocalServer(package, options)
-    try:
-        yield server.start().grpc
-    finally:
-        server.stop()
 
 
 def _play(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:

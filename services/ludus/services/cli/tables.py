@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -17,6 +18,32 @@ if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
 
 Interval = tuple[float, float]
+_MAX_DETAIL = 400
+_VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One rule of a contract, and whether it was kept."""
+
+    about: str
+    """The environment itself, or the wire."""
+    rule: str
+    verdict: str
+    detail: str
+
+
+def check_table(rows: Sequence[CheckRow]) -> Table:
+    """One row per rule."""
+    table = new_table()
+    for column in ("about", "rule", "", "what was found"):
+        table.add_column(column)
+    for row in rows:
+        verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
+        is_long = len(row.detail) > _MAX_DETAIL
+        detail = row.detail[:_MAX_DETAIL] + "..." * is_long
+        table.add_row(row.about, Text(row.rule), verdict, Text(detail))
+    return table
 
 
 def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Table:

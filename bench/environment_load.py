@@ -1,0 +1,263 @@
+"""Our client as a load on a server of blackjack; `bench/environments.py` starts it.
+
+    program stream ADDRESS --sessions 64 --max-calls-per-message 1    each awaits its own steps
+    program many ADDRESS --sessions 64 --groups 2                     StepMany per group
+    program pyspiel                                                   the game alone, in process
+
+Each line of standard input is a number of seconds; the answer is one line of JSON with the steps
+and resets answered in that time, and the processor time they took here. Every session plays
+episode after episode with its own seeds, any legal move. The single measurements
+
+    program opens ADDRESS --in-flight 64 --number 640
+    program hold ADDRESS --sessions 2000
+    program latency ADDRESS --number 2000
+
+answer once and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import uvloop
+
+from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.types import JsonObject, StepResult
+
+SEEDS_PER_SESSION = 1_000_000_000
+
+
+@dataclass(slots=True)
+class Counts:
+    """Calls that were answered."""
+
+    steps: int = 0
+    resets: int = 0
+
+
+class Player:
+    """One session's policy and seeds."""
+
+    def __init__(self, session: AsyncSession, first: StepResult, number: int) -> None:
+        self.session = session
+        self.rng = random.Random(number)
+        self.next_seed = number * SEEDS_PER_SESSION
+        self.last = first
+
+    def next_action(self) -> JsonObject | Reset:
+        """A legal move, or the next episode."""
+        if self.last.terminated:
+            self.next_seed += 1
+            return Reset(self.next_seed)
+        return {"action_id": self.rng.choice(self.last.observation["legal_actions"])}
+
+
+async def _open_players(client: AsyncEnvClient, num_sessions: int, with_text: bool) -> list[Player]:
+    players = []
+    for number in range(num_sessions):
+        seed = number * SEEDS_PER_SESSION
+        session, first = await client.open(seed=seed, with_text=with_text)
+        players.append(Player(session, first, number))
+    return players
+
+
+async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
+    """Returns after the call during which the time is up."""
+    session = player.session
+    while time.perf_counter() < until_s:
+        action = player.next_action()
+        if isinstance(action, Reset):
+            player.last = await session.reset(seed=action.seed)
+            counts.resets += 1
+        else:
+            player.last = await session.step(action)
+            counts.steps += 1
+
+
+async def play_together(
+    client: AsyncEnvClient, players: list[Player], until_s: float, counts: Counts
+) -> None:
+    """The same for a group whose steps and resets travel in one StepMany."""
+    while time.perf_counter() < until_s:
+        actions = [(player.session, player.next_action()) for player in players]
+        outcomes = await client.step_many(actions)
+        for player, outcome in zip(players, outcomes, strict=True):
+            if not isinstance(outcome, StepResult):
+                raise outcome
+            player.last = outcome
+        num_resets = sum(isinstance(action, Reset) for _, action in actions)
+        counts.resets += num_resets
+        counts.steps += len(actions) - num_resets
+
+
+async def run_stream(arguments: argparse.Namespace) -> None:
+    """Returns when standard input has ended."""
+    async with await AsyncEnvClient.connect(
+        arguments.address, max_calls_per_message=arguments.max_calls_per_message
+    ) as client:
+        players = await _open_players(client, arguments.sessions, arguments.with_text)
+
+        async def play(until_s: float, counts: Counts) -> None:
+            await asyncio.gather(*(play_alone(player, until_s, counts) for player in players))
+
+        await _answer_windows(play)
+
+
+async def run_many(arguments: argparse.Namespace) -> None:
+    """Returns when standard input has ended."""
+    async with await AsyncEnvClient.connect(arguments.address) as client:
+        players = await _open_players(client, arguments.sessions, arguments.with_text)
+        groups = [players[number :: arguments.groups] for number in range(arguments.groups)]
+
+        async def play(until_s: float, counts: Counts) -> None:
+            await asyncio.gather(
+                *(play_together(client, group, until_s, counts) for group in groups)
+            )
+
+        await _answer_windows(play)
+
+
+async def run_pyspiel(arguments: argparse.Namespace) -> None:
+    """Returns when standard input has ended: the game alone, with the fields a player is shown."""
+    import pyspiel
+
+    game = pyspiel.load_game("blackjack")
+    rng = random.Random(0)
+
+    def observe(state: pyspiel.State) -> tuple[list[float], list[int]]:
+        while state.is_chance_node():
+            cards = state.legal_actions()
+            state.apply_action(cards[int(rng.random() * len(cards))])
+        return state.observation_tensor(0), state.legal_actions(0)
+
+    async def play(until_s: float, counts: Counts) -> None:
+        while time.perf_counter() < until_s:
+            state = game.new_initial_state()
+            _, legal_actions = observe(state)
+            counts.resets += 1
+            while not state.is_terminal():
+                state.apply_action(rng.choice(legal_actions))
+                _, legal_actions = observe(state)
+                counts.steps += 1
+
+    await _answer_windows(play)
+
+
+async def run_opens(arguments: argparse.Namespace) -> None:
+    """Says how long opening a session takes, first observation included."""
+    async with await AsyncEnvClient.connect(arguments.address) as client:
+        durations_s: list[float] = []
+
+        async def opener(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                begun_s = time.perf_counter()
+                session, _ = await client.open(seed=number, with_text=False)
+                durations_s.append(time.perf_counter() - begun_s)
+                await session.close()
+
+        numbers = iter(range(arguments.number))  # shared: the next free opener takes the next
+        await asyncio.gather(*(opener(numbers) for _ in range(arguments.in_flight)))
+        _say(_percentiles(durations_s))
+
+
+async def run_hold(arguments: argparse.Namespace) -> None:
+    """Says how many of the sessions, all open at once, had every step answered."""
+    async with await AsyncEnvClient.connect(arguments.address) as client:
+        players = await _open_players(client, arguments.sessions, False)
+        counts = Counts()
+        begun_s = time.perf_counter()
+        for _ in range(arguments.number):
+            actions = [(player.session, player.next_action()) for player in players]
+            outcomes = await client.step_many(actions)
+            for player, outcome in zip(players, outcomes, strict=True):
+                if isinstance(outcome, StepResult):
+                    player.last = outcome
+                    counts.steps += 1
+        _say(
+            {
+                "sessions": len(players),
+                "calls": arguments.number * len(players),
+                "answered": counts.steps,
+                "calls_per_s": counts.steps / (time.perf_counter() - begun_s),
+            }
+        )
+
+
+async def run_latency(arguments: argparse.Namespace) -> None:
+    """Says how long a step of one session takes."""
+    async with await AsyncEnvClient.connect(arguments.address) as client:
+        (player,) = await _open_players(client, 1, False)
+        durations_s: list[float] = []
+        while len(durations_s) < arguments.number:
+            action = player.next_action()
+            begun_s = time.perf_counter()
+            if isinstance(action, Reset):
+                player.last = await player.session.reset(seed=action.seed)
+            else:
+                player.last = await player.session.step(action)
+                durations_s.append(time.perf_counter() - begun_s)
+        _say(_percentiles(durations_s))
+
+
+async def _answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> None:
+    _say({"ready": True})
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        counts = Counts()
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        await play(begun_s + float(line), counts)
+        _say(
+            {
+                "steps": counts.steps,
+                "resets": counts.resets,
+                "seconds": time.perf_counter() - begun_s,
+                "client_cpu_s": time.process_time() - begun_cpu_s,
+            }
+        )
+
+
+def _percentiles(durations_s: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(durations_s, n=100)
+    return {"number": len(durations_s), "p50_ms": cuts[49] * 1000, "p99_ms": cuts[98] * 1000}
+
+
+def _say(answer: JsonObject) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+LOADS = {
+    "stream": run_stream,
+    "many": run_many,
+    "pyspiel": run_pyspiel,
+    "opens": run_opens,
+    "hold": run_hold,
+    "latency": run_latency,
+}
+
+
+def main() -> None:
+    """Runs one load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("load", choices=LOADS)
+    parser.add_argument("address", nargs="?", default="")
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--max-calls-per-message", type=int, default=0)
+    parser.add_argument("--with-text", action="store_true")
+    parser.add_argument("--in-flight", type=int, default=64)
+    parser.add_argument("--number", type=int, default=1000)
+    arguments = parser.parse_args()
+    uvloop.run(LOADS[arguments.load](arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""Steps per second of the environment plane on this machine, side by side: `make bench-env`.
+
+    core 0: server (ours, and OpenEnv's own)  <---->  core 1: clients (and the gateway)
+
+Every contender plays blackjack with 64 sessions, episode after episode, any legal move, each
+session with its own seeds; steps are counted, resets beside them. The contenders alternate round
+by round, so that a machine that slows down slows down all of them. OpenEnv's own server and
+client come from the package index and run in a virtual environment of their own
+(`dev/stock_environment.py`, `bench/stock/`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "dev"))
+
+from stock_environment import python_of  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "env.json"
+STOCK = ROOT / "bench" / "stock"
+LOAD = [sys.executable, str(ROOT / "bench" / "environment_load.py")]
+OPENENV, OPENSPIEL = "openenv==0.10.0", "open_spiel==2.0.2"
+SERVER_CORE, CLIENT_CORE = 0, 1
+NUM_SESSIONS = 64
+NUM_HELD = 2000
+MAX_SESSIONS = 4096
+START_TIMEOUT_S = 120.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Contender:
+    """One row of the table: a load, the server it is put on, and what it did each round."""
+
+    name: str
+    label: str
+    command: Sequence[str]
+    server: subprocess.Popen[str] | None
+    """Whose processor time is charged; None where the game runs in the load's own process."""
+    samples: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def steps_per_s(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(sample["steps_per_s"] for sample in self.samples)
+
+    def median(self, key: str) -> float:
+        """The median of one number of the samples."""
+        return statistics.median(sample[key] for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers that are measured."""
+
+    stock: subprocess.Popen[str]
+    stock_http: str
+    ours: subprocess.Popen[str]
+    http: str
+    grpc: str
+    isolated_grpc: str
+    gateway_grpc: str
+    """Empty where the gateway is left out."""
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], core: int, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process on one core; it has ended when the context does."""
+    process = subprocess.Popen(
+        command,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        **options,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def our_server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """The server's process and its HTTP and gRPC addresses."""
+    ready_file = folder / f"ready-{time.monotonic_ns()}.json"
+    command = [sys.executable, "-m", "openspiel_env.server.app", "--game", "blackjack"]
+    command += ["--port", "0", "--max-sessions", str(MAX_SESSIONS)]
+    command += ["--ready-file", str(ready_file), *arguments]
+    with running(command, SERVER_CORE, stderr=subprocess.DEVNULL) as process:
+        _wait_until(ready_file.exists, process, "our server")
+        ready = json.loads(ready_file.read_text())
+        yield process, ready["http"], ready["grpc"]
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str], port: int, core: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that listens on the port."""
+    with running(command, core, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        _wait_until(lambda: _accepts(port), process, command[1])
+        yield process
+
+
+@contextlib.contextmanager
+def all_servers(stock_python: Path, with_gateway: bool) -> Iterator[Servers]:
+    """Every server that is measured; the idle ones take no time from the others."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        port = _free_port()
+        stock_command = [str(stock_python), "-I", str(STOCK / "blackjack_server.py"), str(port)]
+        stock = stack.enter_context(listening(stock_command, port, SERVER_CORE))
+        ours, http, grpc = stack.enter_context(our_server(folder))
+        _, _, isolated = stack.enter_context(our_server(folder, "--isolation", "process"))
+        gateway_grpc = ""
+        if with_gateway:
+            http_port, grpc_port = _free_port(), _free_port()
+            command = [str(Path(sys.executable).with_name("ludus")), "gateway"]
+            command += ["--env", f"blackjack={grpc}", "--port", str(http_port)]
+            command += ["--grpc-port", str(grpc_port)]
+            stack.enter_context(listening(command, grpc_port, CLIENT_CORE))
+            gateway_grpc = f"grpc://127.0.0.1:{grpc_port}"
+        yield Servers(stock, f"http://127.0.0.1:{port}", ours, http, grpc, isolated, gateway_grpc)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_until(condition: Any, process: subprocess.Popen[str], what: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        if process.poll() is not None:
+            sys.exit(f"{what} ended early with code {process.returncode}")
+        if time.monotonic() > deadline_s:
+            sys.exit(f"{what} did not start within {START_TIMEOUT_S:g} s")
+        time.sleep(0.05)
+
+
+def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
+    """The processor time that the process has used."""
+    if process is None:
+        return 0.0
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+# -- what is measured ------------------------------------------------------------------------
+
+
+def contenders(servers: Servers, stock_python: Path) -> list[Contender]:
+    """The rows of the table, in the order in which they alternate."""
+    stock_client = [str(stock_python), "-I", str(STOCK / "blackjack_client.py")]
+    ours, grpc, sessions = servers.ours, servers.grpc, str(NUM_SESSIONS)
+    many = [*LOAD, "many", grpc, "--groups", "2"]
+    rows = [
+        Contender(
+            "base",
+            "OpenEnv's server, OpenEnv's client",
+            [*stock_client, servers.stock_http, sessions],
+            servers.stock,
+        ),
+        Contender(
+            "websocket_stock_client",
+            "our WebSocket, OpenEnv's client",
+            [*stock_client, servers.http, sessions],
+            ours,
+        ),
+        Contender(
+            "grpc_stream",
+            "our stream, one step per message",
+            [*LOAD, "stream", grpc, "--max-calls-per-message", "1"],
+            ours,
+        ),
+        Contender(
+            "grpc_stream_together",
+            "our stream, as clients use it",
+            [*LOAD, "stream", grpc],
+            ours,
+        ),
+        Contender("grpc_step_many", "StepMany, 2 x 32 sessions", many, ours),
+        Contender(
+            "grpc_step_many_with_text",
+            "StepMany, 2 x 32 sessions, with text",
+            [*many, "--with-text"],
+            ours,
+        ),
+        Contender(
+            "grpc_step_many_128",
+            "StepMany, 2 x 64 sessions",
+            [*many, "--sessions", "128"],
+            ours,
+        ),
+        Contender("pyspiel", "the game alone, in process", [*LOAD, "pyspiel"], None),
+    ]
+    if servers.gateway_grpc:
+        command = [*LOAD, "many", servers.gateway_grpc, "--groups", "2"]
+        label = "StepMany, 2 x 32 sessions, through the gateway"
+        rows.append(Contender("gateway_step_many", label, command, ours))
+    return rows
+
+
+def measure(rows: list[Contender], num_rounds: int, window_s: float) -> None:
+    """Fills in the samples; the contenders take turns, after a first turn that warms up."""
+    with contextlib.ExitStack() as stack:
+        loads = []
+        for row in rows:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            load = stack.enter_context(running(row.command, CLIENT_CORE, **pipes))
+            _answer_of(load)
+            loads.append(load)
+        for number in range(num_rounds + 1):
+            for row, load in zip(rows, loads, strict=True):
+                sample = _sample(row, load, window_s if number else window_s / 3)
+                if number:
+                    row.samples.append(sample)
+
+
+def _sample(row: Contender, load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
+    assert load.stdin is not None
+    begun_cpu_s = cpu_seconds(row.server)
+    load.stdin.write(f"{window_s}\n")
+    load.stdin.flush()
+    answer = _answer_of(load)
+    server_cpu_s = cpu_seconds(row.server) - begun_cpu_s
+    return {
+        **answer,
+        "server_cpu_s": server_cpu_s,
+        "steps_per_s": answer["steps"] / answer["seconds"],
+        "resets_per_step": answer["resets"] / answer["steps"],
+        "client_us_per_step": answer["client_cpu_s"] / answer["steps"] * 1e6,
+        "server_us_per_step": server_cpu_s / answer["steps"] * 1e6,
+    }
+
+
+def _answer_of(load: subprocess.Popen[str]) -> dict[str, float]:
+    assert load.stdout is not None
+    line = load.stdout.readline()
+    if not line:
+        sys.exit(f"{load.args} ended early with code {load.wait()}")
+    return json.loads(line)
+
+
+def measure_once(*arguments: str) -> dict[str, float]:
+    """The answer of a load that measures one thing and ends."""
+    with running([*LOAD, *arguments], CLIENT_CORE, stdout=subprocess.PIPE) as load:
+        return _answer_of(load)
+
+
+def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
+    """Opening, holding many sessions, and the time that one step takes."""
+    singles = {
+        "open_inline": measure_once("opens", servers.grpc, "--number", "640"),
+        "open_process": measure_once("opens", servers.isolated_grpc, "--number", "256"),
+        "hold": measure_once("hold", servers.grpc, "--sessions", str(NUM_HELD), "--number", "5"),
+    }
+    for wire, address in {
+        "grpc": servers.grpc,
+        "websocket": servers.http,
+        "gateway": servers.gateway_grpc,
+    }.items():
+        if address:
+            singles[f"latency_{wire}"] = measure_once("latency", address, "--number", "2000")
+    return singles
+
+
+# -- the report ------------------------------------------------------------------------------
+
+
+def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
+    """Medians against the base, and the gateway's against the same load without it."""
+    medians = {row.name: row.steps_per_s for row in rows}
+    names = ("websocket_stock_client", "grpc_stream", "grpc_step_many")
+    ratios: dict[str, float | None] = {name: medians[name] / medians["base"] for name in names}
+    gateway = medians.get("gateway_step_many")
+    ratios["gateway_step_many_vs_direct"] = (
+        None if gateway is None else gateway / medians["grpc_step_many"]
+    )
+    return ratios
+
+
+def report(rows: list[Contender], singles: dict[str, dict[str, float]]) -> None:
+    """Nothing; prints the table."""
+    base = rows[0].steps_per_s
+    print(
+        f"{'':48}{'steps/s':>9}{'x base':>8}{'resets/step':>13}{'us/step: client':>17}{'server':>8}"
+    )
+    for row in rows:
+        print(
+            f"{row.label:<48}{row.steps_per_s:9.0f}{row.steps_per_s / base:8.2f}"
+            f"{row.median('resets_per_step'):13.2f}{row.median('client_us_per_step'):17.1f}"
+            f"{row.median('server_us_per_step'):8.1f}"
+        )
+    for name, single in singles.items():
+        numbers = ", ".join(f"{key} {value:.6g}" for key, value in single.items())
+        print(f"{name:<20}{numbers}")
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "game": "blackjack",
+        "policy": "any legal move",
+        "num_sessions": NUM_SESSIONS,
+        "num_rounds": arguments.rounds,
+        "window_s": arguments.window_s,
+        "server_core": SERVER_CORE,
+        "client_core": CLIENT_CORE,
+        "gateway_core": CLIENT_CORE,
+        "step_many": "two groups in flight; a call mixes steps and resets; no text",
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where it was measured, and with which versions."""
+    packages = ("grpcio", "protobuf", "pydantic", "orjson", "uvloop", "uvicorn", "open_spiel")
+    return {
+        "processor": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "stock": OPENENV,
+    }
+
+
+def main() -> None:
+    """Measures, prints a table, and saves every sample."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window-s", type=float, default=3.0)
+    parser.add_argument("--no-gateway", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if os.cpu_count() == 1:
+        sys.exit("expected a core for the server and one for the clients, got one core in all")
+    stock_python = python_of(OPENENV, extra=[OPENSPIEL])
+    at_start = machine()
+    with all_servers(stock_python, not arguments.no_gateway) as servers:
+        rows = contenders(servers, stock_python)
+        measure(rows, arguments.rounds, arguments.window_s)
+        singles = measure_singles(servers)
+    report(rows, singles)
+    ratios = ratios_of(rows)
+    print("ratios: " + ", ".join(f"{k} {v:.2f}" if v else f"{k} -" for k, v in ratios.items()))
+    results = [{"median_steps_per_s": row.steps_per_s, **_plain(row)} for row in rows]
+    saved = {
+        "machine": at_start,
+        "settings": settings_of(arguments),
+        "results": results,
+        "singles": singles,
+        "ratios": ratios,
+    }
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps(saved, indent=2) + "\n")
+
+
+def _plain(row: Contender) -> dict[str, Any]:
+    return {"name": row.name, "label": row.label, "samples": row.samples}
+
+
+if __name__ == "__main__":
+    main()

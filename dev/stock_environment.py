@@ -1,0 +1,110 @@
+"""Virtual environments with somebody else's published package, for measuring and conformance.
+
+    python_of("openenv==0.10.0") --> .cache/stock-openenv-0.10.0/bin/python
+
+OpenEnv's own servers and clients bring libraries that ours must not depend on, so they run in
+processes of their own. An environment is built once and kept. Whoever needs one that another
+process is building waits for it. As a program:
+
+    python dev/stock_environment.py openenv==0.10.0 [--extra open_spiel==2.0.2 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CACHE = Path(__file__).parents[1] / ".cache"
+INSTALL_TIMEOUT_S = 600
+_PINNED = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9._!+-]+")
+
+
+class StockEnvironmentError(RuntimeError):
+    """The virtual environment cannot be built; the message says why."""
+
+
+def python_of(requirement: str, *, extra: Sequence[str] = ()) -> Path:
+    """The interpreter of a virtual environment that holds the requirement.
+
+    Args:
+        requirement: with its version, for example "openenv==0.10.0".
+        extra: requirements beside it, with their versions.
+
+    Raises:
+        StockEnvironmentError: a requirement has no version, or cannot be installed.
+    """
+    requirements = [requirement, *extra]
+    for one in requirements:
+        if not _PINNED.fullmatch(one):
+            raise StockEnvironmentError(
+                f"expected a requirement with its version, like openenv==0.10.0, got {one!r}"
+            )
+    folder = CACHE / "stock-{}".format("+".join(one.replace("==", "-") for one in requirements))
+    python = folder / "bin" / "python"
+    complete = folder / "complete"
+    if complete.exists():  # written last: what a killed build left behind has none
+        return python
+    CACHE.mkdir(exist_ok=True)
+    with _locked(CACHE / f"{folder.name}.lock"):
+        if not complete.exists():
+            _build(folder, python, requirements)
+            complete.touch()
+    return python
+
+
+def _build(folder: Path, python: Path, requirements: list[str]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    try:
+        ended = subprocess.run(
+            [*install, *requirements],
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise StockEnvironmentError(
+            f"expected pip to install {' '.join(requirements)} within {INSTALL_TIMEOUT_S} s, it"
+            " took longer; check the connection to the package index"
+        ) from None
+    if ended.returncode != 0:
+        raise StockEnvironmentError(
+            f"expected pip to install {' '.join(requirements)} into {folder}, it failed:"
+            f" {ended.stderr.strip()[-2000:]}"
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # The system frees the lock of a process that dies.
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    """Writes the interpreter's path; ends with code 2 and one line where it cannot be built."""
+    parser = argparse.ArgumentParser(description="Builds a virtual environment once.")
+    parser.add_argument("requirement", help="for example openenv==0.10.0")
+    parser.add_argument("--extra", nargs="*", default=[], help="requirements beside it")
+    arguments = parser.parse_args()
+    try:
+        python = python_of(arguments.requirement, extra=arguments.extra)
+    except StockEnvironmentError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(f"{python}\n")
+
+
+if __name__ == "__main__":
+    main()

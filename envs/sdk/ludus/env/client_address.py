@@ -1,0 +1,103 @@
+"""Addresses of environment servers and gateways, and the credentials they may carry.
+
+grpc://host:port[/NAME]            grpcs:// with TLS; NAME is an environment at a gateway
+http://[user:token@]host:port[/path]   https://, ws:// and wss:// likewise
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from urllib.parse import unquote, urlsplit
+
+from ludus.proto.errors import ConfigError
+
+GRPC_SCHEMES = ("grpc", "grpcs")
+HTTP_SCHEMES = ("http", "https", "ws", "wss")
+_SECURE_SCHEMES = ("grpcs", "https", "wss")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server is. Its `str` holds no credentials."""
+
+    scheme: str
+    authority: str
+    """Host and port."""
+    path: str = ""
+    """Begins with a slash, ends without one."""
+    credentials: str | None = field(default=None, repr=False)
+    """The value of an `authorization` header that the address itself brought along."""
+
+    @property
+    def is_secure(self) -> bool:
+        """True with TLS."""
+        return self.scheme in _SECURE_SCHEMES
+
+    @property
+    def is_grpc(self) -> bool:
+        """True for the gRPC wire."""
+        return self.scheme in GRPC_SCHEMES
+
+    @property
+    def is_websocket(self) -> bool:
+        """True where OpenEnv's sockets are asked for by name."""
+        return self.scheme in ("ws", "wss")
+
+    @property
+    def environment(self) -> str:
+        """The environment that a gRPC address names; empty for the only one."""
+        return self.path.removeprefix("/")
+
+    @property
+    def http_base(self) -> str:
+        """The address below which OpenEnv's paths lie."""
+        return f"{'https' if self.is_secure else 'http'}://{self.authority}{self.path}"
+
+    @property
+    def ws_base(self) -> str:
+        """The same for sockets."""
+        return f"{'wss' if self.is_secure else 'ws'}://{self.authority}{self.path}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+
+def parse_address(address: str) -> ServerAddress:
+    """The parts of an address.
+
+    Raises:
+        ConfigError: it is none; credentials are left out of the message.
+    """
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        raise _malformed(address, "a host and a port") from None
+    userinfo, _, authority = parts.netloc.rpartition("@")
+    if parts.scheme not in (*GRPC_SCHEMES, *HTTP_SCHEMES) or not authority:
+        raise _malformed(address, "a scheme out of grpc, grpcs, http, https, ws, wss")
+    if parts.query or parts.fragment:
+        raise _malformed(address, "no query and no fragment")
+    path = parts.path.rstrip("/")
+    if parts.scheme in HTTP_SCHEMES:
+        path = path.removesuffix("/ws")
+    elif path.count("/") > 1:
+        raise _malformed(address, "at most one name after the port")
+    return ServerAddress(parts.scheme, authority, path, _basic(userinfo))
+
+
+def _basic(userinfo: str) -> str | None:
+    if not userinfo:
+        return None
+    user, _, password = userinfo.partition(":")
+    plain = f"{unquote(user)}:{unquote(password)}"
+    return f"Basic {base64.b64encode(plain.encode()).decode()}"
+
+
+def _malformed(address: str, expected: str) -> ConfigError:
+    scheme, separator, rest = address.rpartition("://")
+    without_credentials = f"{scheme}{separator}{rest.rpartition('@')[2]}"
+    return ConfigError(
+        "expected an address like grpc://host:port or http://host:port with"
+        f" {expected}; got {without_credentials.partition('?')[0]!r}"
+    )

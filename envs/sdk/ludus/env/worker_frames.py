@@ -1,0 +1,114 @@
+"""What a server, its spawner and its workers say to each other over their sockets.
+
+    server   --orders (fixed size, with a socket)--> spawner
+    server   <--reports (fixed size)---------------- spawner
+    server   <--frames: CallBatch | ReplyBatch-----> worker
+
+A frame is a length and a protobuf message. A worker runs foreign code, so nothing that
+comes from one is ever unpickled, and its frames are bounded.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any, Protocol, TypeVar
+
+import orjson
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+MessageT = TypeVar("MessageT")
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""A worker that sends more at once is taken for broken."""
+FRAME_HEADER = struct.Struct("<I")
+ORDER = struct.Struct("<BIH")
+"""Order, worker id (or a length), and the worker's threads or a probe's milliseconds."""
+REPORT = struct.Struct("<BIiid")
+"""Report, worker id, process id, wait status (or a text's length), CPU seconds."""
+
+
+class OrderKind(IntEnum):
+    """What a server tells its spawner."""
+
+    SPAWN = 1
+    """A worker on the socket that comes along."""
+    PROBE = 2
+    """A worker that describes the environment and ends."""
+    KILL = 3
+    IMPORT = 4
+    """Modules that building an environment loads; so many bytes of JSON follow."""
+
+
+class ReportKind(IntEnum):
+    """What a spawner tells its server."""
+
+    READY = 1
+    """The environment's module is imported."""
+    FAILED = 2
+    """It is not; a text of so many bytes follows."""
+    STARTED = 3
+    EXITED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What one worker may use; 0 sets no limit."""
+
+    memory_mb: int = 0
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerSetup:
+    """The first frame that a spawner reads."""
+
+    factory_json: str
+    sys_path: list[str]
+    limits: WorkerLimits
+    modules: list[str]
+    """What to import beside the factory's own module."""
+
+    def to_json(self) -> bytes:
+        """What `from_json` reads back."""
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SpawnerSetup:
+        """The setup that `to_json` wrote."""
+        found = orjson.loads(text)
+        return cls(**{**found, "limits": WorkerLimits(**found["limits"])})
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes | None: ...
+
+
+def frame_of(message: bytes) -> bytes:
+    """The message with its length before it."""
+    return FRAME_HEADER.pack(len(message)) + message
+
+
+def read_frame(stream: _Readable) -> bytes | None:
+    """The next message of a blocking stream; None at its end."""
+    header = stream.read(FRAME_HEADER.size) or b""
+    if len(header) < FRAME_HEADER.size:
+        return None
+    (size,) = FRAME_HEADER.unpack(header)
+    message = stream.read(size) or b""
+    return message if len(message) == size else None
+
+
+def parsed(kind: type[MessageT], frame: bytes) -> MessageT:
+    """The frame as a protobuf message of that kind.
+
+    Raises:
+        ValueError: it is none.
+    """
+    message_type: Any = kind
+    try:
+        message: MessageT = message_type.FromString(frame)
+    except DecodeError as error:
+        raise ValueError(f"expected a {kind.__name__}: {error}") from None
+    return message

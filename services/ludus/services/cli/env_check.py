@@ -1,0 +1,134 @@
+"""`ludus env check`: the executable specification, against a target or a running server.
+
+TARGET  --> rules of the environment, in process --> rules of the wire, on a server of it
+ADDRESS ------------------------------------------> rules of the wire
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.services.cli.console import progress_console, results_console
+from ludus.services.cli.env_places import (
+    Options,
+    Place,
+    TokenEnv,
+    require_options_only_for_targets,
+)
+from ludus.services.cli.options import parse_options
+from ludus.services.cli.tables import CheckRow, check_table
+
+if TYPE_CHECKING:
+    from ludus.env.check import CheckReport
+    from ludus.env.server_options import Isolation
+
+CHECK_FAILED = 1
+_IN_PROCESS = "environment"
+_ON_THE_WIRE = "wire"
+_MAX_SESSIONS = 12
+"""Of a server that is started here: few enough to see how it refuses more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """How much is played."""
+
+    seeds: range
+    num_steps: int
+    timeout_s: float
+
+
+def check(
+    place: Place,
+    options: Options = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of an episode, at most.")] = 50,
+    seeds: Annotated[int, typer.Option(min=1, help="Episodes for each rule.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one rule.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    token_env: TokenEnv = "LUDUS_ENV_TOKEN",
+) -> None:
+    """Check that an environment or a server keeps its contract; exit code 1 when it does not.
+
+    A server is for a moment filled with up to 16 sessions. What OpenEnv's own servers do not
+    have is reported as not offered.
+
+    Example: `ludus env check openspiel_env --option game=tic_tac_toe`
+
+    Example: `ludus env check http://127.0.0.1:8000`
+    """
+    chosen = parse_options(options or ())
+    require_options_only_for_targets(place, chosen)
+    plan = CheckPlan(range(seeds), steps, timeout)
+    if "://" in place:
+        rows = _rows(_check_address(place, plan, os.environ.get(token_env)), _ON_THE_WIRE)
+    else:
+        rows = _check_target(place, chosen, plan)
+    is_sound = all(row.verdict != "broken" for row in rows)
+    if as_json:
+        found = [
+            {"about": r.about, "rule": r.rule, "verdict": r.verdict, "detail": r.detail}
+            for r in rows
+        ]
+        typer.echo(json.dumps({"place": place, "ok": is_sound, "checks": found}, indent=2))
+    else:
+        results_console().print(check_table(rows))
+    if not is_sound:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list[CheckRow]:
+    from ludus.env.check import check_environment
+    from ludus.env.loopback import PlayOptions
+    from ludus.env.targets import environment_factory
+
+    factory = environment_factory(target, options)
+    sample = factory()
+    sample.close()
+    isolation: Isolation = "process" if sample.one_per_process else "inline"
+    with _status(f"checking {target}"):
+        in_process = check_environment(factory, seeds=plan.seeds, num_steps=plan.num_steps)
+        play_options = PlayOptions(
+            max_sessions=_MAX_SESSIONS, timeout_s=plan.timeout_s, isolation=isolation
+        )
+        on_the_wire = asyncio.run(_check_on_wire(factory, plan, play_options))
+    return [*_rows(in_process, _IN_PROCESS), *_rows(on_the_wire, _ON_THE_WIRE)]
+
+
+def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckReport:
+    from ludus.env.loopback import PlayOptions
+
+    with _status(f"checking {address}"):
+        play_options = PlayOptions(token=token, timeout_s=plan.timeout_s)
+        return asyncio.run(_check_on_wire(address, plan, play_options))
+
+
+async def _check_on_wire(place: Any, plan: CheckPlan, play_options: Any) -> CheckReport:
+    from ludus.env.check import check_server
+    from ludus.env.loopback import connected
+
+    async with connected(place, play_options) as client:
+        return await check_server(
+            client, seeds=plan.seeds, num_steps=plan.num_steps, timeout_s=plan.timeout_s
+        )
+
+
+def _rows(report: CheckReport, about: str) -> list[CheckRow]:
+    return [CheckRow(about, check.name, check.verdict, check.detail) for check in report.checks]
+
+
+@contextlib.contextmanager
+def _status(message: str) -> Iterator[None]:
+    console = progress_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
+        yield

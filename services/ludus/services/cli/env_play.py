@@ -1,0 +1,203 @@
+"""`ludus env play`: a person plays an environment in the terminal.
+
+Works with a script on standard input too: a line is an answer, the end of input leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError
+from ludus.services.cli.console import results_console, say
+from ludus.services.cli.env_places import Options, Place, TokenEnv, client_of
+from ludus.services.cli.options import parse_options
+
+if TYPE_CHECKING:
+    from ludus.env.played_episode import EpisodeWriter
+    from ludus.env.sync_client import EnvClient, Session
+    from ludus.env.types import EnvironmentDescription, StepResult
+
+_SEED_BITS = 31
+_MAX_LISTED = 40
+_HELP = "  :new starts another episode, :state shows the state, :quit leaves"
+
+
+class _LeftError(Exception):
+    """The player has left."""
+
+
+def play(
+    place: Place,
+    options: Options = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the first episode, then the next; else drawn.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Append the episodes to this .jsonl file.")
+    ] = None,
+    token_env: TokenEnv = "LUDUS_ENV_TOKEN",
+) -> None:
+    """Play an environment yourself; answer with text, a number or JSON.
+
+    Example: `ludus env play openspiel_env --option game=blackjack --seed 7`
+
+    Example: `ludus env play gymnasium:FrozenLake-v1 --record games.jsonl`
+    """
+    from ludus.env.played_episode import EpisodeWriter
+
+    chosen = parse_options(options or ())
+    with client_of(place, chosen, token_env) as client:
+        target = "" if "://" in place else place
+        writer = EpisodeWriter(record, client.describe(), target, chosen) if record else None
+        table = _Table(client, results_console(), writer)
+        try:
+            table.play(seed)
+        except (_LeftError, KeyboardInterrupt):
+            table.leave()
+
+
+class _Table:
+    """A person at a game: what is shown, what is answered, and the score."""
+
+    def __init__(self, client: EnvClient, console: Console, writer: EpisodeWriter | None) -> None:
+        self._client = client
+        self._console = console
+        self._writer = writer
+        self._description: EnvironmentDescription = client.describe()
+        self._returns: list[float] = []
+
+    def play(self, first_seed: int | None) -> None:
+        """Plays episodes until the player leaves."""
+        self._say(f"{self._description.name}: {self._description.description}", "bold")
+        self._say(_HELP, "dim")
+        seed = first_seed
+        while True:
+            self._play_episode(secrets.randbits(_SEED_BITS) if seed is None else seed)
+            if self._ask("another episode? [Y/n] ").strip().lower() in ("n", "no", ":quit", ":q"):
+                raise _LeftError
+            seed = None if first_seed is None or seed is None else seed + 1
+
+    def leave(self) -> None:
+        """Says how it went, and writes the episode that was left."""
+        if self._writer is not None:
+            self._writer.end("the player left")
+        num_played = len(self._returns)
+        self._say("")
+        if num_played:
+            total = sum(self._returns)
+            self._say(f"{num_played} episodes, return {total:g}, mean {total / num_played:.3f}")
+
+    def _play_episode(self, seed: int) -> None:
+        session, result = self._client.open(seed=seed)
+        self._say(f"-- episode {len(self._returns) + 1}, seed {seed}", "cyan")
+        if self._writer is not None:
+            self._writer.begin(seed, result)
+        score = 0.0
+        self._show(result)
+        with session:
+            while not result.done:
+                following = self._answer(session, result)
+                if following is None:
+                    break
+                result = following
+                score += result.reward or 0.0
+                self._show(result)
+                self._say(f"reward {result.reward or 0.0:g}, score {score:g}", "dim")
+        if result.done:
+            how = "terminated" if result.terminated else "truncated"
+            self._say(f"-- {how} after {result.step_index} steps, return {score:g}", "cyan")
+            self._returns.append(score)
+        if self._writer is not None:
+            self._writer.end(how if result.done else "the player left")
+
+    def _answer(self, session: Session, result: StepResult) -> StepResult | None:
+        """What the player's next legal answer led to; None where the episode is given up."""
+        while True:
+            line = self._ask("> ").strip()
+            if line in (":quit", ":q"):
+                raise _LeftError
+            if line == ":new":
+                return None
+            if line == ":state":
+                self._say(json.dumps(session.state(), indent=2))
+            elif line in (":help", "?"):
+                self._say(_HELP)
+                self._show_legal(result)
+            elif line:
+                following = self._step(session, line, result)
+                if following is not None:
+                    return following
+
+    def _step(self, session: Session, line: str, result: StepResult) -> StepResult | None:
+        """None where the answer was refused; the episode is as it was."""
+        action = _read_answer(line, self._description.action_schema, result.text is not None)
+        try:
+            if isinstance(action, str):
+                following = session.step(text=action)
+            else:
+                following = session.step(action)
+        except (ActionError, InvalidCallError, ExecutionError) as error:
+            self._say(f"refused: {error}", "yellow")
+            self._show_legal(result)
+            return None
+        if self._writer is not None:
+            self._writer.note(action, following)
+        return following
+
+    def _show(self, result: StepResult) -> None:
+        if result.text is not None:
+            for message in result.text.messages:
+                self._say(message["content"])
+        else:
+            self._say(json.dumps(result.observation, indent=2)[:4000])
+        if not result.done:
+            self._show_legal(result)
+
+    def _show_legal(self, result: StepResult) -> None:
+        legal: list[Any] = []
+        if result.text is not None:
+            legal = list(result.text.legal_answers)
+        legal = legal or result.observation.get("legal_actions") or []
+        if legal:
+            more = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
+            shown = ", ".join(str(one) for one in legal[:_MAX_LISTED])
+            self._say(f"legal: {shown}{more}", "green")
+        elif result.text is None:
+            fields = self._description.action_schema.get("properties", {})
+            self._say(f"action: {json.dumps(fields)[:500]}", "green")
+
+    def _ask(self, prompt: str) -> str:
+        if sys.stdin.isatty():
+            try:
+                return input(prompt)
+            except EOFError:
+                raise _LeftError from None
+        line = sys.stdin.readline()
+        if not line:
+            raise _LeftError
+        self._say(f"{prompt}{line.rstrip()}")
+        return line
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        say(self._console, text, style)
+
+
+def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str, Any] | str:
+    """The action that a line means: a JSON object as it is, else text where it is read."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        value = line
+    if isinstance(value, dict):
+        return value
+    if has_text:
+        return line
+    required = schema.get("required", [])
+    return {required[0]: value} if len(required) == 1 else line

@@ -1,0 +1,1 @@
+"""The gateway: routes, places and admits the sessions of environment servers."""

@@ -1,0 +1,217 @@
+"""What a gateway is started with: a TOML file, or options of the command line.
+
+[environments.blackjack]          [environments.cards]             [environments.fleet]
+kind = "subprocess"               kind = "static"                  kind = "kubernetes"
+package = "openspiel_env"         addresses = ["grpc://a:18000"]   service = "cards"
+options = {game = "blackjack"}
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ludus.env.server_options import Isolation
+from ludus.env.session_ids import MIN_KEY_BYTES
+from ludus.env.types import JsonObject
+from ludus.proto.errors import ConfigError, NotFoundError
+
+SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
+TOKEN_VARIABLE = "LUDUS_GATEWAY_TOKEN"
+GRPC_PORT_OFFSET = 10_000
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Port = Annotated[int, Field(ge=0, le=65_535)]
+_NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StaticEnvironment(_Section):
+    """Servers at fixed addresses."""
+
+    kind: Literal["static"] = "static"
+    addresses: Annotated[list[str], Field(min_length=1)]
+    """gRPC addresses, for example grpc://10.0.0.7:18000."""
+
+    @field_validator("addresses")
+    @classmethod
+    def _are_grpc(cls, addresses: list[str]) -> list[str]:
+        for address in addresses:
+            scheme, separator, rest = address.partition("://")
+            if scheme != "grpc" or not separator or ":" not in rest:
+                raise ValueError(f"expected grpc://host:port, got {address!r}")
+        if len(set(addresses)) != len(addresses):
+            raise ValueError("expected each address once, got one twice")
+        return addresses
+
+
+class SubprocessEnvironment(_Section):
+    """Servers on this machine that the gateway starts, watches and stops."""
+
+    kind: Literal["subprocess"] = "subprocess"
+    package: Annotated[str, Field(min_length=1)]
+    """An environment package, for example openspiel_env."""
+    options: JsonObject = Field(default_factory=dict)
+    """What the environment is built with."""
+    num_servers: Annotated[int, Field(ge=1, le=256)] = 1
+    max_sessions: Annotated[int, Field(ge=1)] = 256
+    """For each server."""
+    isolation: Isolation = "inline"
+    """Where a server's sessions run: in its process, or in worker processes."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments for each server, for example ["--idle-timeout-s", "60"]."""
+    drain_grace_s: _Seconds = 600.0
+    """How long a server that is scaled away may finish its sessions."""
+
+
+class KubernetesEnvironment(_Section):
+    """The pods behind a Service of the cluster."""
+
+    kind: Literal["kubernetes"] = "kubernetes"
+    service: Annotated[str, Field(min_length=1, max_length=63)]
+    namespace: Annotated[str, Field(min_length=1, max_length=63)]
+
+
+Environment = Annotated[
+    StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment,
+    Field(discriminator="kind"),
+]
+
+
+class SessionsSection(_Section):
+    """How sessions are admitted, and how long they last."""
+
+    linger_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """How long a session outlives a gateway, or a client on gRPC, that went away."""
+    id_lifetime_s: _Seconds = 86_400.0
+    queue_size: Annotated[int, Field(ge=0)] = 1024
+    """Opens that may wait at once; more are refused right away."""
+    queue_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """How long an open waits for a free session; 0 refuses at once."""
+    max_group_size: Annotated[int, Field(ge=1)] = 1024
+
+
+class ServersSection(_Section):
+    """How the environment servers are reached."""
+
+    token_env: str = ""
+    """Environment variable with the token that the servers ask for."""
+    ca_file: Path | None = None
+    """Reaches the servers over TLS and trusts this authority."""
+    poll_interval_s: _Seconds = 1.0
+    unreachable_after_s: _Seconds = 3.0
+    """A server that is silent for so long gets no new sessions."""
+    retry_within_s: _Seconds = 5.0
+    """How long a call waits for a connection that broke."""
+    call_timeout_s: _Seconds = 120.0
+
+
+class TlsSection(_Section):
+    """PEM files; they may be replaced while the gateway runs."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    """Asks clients for certificates of this authority."""
+
+
+class GatewayConfig(_Section):
+    """Everything a gateway is started with."""
+
+    environments: dict[Annotated[str, Field(pattern=_NAME_PATTERN)], Environment]
+    host: str = "127.0.0.1"
+    port: _Port = 8000
+    """HTTP and WebSocket; 0 takes a free one."""
+    grpc_port: _Port | None = None
+    """None means port + 10000, or a free one when `port` is 0."""
+    insecure: bool = False
+    """Allows listening beyond this machine without a token."""
+    token_env: str = TOKEN_VARIABLE
+    """Environment variable with the one token of everybody; it may be unset."""
+    tenants_file: Path | None = None
+    """Tokens, scopes and quotas of several tenants."""
+    session_key_env: str = SESSION_KEY_VARIABLE
+    """Environment variable with the key that gateways and servers share."""
+    drain_grace_s: _Seconds = 600.0
+    """How long a gateway that is told to end waits for its sessions."""
+    tls: TlsSection | None = None
+    sessions: SessionsSection = SessionsSection()
+    servers: ServersSection = ServersSection()
+
+    @property
+    def bound_grpc_port(self) -> int:
+        """The gRPC port to ask for."""
+        if self.grpc_port is not None:
+            return self.grpc_port
+        return self.port + GRPC_PORT_OFFSET if self.port else 0
+
+    @classmethod
+    def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
+        """The configuration in a TOML file.
+
+        Args:
+            overrides: top-level fields that have precedence.
+
+        Raises:
+            NotFoundError: the file is not there.
+            ConfigError: it cannot be used; names the field, the value and what was expected.
+        """
+        try:
+            raw = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise NotFoundError(f"expected a gateway configuration at {path}, got none") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: expected a TOML file: {error}") from None
+        return cls.of(raw | (overrides or {}), str(path))
+
+    @classmethod
+    def of(cls, raw: JsonObject, place: str = "gateway") -> GatewayConfig:
+        """The configuration that the values say.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            raise ConfigError(f"{place}: {_explain(error)}") from None
+
+    def session_key(self) -> str:
+        """The key from the environment; a random one where only this gateway needs it.
+
+        Raises:
+            ConfigError: there is none and servers that others start must know it.
+        """
+        key = os.environ.get(self.session_key_env, "")
+        if key:
+            return key
+        others = [name for name, one in self.environments.items() if one.kind != "subprocess"]
+        if others:
+            raise ConfigError(
+                f"expected a session key of at least {MIN_KEY_BYTES} bytes in"
+                f" {self.session_key_env}, which the servers of '{others[0]}' are started with"
+                f" too, got none; make one with: export {self.session_key_env}=$(openssl rand"
+                " -hex 32)"
+            )
+        return secrets.token_hex(32)
+
+
+def value_of(variable: str) -> str:
+    """The value of an environment variable; empty where it is unset or has no name."""
+    return os.environ.get(variable, "") if variable else ""
+
+
+def _explain(error: ValidationError) -> str:
+    faults: list[Any] = error.errors()
+    lines = []
+    for fault in faults:
+        where = ".".join(str(part) for part in fault["loc"])
+        lines.append(f"{where}: {fault['msg']} (got {str(fault['input'])[:80]!r})")
+    return "; ".join(lines)

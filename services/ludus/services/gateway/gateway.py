@@ -1,0 +1,358 @@
+"""A gateway as a process: its ports, its environments, and the sources of their servers.
+
+    sources --endpoints--> GatewaySessions (one per environment) <--Sessions-- HTTP, WebSocket
+                                                                 <--calls----- gRPC
+
+Who waits for whom: `start` waits for each source's first list and for the first attempts to
+connect, at most a few seconds; the ports listen meanwhile. A drained gateway waits for the
+sessions that were opened through it, a stopping one for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import grpc
+
+from ludus.env.local_server import LocalServer
+from ludus.env.session_ids import SessionKey
+from ludus.env.tls import TlsFiles, client_channel_credentials
+from ludus.proto.errors import LudusError, UserError
+from ludus.services.gateway.access import Access
+from ludus.services.gateway.admission import AdmissionOptions
+from ludus.services.gateway.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.config import (
+    SESSION_KEY_VARIABLE,
+    GatewayConfig,
+    KubernetesEnvironment,
+    ServersSection,
+    StaticEnvironment,
+    SubprocessEnvironment,
+    value_of,
+)
+from ludus.services.gateway.endpoints import EndpointSource
+from ludus.services.gateway.gateway_app import Probes, build_gateway_app
+from ludus.services.gateway.gateway_metrics import GatewayMetrics
+from ludus.services.gateway.gateway_sessions import GatewaySessions, Seams, SessionOptions
+from ludus.services.gateway.listening import (
+    HttpListener,
+    authority,
+    bind,
+    build_grpc_server,
+    stop_grpc_server,
+)
+from ludus.services.gateway.quotas import Quotas
+from ludus.services.gateway.request_limits import LimitRequests, TraceRequests
+from ludus.services.gateway.routes import RouteBook
+from ludus.services.gateway.server_link import LinkOptions
+from ludus.services.gateway.servicer import GatewayFace
+from ludus.services.gateway.sources import StaticSource, SubprocessSource
+
+_log = logging.getLogger(__name__)
+
+_SETTLE_TIMEOUT_S = 10.0
+_SOURCE_BACKOFF_S = 5.0
+_DRAIN_POLL_S = 0.2
+
+OnReady = Callable[["Gateway"], None]
+
+
+class Gateway:
+    """A gateway within a running event loop: `async with Gateway(config) as gateway`.
+
+    Args:
+        sources: where servers come from, by environment; None makes them from the config.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, sources: Mapping[str, EndpointSource] | None = None
+    ) -> None:
+        self.config = config
+        self.access = _access_of(config)
+        self.access.check_host(config.host, insecure=config.insecure)
+        self.quotas = Quotas(renew=self.access.renew)
+        self.environments: dict[str, GatewaySessions] = {}
+        self.sources: dict[str, EndpointSource] = dict(sources or {})
+        self.http_address = ""
+        """For example http://127.0.0.1:8000."""
+        self.grpc_address = ""
+        """For example grpc://127.0.0.1:18000."""
+        self.is_draining = False
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Returns when both ports listen and the servers that answer are known.
+
+        Raises:
+            PortInUseError: something else listens there; nothing was started.
+            UserError: an environment's servers cannot be started.
+        """
+        config = self.config
+        tls = TlsFiles(**dict(config.tls)) if config.tls else None
+        key = config.session_key()
+        listener = bind(config.host, config.port, "port")
+        try:
+            self._build_environments(key)
+            self._grpc_server, grpc_port = build_grpc_server(
+                config.host,
+                config.bound_grpc_port,
+                self._face.handlers(),
+                [AuthenticateCalls(self.access)],
+                tls,
+            )
+        except BaseException:
+            listener.close()
+            await self._shut_down()
+            raise
+        await self._grpc_server.start()
+        self._http = HttpListener(self._application(key), listener, tls)
+        await self._http.start()
+        scheme, grpc_scheme = ("https", "grpcs") if tls else ("http", "grpc")
+        self.http_address = f"{scheme}://{authority(config.host, listener.getsockname()[1])}"
+        self.grpc_address = f"{grpc_scheme}://{authority(config.host, grpc_port)}"
+        try:
+            await self._begin_watching(key)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Returns when everything is closed; sessions stay on their servers for their linger."""
+        for sessions in self.environments.values():
+            sessions.drain()
+            sessions.leave()
+        await asyncio.gather(stop_grpc_server(self._grpc_server), self._http.stop())
+        await self._shut_down()
+
+    @property
+    def is_ready(self) -> bool:
+        """True when every source has said which servers there are."""
+        return all(one.fleet.is_published for one in self.environments.values())
+
+    @property
+    def num_held(self) -> int:
+        """Sessions that were opened here and go on."""
+        return sum(one.num_held for one in self.environments.values())
+
+    def drain(self) -> None:
+        """Takes no new sessions from now on; those there are go on."""
+        self.is_draining = True
+        for sessions in self.environments.values():
+            sessions.drain()
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """True when no session is left that was opened here; waits at most so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.num_held:
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    # -- parts -------------------------------------------------------------------------
+
+    def _build_environments(self, key: str) -> None:
+        config = self.config
+        self.metrics = GatewayMetrics(config.environments, self._read_loads)
+        self.access.on_failure = self.metrics.auth_failed
+        session_key = SessionKey(key.encode())
+        routes = RouteBook(session_key)
+        seams = Seams(session_key, routes, self.quotas, self.metrics)
+        limits = config.sessions
+        for name in config.environments:
+            self.environments[name] = GatewaySessions(
+                name,
+                seams,
+                SessionOptions(linger_s=limits.linger_s, id_lifetime_s=limits.id_lifetime_s),
+                AdmissionOptions(
+                    queue_size=limits.queue_size,
+                    queue_timeout_s=limits.queue_timeout_s,
+                    max_group_size=limits.max_group_size,
+                ),
+                _link_options(config.servers),
+            )
+        self._face = GatewayFace(self.environments, routes, self.quotas, self.metrics)
+
+    def _application(self, key: str) -> Any:
+        # Of one origin, but no use as a session key to whoever learns it.
+        mcp_key = hmac.digest(key.encode(), b"ludus mcp sessions", "sha256")
+        probes = Probes(is_ready=lambda: self.is_ready, drain=self.drain)
+        app = build_gateway_app(self.environments, probes, self.metrics, mcp_key)
+        return TraceRequests(LimitRequests(Authenticate(app, access=self.access)))
+
+    def _read_loads(self) -> list[Any]:
+        return [sessions.environment_load for sessions in self.environments.values()]
+
+    async def _begin_watching(self, key: str) -> None:
+        """Returns when the first servers are known, or not known in time.
+
+        Raises:
+            UserError: of a source that cannot work.
+        """
+        for name, environment in self.config.environments.items():
+            if name not in self.sources:
+                self.sources[name] = _source_of(environment, key)
+            source, sessions = self.sources[name], self.environments[name]
+            if isinstance(source, SubprocessSource):
+                source.num_sessions_of = sessions.fleet.num_sessions_of
+            self._watching[name] = asyncio.create_task(self._watch(name, source))
+        settled = [
+            asyncio.create_task(one.fleet.wait_settled(_SETTLE_TIMEOUT_S))
+            for one in self.environments.values()
+        ]
+        try:
+            await self._wait_all(settled)
+        finally:
+            for task in settled:
+                task.cancel()
+
+    async def _wait_all(self, settled: list[asyncio.Task[bool]]) -> None:
+        """Returns when all have ended; a source that fails meanwhile raises its error."""
+        while not all(task.done() for task in settled):
+            watching = list(self._watching.values())
+            await asyncio.wait([*settled, *watching], return_when=asyncio.FIRST_COMPLETED)
+            for source in watching:
+                if source.done():
+                    await source
+            settled = [task for task in settled if not task.done()]
+
+    async def _watch(self, name: str, source: EndpointSource) -> None:
+        """Never returns; goes on after failures that are not the user's.
+
+        Raises:
+            UserError: the source cannot work at all.
+        """
+        fleet = self.environments[name].fleet
+        while True:
+            try:
+                await source.watch(fleet.publish)
+            except UserError as error:
+                if not fleet.is_published:
+                    raise
+                _log.error("servers of %s: %s", name, error)
+            except LudusError as error:
+                _log.error("servers of %s: %s", name, error)
+            await asyncio.sleep(_SOURCE_BACKOFF_S)
+
+    async def _shut_down(self) -> None:
+        for task in self._watching.values():
+            task.cancel()
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+        await asyncio.gather(*(one.shut_down() for one in self.environments.values()))
+        await asyncio.gather(*(source.close() for source in self.sources.values()))
+
+
+def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> None:
+    """Returns after SIGTERM or SIGINT, when the gateway has drained and stopped.
+
+    A second signal ends the wait for its sessions.
+
+    Raises:
+        PortInUseError: something else listens there; nothing was started.
+        UserError: the configuration cannot work.
+    """
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(_serve_until_signal(Gateway(config), on_ready))
+
+
+async def _serve_until_signal(gateway: Gateway, on_ready: OnReady | None) -> None:
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (told if asked.is_set() else asked).set()
+
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+    async with gateway:
+        if on_ready is not None:
+            on_ready(gateway)
+        await asked.wait()
+        gateway.drain()
+        waits = [
+            asyncio.create_task(told.wait()),
+            asyncio.create_task(gateway.wait_empty(gateway.config.drain_grace_s)),
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+def _access_of(config: GatewayConfig) -> Access:
+    if config.tenants_file is not None:
+        return Access.from_file(config.tenants_file)
+    token = value_of(config.token_env)
+    return Access.single(token) if token else Access.open()
+
+
+def _link_options(servers: ServersSection) -> LinkOptions:
+    token = value_of(servers.token_env)
+    make_channel = None
+    if servers.ca_file is not None:
+        credentials = client_channel_credentials(servers.ca_file)
+        make_channel = partial(_secure_channel, credentials)
+    return LinkOptions(
+        authorization=f"Bearer {token}" if token else "",
+        poll_interval_s=servers.poll_interval_s,
+        unreachable_after_s=servers.unreachable_after_s,
+        retry_within_s=servers.retry_within_s,
+        call_timeout_s=servers.call_timeout_s,
+        make_channel=make_channel,
+    )
+
+
+def _secure_channel(credentials: Any, target: str, options: Any) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def _source_of(
+    environment: StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment, key: str
+) -> EndpointSource:
+    match environment:
+        case StaticEnvironment():
+            return StaticSource(environment.addresses)
+        case SubprocessEnvironment():
+            return SubprocessSource(
+                lambda: _local_server(environment, key),
+                environment.num_servers,
+                environment.drain_grace_s,
+            )
+        case KubernetesEnvironment():
+            # The cluster's client is loaded where there is a cluster only.
+            from ludus.services.gateway.kubernetes_api import KubernetesApi
+            from ludus.services.gateway.kubernetes_source import EndpointSliceSource
+
+            return EndpointSliceSource(KubernetesApi(), environment.namespace, environment.service)
+
+
+def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:
+    return LocalServer(
+        environment.package,
+        environment.options,
+        max_sessions=environment.max_sessions,
+        isolation=environment.isolation,
+        extra_arguments=list(environment.arguments),
+        environment={SESSION_KEY_VARIABLE: key},
+    )
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,118 @@
+"""A TCP proxy for tests that delays, cuts, swallows and half-closes what passes through it;
+it can also put TLS before a server that has none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from ssl import SSLContext
+
+
+class FlakyProxy:
+    """Stands between a client and a server: `async with FlakyProxy(server.grpc_address) as p`."""
+
+    def __init__(self, upstream: str, ssl: SSLContext | None = None) -> None:
+        self._ssl = ssl
+        scheme, _, authority = upstream.partition("://")
+        self._scheme = scheme
+        self._host, _, port = authority.rpartition(":")
+        self._port = int(port)
+        self.address = ""
+        self.delay_s: Callable[[], float] = lambda: 0.0
+        """How long the next chunk towards the client is held back."""
+        self.refuses = False
+        """New connections are closed at once."""
+        self.num_connections = 0
+        self._links: set[_Link] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> FlakyProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._ssl)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"{self._scheme}://127.0.0.1:{port}"
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._server.close()
+        self.cut()
+
+    def lead_to(self, upstream: str) -> None:
+        """New connections go to another server."""
+        self._port = int(upstream.rpartition(":")[2])
+
+    def cut(self) -> None:
+        """Breaks every connection, as a killed process or a dropped route with a reset does."""
+        for link in list(self._links):
+            link.abort()
+
+    def blackhole(self) -> None:
+        """Existing connections stay open and carry nothing any more; nobody is told."""
+        for link in self._links:
+            link.swallows = True
+
+    def half_close(self) -> None:
+        """The server's direction ends; what the client sends is still taken."""
+        for link in self._links:
+            link.half_close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        if self.refuses:
+            writer.transport.abort()
+            return
+        try:
+            upstream = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        link = _Link(self, (reader, writer), upstream)
+        self._links.add(link)
+        try:
+            await link.run()
+        finally:
+            self._links.discard(link)
+
+
+class _Link:
+    """One proxied connection."""
+
+    def __init__(
+        self,
+        proxy: FlakyProxy,
+        client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        server: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._proxy = proxy
+        self._client_reader, self._client_writer = client
+        self._server_reader, self._server_writer = server
+        self.swallows = False
+
+    async def run(self) -> None:
+        directions = [
+            asyncio.create_task(self._pump(self._client_reader, self._server_writer, late=False)),
+            asyncio.create_task(self._pump(self._server_reader, self._client_writer, late=True)),
+        ]
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        self.abort()
+        await asyncio.wait(directions)
+
+    def abort(self) -> None:
+        self._client_writer.transport.abort()
+        self._server_writer.transport.abort()
+
+    def half_close(self) -> None:
+        self.swallows = True
+        with contextlib.suppress(OSError):
+            self._client_writer.write_eof()
+
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, late: bool
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await source.read(65536):
+                if late and (delay_s := self._proxy.delay_s()):
+                    await asyncio.sleep(delay_s)
+                if not self.swallows:
+                    sink.write(chunk)
+                    await sink.drain()

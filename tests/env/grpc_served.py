@@ -1,0 +1,64 @@
+"""A gRPC server around a SessionCore with any of the core's options, and a gateway that places.
+
+For tests that need what a whole `EnvServer` does not let them set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from counting_env import CountingEnv
+
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.grpc_server import EnvServicer
+from ludus.env.hosts import EnvironmentFactory, local_host
+from ludus.proto.env.v1 import env_pb2_grpc
+
+
+@dataclass
+class GrpcServed:
+    """A running server."""
+
+    core: SessionCore
+    server: grpc.aio.Server
+    address: str
+
+    async def kill(self) -> None:
+        """Ends it as a crash does: connections break, sessions are gone."""
+        await self.server.stop(grace=None)
+        await self.core.shut_down()
+
+
+@asynccontextmanager
+async def grpc_served(
+    factory: EnvironmentFactory = CountingEnv,
+    *,
+    port: int = 0,
+    credentials: grpc.ServerCredentials | None = None,
+    gateway: env_pb2_grpc.GatewayServiceServicer | None = None,
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (),
+    **core_options: Any,
+) -> AsyncIterator[GrpcServed]:
+    core = SessionCore(local_host(factory, 8), CoreOptions(**core_options))
+    options = (
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+    )
+    server = grpc.aio.server(options=options, interceptors=interceptors)
+    env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(core), server)
+    if gateway is not None:
+        env_pb2_grpc.add_GatewayServiceServicer_to_server(gateway, server)
+    if credentials is None:
+        address = f"grpc://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    else:
+        address = f"grpcs://localhost:{server.add_secure_port(f'localhost:{port}', credentials)}"
+    await server.start()
+    served = GrpcServed(core, server, address)
+    try:
+        yield served
+    finally:
+        await served.kill()

@@ -1,0 +1,47 @@
+"""An ASGI application on a real port in this event loop, over sessions of the test's choice."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import uvicorn
+from counting_env import CountingEnv
+
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
+from ludus.env.hosts import local_host
+from ludus.env.websocket_protocol import DirectWebSocketProtocol
+
+
+def core_of(factory=CountingEnv, **options) -> SessionCore:
+    """The sessions of a server with these options."""
+    return SessionCore(local_host(factory), CoreOptions(**options))
+
+
+@contextlib.asynccontextmanager
+async def serving(app, **options) -> AsyncIterator[str]:
+    """Its authority, for example 127.0.0.1:40123."""
+    config = uvicorn.Config(
+        app,
+        port=0,
+        loop="none",
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        ws=DirectWebSocketProtocol,
+        ws_per_message_deflate=False,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        timeout_graceful_shutdown=1,
+        **options,
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    serving_forever = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving_forever

@@ -1,0 +1,88 @@
+"""Drives foreign environments through our SDK, in a virtual environment beside OpenEnv's.
+
+Arguments: targets. Prints a JSON object: for each target what the checks found, and an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from ludus.env.check import CheckReport, check_environment, check_server
+from ludus.env.hosts import describe_environment
+from ludus.env.loopback import PlayOptions, connected
+from ludus.env.targets import environment_factory
+from ludus.proto.errors import EnvError
+
+
+def main(targets: list[str]) -> None:
+    sys.stdout.write(json.dumps({target: story(target) for target in targets}))
+
+
+def story(target: str) -> dict[str, Any]:
+    factory = environment_factory(target, {})
+    environment = factory()
+    told: dict[str, Any] = {"second": second_instance(factory)}
+    description = describe_environment(environment)
+    told |= {
+        "action_schema": description.action_schema,
+        "observation_schema": description.observation_schema,
+        "reset_options": sorted(description.reset_options or []),
+        "tools": [tool.name for tool in description.tools],
+    }
+    environment.reset(seed=3)
+    if description.tools:
+        told["echo"] = environment.call_tool("echo", {"message": "hi"})
+        told["no_tool"] = tool_error(environment)
+        step = environment.action_type.model_validate({"type": "list_tools"})
+        told["listed"] = environment.step(step).observation.model_dump(mode="json")["tools"]
+    told["state"] = environment.state.model_dump(mode="json")
+    environment.close()
+    if not description.tools:
+        told["broken"] = broken(check_environment(factory, num_steps=8))
+    told["broken_on_wire"], told["not_offered"], told["played"] = asyncio.run(on_wire(factory))
+    return told
+
+
+async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
+    sample = factory()
+    sample.close()
+    isolation = "process" if sample.one_per_process else "inline"
+    async with connected(factory, PlayOptions(isolation=isolation, max_sessions=4)) as client:
+        report = await check_server(client, num_steps=8, seeds=(1, 2))
+        offered = [check.name for check in report.checks if check.verdict == "not offered"]
+        session, first = await client.open(seed=3)
+        results = [first]
+        action = {"number": 0} if "hint" in first.observation else {"add": 4}
+        if "status" in first.observation.get("metadata", {}):
+            action = {"type": "call_tool", "tool_name": "echo", "arguments": {"message": "hi"}}
+        while not results[-1].done and len(results) < 6:
+            results.append(await session.step(action))
+        played = [[r.observation, r.reward, r.terminated, r.truncated, r.info] for r in results]
+        return broken(report), offered, played
+
+
+def broken(report: CheckReport) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
+
+
+def second_instance(factory: Any) -> str | None:
+    try:
+        factory().close()
+    except EnvError as error:
+        return str(error.code)
+    return None
+
+
+def tool_error(environment: Any) -> str | None:
+    try:
+        environment.call_tool("nope", {})
+    except EnvError as error:
+        return str(error.code)
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

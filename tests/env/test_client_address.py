@@ -1,0 +1,195 @@
+"""Addresses, TLS, and credentials that are never shown."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import trustme
+import uvicorn
+from fastapi import FastAPI
+from flaky_proxy import FlakyProxy
+from grpc_served import grpc_served
+from served import running
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.client_address import parse_address
+from ludus.env.client_tls import ssl_context
+from ludus.env.http_app import build_app
+from ludus.env.transport import ConnectOptions
+from ludus.proto.errors import (
+    AuthenticationError,
+    CapacityError,
+    ConfigError,
+    RateLimitError,
+    UnavailableError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture
+def ca_file(authority, tmp_path):
+    path = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(path))
+    return str(path)
+
+
+async def test_the_parts_of_an_address():
+    address = parse_address("https://ann:p%40ss@gw.example:8443/envs/catch/")
+    assert str(address) == "https://gw.example:8443/envs/catch"
+    assert address.http_base == "https://gw.example:8443/envs/catch"
+    assert address.ws_base == "wss://gw.example:8443/envs/catch"
+    assert address.credentials == "Basic YW5uOnBAc3M="
+    assert parse_address("grpc://gw:1/catch").environment == "catch"
+    assert parse_address("ws://127.0.0.1:8000/ws").http_base == "http://127.0.0.1:8000"
+    assert parse_address("grpc://[::1]:1").authority == "[::1]:1"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:8000",
+        "ftp://host:1",
+        "grpc://",
+        "grpc://host:1/a/b",
+        "http://host:1/?a=1",
+        "http://[::1",
+    ],
+)
+async def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ConfigError, match="expected an address like"):
+        await AsyncEnvClient.connect(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://ann:hunter2@127.0.0.1:1/x",
+        "ftp://ann:hunter2@host",
+        "ann:hunter2@host:1",
+        "grpc://ann:hunter2@127.0.0.1:1",
+    ],
+)
+async def test_credentials_are_in_no_message(address):
+    with pytest.raises((ConfigError, UnavailableError)) as caught:
+        await AsyncEnvClient.connect(address, connect_timeout_s=0.2)
+    shown = f"{caught.value!r} {caught.value.__cause__!r}"
+    assert "hunter2" not in shown
+    assert "host" in shown or "127.0.0.1" in shown
+
+
+async def test_options_show_no_credentials():
+    address = parse_address("http://ann:hunter2@host:1")
+    options = ConnectOptions(address, token="hunter3")
+    assert "hunter" not in repr(options)
+    assert "YW5u" not in repr(options)
+    with pytest.raises(ConfigError, match="one way to authenticate"):
+        await AsyncEnvClient.connect("http://ann:hunter2@host:1", token="hunter3")
+
+
+async def test_grpc_over_tls(authority, ca_file):
+    certificate = authority.issue_cert("localhost")
+    chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
+    credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
+    async with grpc_served(credentials=credentials) as server:
+        async with await AsyncEnvClient.connect(server.address, ca_file=ca_file) as client:
+            session, _ = await client.open()
+            assert (await session.step({"add": 1})).reward == 1.0
+        with pytest.raises(UnavailableError):
+            await AsyncEnvClient.connect(server.address, connect_timeout_s=0.5)
+
+
+async def test_http_and_websocket_over_tls(authority, ca_file):
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(server_side)
+    async with running() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
+        for scheme in ("https", "wss"):
+            address = proxy.address.replace("http://", f"{scheme}://")
+            async with await AsyncEnvClient.connect(address, ca_file=ca_file) as client:
+                session, _ = await client.open()
+                assert (await session.step({"add": 1})).reward == 1.0
+            with pytest.raises(UnavailableError, match="certificate"):
+                await AsyncEnvClient.connect(address, connect_timeout_s=0.2)
+
+
+async def test_an_unusable_authority_is_a_configuration_error(tmp_path):
+    nothing = tmp_path / "nothing.pem"
+    for scheme in ("https", "grpcs"):
+        with pytest.raises(ConfigError, match=r"nothing\.pem"):
+            await AsyncEnvClient.connect(f"{scheme}://localhost:1", ca_file=str(nothing))
+    nothing.write_text("not a certificate")
+    with pytest.raises(ConfigError, match="PEM"):
+        ssl_context(str(nothing))
+
+
+async def test_basic_credentials_and_tokens_travel_on_every_wire():
+    async with running(token="secret") as server:
+        for address in (server.http_address, server.grpc_address):
+            with pytest.raises(AuthenticationError):
+                await AsyncEnvClient.connect(address.replace("://", "://ann:wrong@"))
+            async with await AsyncEnvClient.connect(address, token="secret") as client:
+                await client.open()
+
+
+@asynccontextmanager
+async def answering(status_line: str, headers: str = "", body: str = "") -> AsyncIterator[str]:
+    """A server that gives every request the same answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status_line}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        writer.write(f"{head}{headers}\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_redirect_is_named_and_not_followed():
+    async with answering("307 Moved", "location: http://elsewhere.example/\r\n") as address:
+        with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
+            await AsyncEnvClient.connect(address, connect_timeout_s=1)
+
+
+async def test_what_an_http_status_says_of_coming_back_is_kept():
+    too_many = answering("429 Too Many Requests", "retry-after: 7\r\n")
+    async with too_many as address:
+        with pytest.raises(RateLimitError, match="429") as caught:
+            await AsyncEnvClient.connect(address, connect_timeout_s=0.1)
+    assert caught.value.retry_after_s == 7
+    body = '{"detail": {"code": "CAPACITY_REACHED", "message": "full", "retry_after_s": 2.5}}'
+    async with answering("503 Service Unavailable", body=body) as address:
+        with pytest.raises(CapacityError, match="full") as caught:
+            await AsyncEnvClient.connect(address, connect_timeout_s=0.1)
+    assert caught.value.retry_after_s == 2.5
+
+
+async def test_a_path_before_the_endpoints_is_kept():
+    """As at a gateway, where http://gateway/envs/NAME is an environment."""
+    async with running() as server:
+        outer = FastAPI()
+        outer.mount("/envs/counting", build_app(server.core))
+        config = uvicorn.Config(
+            outer, port=0, log_config=None, lifespan="off", ws="websockets-sansio"
+        )
+        inner = uvicorn.Server(config)
+        serving = asyncio.create_task(inner.serve())
+        while not inner.started:
+            await asyncio.sleep(0.01)
+        port = inner.servers[0].sockets[0].getsockname()[1]
+        address = f"http://127.0.0.1:{port}/envs/counting"
+        async with await AsyncEnvClient.connect(address) as client:
+            session, _ = await client.open()
+            assert (await session.step({"add": 1})).reward == 1.0
+        inner.should_exit = True
+        await serving

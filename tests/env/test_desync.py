@@ -1,0 +1,205 @@
+"""Every reply belongs to its call, whatever the connection does to it."""
+
+import asyncio
+import random
+import time
+
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from flaky_proxy import FlakyProxy
+from grpc_served import grpc_served
+from served import WIRES, address_of, running
+
+from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.proto.errors import CallTimeoutError, InfrastructureError, SessionLostError
+
+pytestmark = pytest.mark.asyncio
+
+TIMEOUT_S = 0.1
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+class Player:
+    """Plays episode after episode and checks that each answer is that of its own call."""
+
+    def __init__(self, client: AsyncEnvClient, seed: int) -> None:
+        self.client = client
+        self.generator = random.Random(seed)
+        self.num_answers = 0
+        self.num_lost = 0
+
+    async def play(self, num_calls: int) -> None:
+        while self.num_answers + self.num_lost < num_calls:
+            try:
+                start = self.generator.randrange(1_000_000)
+                session, first = await self.client.open(options={"start": start})
+                assert (first.observation["total"], first.step_index) == (start, 0)
+                await self.play_episode(session, start)
+                await session.close()
+            except InfrastructureError:
+                self.num_lost += 1
+
+    async def play_episode(self, session: AsyncSession, total: int) -> None:
+        for step_index in range(1, 6):
+            add = self.generator.choice([1, 2, 3, 4, 5, 6])
+            total += add
+            result = await session.step({"add": add})
+            assert result.observation["total"] == total
+            assert (result.reward, result.info) == (float(add), {"added": add})
+            assert (result.step_index, result.done) == (step_index, step_index == 5)
+            self.num_answers += 1
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, factory):
+    delays = random.Random(0)
+    async with running(factory) as server, FlakyProxy(address_of(server, wire)) as proxy:
+        async with await AsyncEnvClient.connect(proxy.address, timeout_s=TIMEOUT_S) as client:
+            proxy.delay_s = lambda: delays.choice(
+                [0, 0, 0, 0, TIMEOUT_S * delays.uniform(0.6, 1.4)]
+            )
+            players = [Player(client, seed) for seed in range(8)]
+            await asyncio.gather(*(player.play(60) for player in players))
+            proxy.delay_s = lambda: 0.0
+        assert sum(player.num_answers for player in players) > 150
+        assert sum(player.num_lost for player in players) > 10
+        await settled(server.core, 0)
+
+
+async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
+    async with running() as server, FlakyProxy(server.grpc_address) as proxy:
+        async with await AsyncEnvClient.connect(proxy.address) as client:
+            opened = [await client.open(options={"start": 7}, linger_s=20) for _ in range(16)]
+            playing = asyncio.gather(
+                *(Player(client, seed).play_episode(s, 7) for seed, (s, _) in enumerate(opened))
+            )
+            cutting = asyncio.create_task(cut_forever(proxy))
+            await playing
+            cutting.cancel()
+            assert proxy.num_connections > 1
+            assert server.core.load.num_sessions == 16
+        await settled(server.core, 0)
+
+
+async def test_step_many_survives_a_cut():
+    async with (
+        running() as server,
+        FlakyProxy(server.grpc_address) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        sessions = [(await client.open(linger_s=20))[0] for _ in range(8)]
+        cutting = asyncio.create_task(cut_forever(proxy))
+        for round_index in range(1, 31):
+            step_index = (round_index - 1) % 6
+            call = {"add": 2} if step_index else Reset(seed=round_index)
+            results = await client.step_many([(session, call) for session in sessions])
+            assert [r.step_index for r in results] == [step_index] * 8
+            assert [r.observation["total"] for r in results] == [2 * step_index] * 8
+        cutting.cancel()
+
+
+async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
+    async with (
+        running() as server,
+        FlakyProxy(address_of(server, wire)) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        session, _ = await client.open()
+        proxy.cut()
+        with pytest.raises(SessionLostError):
+            await session.step({"add": 1})
+        with pytest.raises(SessionLostError, match="open a new one"):
+            await session.step({"add": 1})
+        again, _ = await client.open()
+        assert (await again.step({"add": 2})).observation["total"] == 2
+
+
+async def test_a_half_open_connection_is_noticed_and_a_lingering_session_goes_on():
+    async with (
+        grpc_served() as server,
+        FlakyProxy(server.address) as proxy,
+        await AsyncEnvClient.connect(proxy.address, keepalive_s=0.4) as client,
+    ):
+        session, _ = await client.open(linger_s=20)
+        fleeting, _ = await client.open()
+        await session.step({"add": 1})
+        proxy.blackhole()
+        began_s = time.monotonic()
+        second, lost = await asyncio.gather(
+            session.step({"add": 2}), fleeting.step({"add": 2}), return_exceptions=True
+        )
+        assert time.monotonic() - began_s < 10
+        assert (second.observation["total"], second.step_index) == (3, 2)
+        assert isinstance(lost, SessionLostError)
+
+
+async def test_a_peer_that_only_half_closes_is_left():
+    async with (
+        grpc_served() as server,
+        FlakyProxy(server.address) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        session, _ = await client.open(linger_s=20)
+        await session.step({"add": 1})
+        proxy.half_close()
+        assert (await session.step({"add": 2})).observation["total"] == 3
+
+
+async def test_a_half_open_socket_times_out_and_the_next_open_works():
+    async with (
+        running() as server,
+        FlakyProxy(server.http_address) as proxy,
+        await AsyncEnvClient.connect(proxy.address, timeout_s=0.3) as client,
+    ):
+        session, _ = await client.open()
+        proxy.blackhole()
+        with pytest.raises(CallTimeoutError, match=r"0\.3 s"):
+            await session.step({"add": 1})
+        again, _ = await client.open()
+        assert (await again.step({"add": 2})).observation["total"] == 2
+
+
+async def test_a_lingering_session_gives_up_when_the_server_stays_away():
+    async with grpc_served() as server, FlakyProxy(server.address) as proxy:
+        connecting = AsyncEnvClient.connect(proxy.address, reconnect_timeout_s=0.3)
+        async with await connecting as client:
+            session, _ = await client.open(linger_s=20)
+            proxy.refuses = True
+            proxy.cut()
+            began_s = time.monotonic()
+            with pytest.raises(InfrastructureError):
+                await session.step({"add": 1})
+            assert time.monotonic() - began_s < 5
+
+
+async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_anew():
+    async with (
+        grpc_served() as first,
+        FlakyProxy(first.address) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        session, _ = await client.open(linger_s=20)
+        async with grpc_served() as second:
+            proxy.lead_to(second.address)
+            await first.kill()
+            with pytest.raises(SessionLostError, match="may have restarted"):
+                await session.step({"add": 1})
+
+
+async def cut_forever(proxy: FlakyProxy) -> None:
+    generator = random.Random(1)
+    while True:
+        await asyncio.sleep(generator.uniform(0.0, 0.03))
+        proxy.cut()
+
+
+async def settled(core, num_sessions: int) -> None:
+    for _ in range(500):
+        if core.load.num_sessions == num_sessions:
+            return
+        await asyncio.sleep(0.01)
+    assert core.load.num_sessions == num_sessions

@@ -1,0 +1,38 @@
+"""docs/errors.md, the codes, and what each wire makes of them are one and the same."""
+
+import re
+from pathlib import Path
+
+from ludus.env.grpc_server import STATUS_OF_CODE
+from ludus.env.openenv_messages import HTTP_STATUS_OF_CODE
+from ludus.proto.errors import ErrorCode, error_from_wire
+
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+ROW = re.compile(r"^\| `([A-Z_]+)` \| (.+) \| (\d+) \| `([A-Z_]+)` \| (.+) \| (yes|no|none) \|$")
+
+
+def rows() -> dict[str, tuple[str, ...]]:
+    found = [ROW.match(line) for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return {match[1]: match.groups()[1:] for match in found if match}
+
+
+def test_the_page_has_every_code_once():
+    lines = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    assert len(rows()) == len(lines) == len(ErrorCode)
+    assert set(rows()) == set(ErrorCode)
+
+
+def test_every_wire_has_a_status_for_every_code_and_the_page_says_which():
+    assert set(HTTP_STATUS_OF_CODE) == set(STATUS_OF_CODE) == set(ErrorCode)
+    for code in ErrorCode:
+        _, http, grpc, _, _ = rows()[code]
+        assert (int(http), grpc) == (HTTP_STATUS_OF_CODE[code], STATUS_OF_CODE[code].name)
+
+
+def test_only_errors_that_end_a_session_are_said_to_end_it():
+    ending = {code for code, row in rows().items() if row[-1] == "no"}
+    assert ending == {"SESSION_ERROR", "SESSION_LOST", "TIMEOUT", "REPLAY_MISMATCH"}
+    for code in ErrorCode:
+        assert error_from_wire(code, "said").code is code

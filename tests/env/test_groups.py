@@ -1,0 +1,175 @@
+"""Groups on one seed, mixed steps and resets, and waiting for a full server."""
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from grpc_served import grpc_served
+from served import WIRES, address_of, running
+
+from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.sync_client import EnvClient
+from ludus.proto.errors import (
+    CapacityError,
+    EpisodeStateError,
+    GroupMismatchError,
+    InvalidCallError,
+    SessionLostError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+class MoodyEnv(CountingEnv):
+    """Begins differently each time, whatever the seed."""
+
+    moods = itertools.count()
+
+    def reset(self, *, seed=None, start=0, note=""):
+        return super().reset(seed=next(self.moods), start=start, note=note)
+
+
+async def connected(server, wire, **options) -> AsyncEnvClient:
+    return await AsyncEnvClient.connect(address_of(server, wire), **options)
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_a_group_begins_alike_and_its_sessions_are_independent(wire, factory):
+    async with running(factory) as server, await connected(server, wire) as client:
+        group = await client.open_group(8, seed=5, options={"start": 3})
+        alone, first = await client.open(seed=5, options={"start": 3})
+        assert all(member == first for _, member in group)
+        assert len({session.id for session, _ in [*group, (alone, first)]}) == 9
+        results = await asyncio.gather(
+            *(session.step({"add": add}) for add, (session, _) in enumerate(group, start=1))
+        )
+        assert [r.observation["total"] for r in results] == [3 + add for add in range(1, 9)]
+
+
+async def test_a_group_without_a_seed_still_begins_alike(wire):
+    async with running() as server, await connected(server, wire) as client:
+        lucks = [
+            {first.observation["luck"] for _, first in await client.open_group(4)} for _ in range(2)
+        ]
+        assert len(lucks[0]) == len(lucks[1]) == 1
+        assert lucks[0] != lucks[1]
+
+
+async def test_a_group_that_begins_differently_is_refused_and_leaves_nothing(wire):
+    async with running(MoodyEnv) as server, await connected(server, wire) as client:
+        with pytest.raises(GroupMismatchError, match="on seed 7 to begin alike"):
+            await client.open_group(3, seed=7)
+        await settled(server.core, 0)
+
+
+async def test_a_group_that_does_not_fit_leaves_nothing(wire):
+    async with running(max_sessions=4) as server, await connected(server, wire) as client:
+        await client.open()
+        await client.open()
+        with pytest.raises(CapacityError, match="4") as caught:
+            await client.open_group(3)
+        assert caught.value.retry_after_s > 0
+        await settled(server.core, 2)
+        assert len(await client.open_group(2)) == 2
+        with pytest.raises(InvalidCallError, match="at least 1 session, got 0"):
+            await client.open_group(0)
+
+
+async def test_a_group_frees_itself_when_its_episodes_end(wire):
+    async with running() as server, await connected(server, wire) as client:
+        group = await client.open_group(3, close_when_done=True)
+        for session, _ in group:
+            await session.step({"add": 7})
+        await settled(server.core, 0)
+        with pytest.raises(SessionLostError, match="close_when_done"):
+            await group[0][0].step({"add": 1})
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_step_many_starts_next_episodes_beside_steps(wire, factory):
+    async with running(factory) as server, await connected(server, wire) as client:
+        (one, _), (two, _), (three, _) = [await client.open() for _ in range(3)]
+        await client.step_many([(one, "ADD 1"), (two, {"add": 7}), (three, "ADD 2")])
+        outcomes = await client.step_many(
+            [(one, "ADD 1"), (two, Reset(seed=4, options={"start": 50})), (three, Reset(seed=4))]
+        )
+        assert [o.observation["total"] for o in outcomes] == [2, 50, 0]
+        assert [(o.step_index, o.reward, o.done) for o in outcomes] == [
+            (2, 1.0, False),
+            (0, None, False),
+            (0, None, False),
+        ]
+        assert outcomes[1].observation["luck"] == outcomes[2].observation["luck"]
+        assert [session.step_index for session in (one, two, three)] == [2, 0, 0]
+        assert (await two.step({"add": 1})).observation["total"] == 51
+        failed, done = await client.step_many([(one, Reset(options={"colour": 1})), (two, "ADD 1")])
+        assert isinstance(failed, InvalidCallError)
+        assert done.step_index == 2
+
+
+async def test_step_many_refuses_a_session_that_is_named_twice(wire):
+    async with running() as server, await connected(server, wire) as client:
+        session, _ = await client.open()
+        first, second = await client.step_many([(session, "ADD 1"), (session, "ADD 2")])
+        assert first.step_index == 1
+        assert isinstance(second, EpisodeStateError)
+
+
+async def test_text_views_can_be_left_out(wire):
+    async with running() as server, await connected(server, wire) as client:
+        session, first = await client.open(with_text=False)
+        assert (first.text, (await session.step({"add": 1})).text) == (None, None)
+        assert (await session.step(text="ADD 2")).observation["total"] == 3
+        [(_, member)] = await client.open_group(1, with_text=False)
+        assert member.text is None
+
+
+async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire):
+    async with running(max_sessions=1) as server, await connected(server, wire) as client:
+        session, _ = await client.open()
+        began_s = time.monotonic()
+        with pytest.raises(CapacityError):
+            await client.open(wait_s=0.2)
+        assert 0.15 < time.monotonic() - began_s < 2
+        waiting = asyncio.create_task(client.open(wait_s=20))
+        await asyncio.sleep(0.05)
+        await session.close()
+        other, _ = await waiting
+        assert (await other.step({"add": 1})).step_index == 1
+
+
+async def test_a_draining_server_is_waited_for_too():
+    async with grpc_served() as server, await AsyncEnvClient.connect(server.address) as client:
+        server.core.drain()
+        began_s = time.monotonic()
+        with pytest.raises(Exception, match="draining"):
+            await client.open(wait_s=0.2)
+        assert time.monotonic() - began_s > 0.15
+
+
+async def test_the_synchronous_client_opens_groups(wire):
+    def play_synchronously(address: str) -> None:
+        with EnvClient.connect(address) as client:
+            group = client.open_group(4, seed=1, with_text=False)
+            steps = [(session, {"add": 1}) for session, _ in group]
+            assert [r.observation["total"] for r in client.step_many(steps)] == [1] * 4
+            assert client.step_many([(group[0][0], Reset(seed=1))])[0] == group[1][1]
+
+    async with running() as server:
+        await asyncio.to_thread(play_synchronously, address_of(server, wire))
+        await settled(server.core, 0)
+
+
+async def settled(core, num_sessions: int) -> None:
+    for _ in range(500):
+        if core.load.num_sessions == num_sessions:
+            return
+        await asyncio.sleep(0.01)
+    assert core.load.num_sessions == num_sessions

@@ -1,0 +1,285 @@
+"""Any `gymnasium.make` id is an environment: typed, seeded, and readable by language models."""
+
+from __future__ import annotations
+
+import asyncio
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from pydantic import ValidationError
+from served import WIRES
+
+from ludus.env.check import check_environment, check_server
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import decode_action
+from ludus.env.gymnasium_face import without_colours
+from ludus.env.gymnasium_spaces import codec_of, json_safe
+from ludus.env.loopback import PlayOptions, connected
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.targets import environment_factory
+from ludus.proto.errors import (
+    ActionParseError,
+    ConfigError,
+    EpisodeStateError,
+    IllegalActionError,
+    InvalidCallError,
+)
+
+SPACES = {
+    "Discrete": spaces.Discrete(4, start=-1),
+    "Box": spaces.Box(-2.0, 2.0, (2, 3), np.float32),
+    "UnevenBox": spaces.Box(np.array([-1, 0]), np.array([1, 10]), dtype=np.float64),
+    "IntBox": spaces.Box(0, 255, (4,), np.uint8),
+    "UnboundedBox": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    "Scalar": spaces.Box(-1.0, 1.0, (), np.float32),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 5]),
+    "MultiBinary": spaces.MultiBinary((2, 2)),
+    "Text": spaces.Text(8, min_length=2),
+    "Tuple": spaces.Tuple((spaces.Discrete(3), spaces.Box(0.0, 1.0, (2,)))),
+    "Dict": spaces.Dict({"left-arm": spaces.Discrete(3), "push": spaces.Box(-1.0, 1.0, (1,))}),
+    "Sequence": spaces.Sequence(spaces.Discrete(3)),
+}
+
+
+class MirrorEnv(gymnasium.Env):
+    """Shows the last action again; the space is both what it takes and what it shows."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, space: str, mask: bool = False) -> None:
+        self.action_space = self.observation_space = SPACES[space]
+        self._mask = mask
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        info = {"generator": self.np_random, "at": np.float32(0.5), "options": options}
+        if self._mask:
+            info["action_mask"] = np.array([0, 1, 1, 0], dtype=np.int8)
+        return self.observation_space.sample(), info
+
+    def step(self, action):
+        return action, np.float64(1.5), np.bool_(False), np.bool_(True), {}
+
+
+class CameraEnv(gymnasium.Env):
+    """Shows a picture beside a number."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(
+        {"camera": spaces.Box(0, 255, (32, 40, 3), np.uint8), "speed": spaces.Box(0, 1, (1,))}
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._see(), {}
+
+    def step(self, action):
+        return self._see(), 0.0, False, False, {}
+
+    def _see(self):
+        picture = self.np_random.integers(0, 256, (32, 40, 3), dtype=np.uint8)
+        return {"camera": picture, "speed": np.array([0.5], np.float32)}
+
+
+gymnasium.register("ludus-tests/Mirror-v0", MirrorEnv)
+gymnasium.register("ludus-tests/Camera-v0", CameraEnv)
+
+
+def make(env_id: str, **options):
+    return environment_factory(f"gymnasium:{env_id}", options)
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "FrozenLake-v1",
+        "CliffWalking-v1",
+        "Taxi-v4",
+        "Blackjack-v1",
+        "CartPole-v1",
+        "MountainCar-v0",
+        "Pendulum-v1",
+        "ludus-tests/Camera-v0",
+    ],
+)
+def test_an_environment_keeps_the_whole_contract(env_id):
+    check_environment(make(env_id), num_steps=12, seeds=range(4)).raise_if_failed()
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_every_kind_of_space_is_taken_and_shown(space):
+    factory = make("ludus-tests/Mirror-v0", space=space)
+    check_environment(factory, num_steps=4, seeds=range(6)).raise_if_failed()
+    environment = factory()
+    environment.reset(seed=1)
+    codec = codec_of(SPACES[space], "action")
+    SPACES[space].seed(3)
+    element = SPACES[space].sample()
+    told = codec.encode(element, {})
+    shown = environment.step(environment.action_type(action=told)).observation
+    assert (
+        shown.model_dump(mode="json")["observation"]
+        == environment.action_type(action=told).model_dump(mode="json")["action"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        ("Discrete", 3),
+        ("Discrete", "one"),
+        ("Box", [[0.0, 0.0], [0.0, 0.0]]),
+        ("Box", [[0.0, 0.0, 9.0], [0.0, 0.0, 0.0]]),
+        ("UnevenBox", [0.0, -1.0]),
+        ("UnboundedBox", [0.0, 0.0]),
+        ("UnboundedBox", [0.0, 0.0, float("nan")]),
+        ("MultiDiscrete", [2, 5]),
+        ("MultiBinary", [[0, 1], [2, 0]]),
+        ("Text", "x"),
+        ("Tuple", [0]),
+        ("Dict", {"left-arm": 0}),
+        ("Dict", {"left-arm": 0, "push": [0.0], "more": 1}),
+    ],
+)
+def test_what_is_not_in_the_space_is_refused_before_a_step(space, action):
+    environment = make("ludus-tests/Mirror-v0", space=space)()
+    with pytest.raises(ValidationError):
+        environment.action_type(action=action)
+
+
+def test_what_only_the_space_itself_knows_is_refused_as_illegal():
+    environment = make("ludus-tests/Mirror-v0", space="Text")()
+    environment.reset(seed=1)
+    with pytest.raises(IllegalActionError, match="expected an action in Text"):
+        environment.step(environment.action_type(action="!!!!"))
+    assert environment.step(environment.action_type(action="abcd")).truncated
+
+
+def test_malformed_json_names_the_field():
+    environment = make("CartPole-v1")()
+    with pytest.raises(InvalidCallError, match="action: Input should be less than or equal to 1"):
+        decode_action(environment.action_type, b'{"action": 2}')
+
+
+def test_what_is_not_json_in_info_becomes_text():
+    environment = make("ludus-tests/Mirror-v0", space="Discrete")()
+    info = environment.reset(seed=1, low=3).info
+    assert info["at"] == 0.5
+    assert info["options"] == {"low": 3}
+    assert info["generator"].startswith("Generator(")
+    assert json_safe(np.zeros((64, 64))) == "array of shape (64, 64), float64"
+
+
+def test_legal_actions_follow_the_mask_and_end_with_the_episode():
+    environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
+    first = environment.reset(seed=1).observation
+    assert first.legal_actions == [0, 1]
+    assert environment.text_face.legal_answers(first) == ["0", "1"]
+    assert environment.step(environment.action_type(action=0)).observation.legal_actions == []
+
+
+def test_flags_stay_apart_and_a_step_after_the_end_is_refused():
+    environment = make("FrozenLake-v1", max_episode_steps=2)()
+    environment.reset(seed=1)
+    left = environment.action_type(action=0)
+    environment.step(left)
+    last = environment.step(left)
+    assert (last.terminated, last.truncated) == (False, True)
+    with pytest.raises(EpisodeStateError):
+        environment.step(left)
+
+
+def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one():
+    environment = make("CartPole-v1")()
+    seen = set()
+    for _ in range(4):
+        environment.reset(seed=3)
+        seen.add(str(environment.reset().observation))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("env_id", "answers"),
+    [
+        ("FrozenLake-v1", ["RIGHT", "down", "2", "<answer>UP</answer>", "I go left."]),
+        ("Taxi-v4", ["SOUTH", "pickup"]),
+        ("Blackjack-v1", ["HIT", "stick", "<think>or stick?</think> HIT"]),
+        ("CartPole-v1", ["LEFT", "1"]),
+        ("Pendulum-v1", ["[0.5]", "<answer>[-2]</answer>"]),
+    ],
+)
+def test_a_language_model_plays_by_name_number_or_json(env_id, answers):
+    environment = make(env_id)()
+    observation = environment.reset(seed=7).observation
+    (message,) = environment.text_face.render(observation, first=True)
+    assert env_id in message["content"]
+    for answer in answers:
+        environment.text_face.parse(answer, observation)
+    for nonsense in ("", "left and right", "7000", "[1, 2, 3]"):
+        with pytest.raises(ActionParseError, match="expected "):
+            environment.text_face.parse(nonsense, observation)
+
+
+def test_the_drawn_board_is_shown_with_the_player_marked():
+    environment = make("FrozenLake-v1")()
+    observation = environment.reset(seed=7).observation
+    assert observation.rendered.splitlines()[0] == "[S]FFF"
+    content = environment.text_face.render(observation, first=False)[0]["content"]
+    assert content.startswith("[S]FFF")
+    taxi = without_colours("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
+    assert taxi == "[passenger R]|[ ]"
+
+
+def test_names_and_instructions_can_be_given():
+    environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
+    observation = environment.reset(seed=1).observation
+    assert environment.text_face.legal_answers(observation) == ["WEST", "EAST"]
+    assert "Balance." in environment.text_face.render(observation, first=True)[0]["content"]
+    assert environment.options == {}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire):
+    factory = make("ludus-tests/Camera-v0")
+    async with EnvServer(factory, ServerOptions(port=0)) as server:
+        address = server.grpc_address if wire == "grpc" else server.http_address
+        async with await AsyncEnvClient.connect(address) as client:
+            description = await client.describe()
+            _, first = await client.open(seed=3)
+    camera = first.tensors["observation.camera"]
+    assert (camera.shape, camera.dtype) == ((32, 40, 3), np.uint8)
+    assert first.observation["observation"] == {"camera": None, "speed": [0.5]}
+    expected, _ = gymnasium.make("ludus-tests/Camera-v0").reset(seed=3)
+    assert np.array_equal(camera, expected["camera"])
+    assert "tensor 'observation.camera', uint8, shape [32, 40, 3]" in str(
+        description.observation_schema
+    )
+
+
+def test_a_server_of_it_keeps_the_rules_of_the_wire():
+    async def found() -> list[str]:
+        async with connected(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:
+            report = await check_server(client, num_steps=8, seeds=range(3))
+            return [f"{one.name}: {one.detail}" for one in report.checks if not one.ok]
+
+    assert asyncio.run(found()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"is_slipery": False}, "unexpected keyword argument"),
+        ({"desc": {1, 2}}, "expected options that are JSON"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options, said):
+    with pytest.raises(ConfigError, match=said):
+        make("FrozenLake-v1", **options)()
+
+
+def test_a_space_without_a_json_form_is_refused():
+    with pytest.raises(ConfigError, match="expected spaces out of Discrete, Box"):
+        codec_of(spaces.Graph(spaces.Discrete(2), None), "observation")

@@ -1,0 +1,98 @@
+"""Any request to the HTTP routes is answered with something typed, never with a bare 500."""
+
+import asyncio
+
+import pytest
+import schemathesis
+from counting_env import CountingEnv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from served_app import core_of
+from starlette.testclient import TestClient
+from tool_env import ToolEnv
+
+from ludus.env.http_app import build_app
+
+
+class PatientEnv(CountingEnv):
+    """Raises at nothing and sleeps at nothing."""
+
+    def step(self, action):
+        return super().step(action.model_copy(update={"add": action.add % 7 + 1}))
+
+
+app = build_app(core_of(PatientEnv, max_sessions=4))
+schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@schema.parametrize()
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+def test_no_request_breaks_the_server(case):
+    response = case.call()
+    case.validate_response(response, checks=[not_a_server_error])
+    if response.status_code >= 400 and response.status_code not in (404, 405):
+        assert "detail" in response.json() or "error" in response.json()
+
+
+PATHS = ("/reset", "/step", "/state", "/mcp", "/close", "/drain", "/metadata", "/metrics")
+bodies = st.binary(max_size=200) | st.sampled_from(
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[" * 3000,
+        b'{"action":' * 300 + b"1" + b"}" * 300,
+        b'{"add":' + b"9" * 4000 + b"}",
+        b'{"seed":-1}',
+        b'{"seed":1e400}',
+        b'{"seed":18446744073709551616}',
+        b'{"add":"\\ud800"}',
+        b'{"action":{"add":1},"timeout_s":-1}',
+        b'{"action":{"add":1},"timeout_s":1e-9}',
+        b'{"action":{"type":"call_tool","tool_name":{},"arguments":[]}}',
+        b'{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":{}}}',
+        b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"note","arguments":[1]}}',
+    ]
+)
+headers = st.dictionaries(
+    st.sampled_from(["x-session-id", "mcp-session-id", "cookie", "accept", "content-type"]),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60)
+    | st.sampled_from(["application/json", "text/plain", "ludus_session=nope", "a.b", "."]),
+    max_size=3,
+)
+
+
+@pytest.fixture(scope="module")
+def client():
+    core = core_of(ToolEnv, max_sessions=3)
+    with TestClient(build_app(core), raise_server_exceptions=True) as client:
+        yield client, core
+
+
+@given(
+    path=st.sampled_from(PATHS),
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
+    body=bodies,
+    given_headers=headers,
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+def test_odd_requests_are_refused_in_words(client, path, method, body, given_headers):
+    visitor, core = client
+    core._is_draining = False  # /drain is among the paths
+    given_headers = {"content-type": "application/json", **given_headers}
+    reply = visitor.request(method, path, content=body, headers=given_headers)
+    assert reply.status_code not in (500, 502), reply.text
+    assert core.load.num_sessions <= 3
+    visitor.cookies.clear()
+
+
+def test_the_sessions_that_requests_left_behind_make_room(client):
+    visitor, core = client
+    core._is_draining = False
+    for session_id in list(core._entries):
+        asyncio.run(core.close(session_id))
+    for _ in range(10):
+        assert visitor.post("/reset").status_code == 200
+        visitor.cookies.clear()
+    assert core.load.num_sessions <= 3

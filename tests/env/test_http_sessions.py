@@ -1,0 +1,267 @@
+"""Sessions over plain HTTP: private ones by cookie or header, fresh ones for single calls."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from served import running
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from websockets.asyncio.client import connect
+
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.hosts import local_host
+from ludus.env.http_app import build_app
+
+
+def visitor(server) -> httpx.AsyncClient:
+    """A client that keeps cookies, as OpenEnv 0.1 does."""
+    return httpx.AsyncClient(base_url=server.http_address, timeout=10)
+
+
+def in_process(app) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+def core_of(factory=CountingEnv, **options) -> SessionCore:
+    return SessionCore(local_host(factory), CoreOptions(**options))
+
+
+async def total_after(client, add: int, **kwargs) -> int:
+    reply = await client.post("/step", json={"action": {"add": add}}, **kwargs)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["observation"]["total"]
+
+
+async def eventually(condition) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_clients_that_keep_cookies_have_sessions_of_their_own(factory):
+    async with running(factory) as server, visitor(server) as ada, visitor(server) as bob:
+        assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
+        await bob.post("/reset", json={})
+        assert [await total_after(ada, 1), await total_after(ada, 1)] == [1, 2]
+        assert await total_after(bob, 3) == 3
+        assert await total_after(ada, 1) == 3
+        state = (await ada.get("/state")).json()
+        assert (state["step_count"], state["total"]) == (3, 3)
+        assert (await ada.post("/reset", json={})).json()["observation"]["total"] == 0
+        assert await total_after(bob, 3) == 6
+        assert server.core.load.num_sessions == 2
+
+
+async def test_the_cookie_is_for_this_server_and_for_no_script():
+    async with in_process(build_app(core_of())) as client:
+        reply = await client.post("/reset")
+        cookie = reply.headers["set-cookie"]
+        assert cookie.startswith(f"ludus_session={reply.headers['x-session-id']}; ")
+        assert cookie.endswith("; HttpOnly; SameSite=Lax; Path=/")
+    mounted = Starlette(routes=[Mount("/envs/count", build_app(core_of()))])
+    async with in_process(mounted) as client:
+        reply = await client.post("/envs/count/reset")
+        assert reply.headers["set-cookie"].endswith("; Path=/envs/count")
+        reply = await client.post("/envs/count/step", json={"add": 2})
+        assert reply.json()["observation"]["total"] == 2
+
+
+async def test_the_header_names_a_session_as_well():
+    async with in_process(build_app(core_of())) as client:
+        named = {"x-session-id": (await client.post("/reset")).headers["x-session-id"]}
+        client.cookies.clear()
+        assert await total_after(client, 1, headers=named) == 1
+        client.cookies.clear()
+        assert await total_after(client, 1, headers=named) == 2
+        client.cookies.clear()
+        assert await total_after(client, 1) == 1, "without a name it is a fresh environment"
+
+
+async def test_a_session_that_is_gone_is_said_to_be_gone_until_the_next_reset():
+    core = core_of()
+    async with in_process(build_app(core)) as client:
+        session_id = (await client.post("/reset")).headers["x-session-id"]
+        await total_after(client, 1)
+        await core.close(session_id)
+        for call in (client.post("/step", json={"add": 1}), client.get("/state")):
+            reply = await call
+            assert (reply.status_code, reply.json()["detail"]["code"]) == (410, "SESSION_LOST")
+        again = await client.post("/reset")
+        assert again.headers["x-session-id"] != session_id
+        assert await total_after(client, 2) == 2
+
+
+@pytest.mark.parametrize("path", ["/close", "/session"])
+async def test_a_client_can_end_its_session(path):
+    core = core_of()
+    async with in_process(build_app(core)) as client:
+        await client.post("/reset")
+        assert core.load.num_sessions == 1
+        reply = await client.request("POST" if path == "/close" else "DELETE", path)
+        assert (reply.json(), core.load.num_sessions) == ({"closed": True}, 0)
+        assert "ludus_session" not in client.cookies
+        reply = await client.post("/close")
+        assert reply.json() == {"closed": False}
+
+
+async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays():
+    core = core_of(idle_timeout_s=60)
+    sweeping = asyncio.create_task(core.close_idle_forever())
+    app = build_app(core, unused_timeout_s=0.3)
+    async with in_process(app) as client:
+        await client.post("/reset")
+        await total_after(client, 1)
+        async with in_process(app) as passer_by:
+            await passer_by.post("/reset")
+        assert core.load.num_sessions == 2
+        await eventually(lambda: core.load.num_sessions == 1)
+        assert await total_after(client, 1) == 2
+    sweeping.cancel()
+
+
+async def test_a_full_server_gives_up_unused_http_sessions_first():
+    async with running(max_sessions=2) as server, visitor(server) as client:
+        await client.post("/reset", json={})
+        await total_after(client, 1)
+        for _ in range(5):
+            async with visitor(server) as passer_by:
+                assert (await passer_by.post("/reset", json={})).status_code == 200
+        assert server.core.load.num_sessions == 2
+        async with connect(server.http_address.replace("http", "ws") + "/ws") as socket:
+            await socket.send('{"type":"reset"}')
+            assert '"total":0' in await socket.recv()
+            async with visitor(server) as refused:
+                reply = await refused.post("/reset", json={})
+                assert reply.status_code == 503
+                assert reply.json()["detail"]["code"] == "CAPACITY_REACHED"
+                assert int(reply.headers["retry-after"]) >= 1
+        assert await total_after(client, 1) == 2
+
+
+async def test_bare_actions_of_the_first_openenv_are_taken():
+    async with in_process(build_app(core_of())) as client:
+        await client.post("/reset", json={})
+        assert (await client.post("/step", json={"add": 2})).json()["observation"]["total"] == 2
+        body = {"action": {"add": 2}, "timeout_s": 15, "request_id": "r"}
+        assert (await client.post("/step", json=body)).json()["observation"]["total"] == 4
+        reply = await client.post("/step", json={})
+        assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["add"])
+
+
+async def test_a_step_longer_than_its_limit_ends_the_session_with_a_typed_error():
+    async with in_process(build_app(core_of(ThreadedCountingEnv))) as client:
+        await client.post("/reset", json={})
+        reply = await client.post("/step", json={"action": {"add": 99}, "timeout_s": 0.05})
+        assert (reply.status_code, reply.json()["detail"]["code"]) == (504, "TIMEOUT")
+        assert (await client.get("/state")).status_code == 410
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "code"),
+    [
+        ({"add": 13}, 500, "EXECUTION_ERROR"),
+        ({"add": 0}, 422, "ILLEGAL_ACTION"),
+    ],
+)
+async def test_errors_are_typed_and_the_session_lives_on(action, status, code):
+    async with in_process(build_app(core_of())) as client:
+        await client.post("/reset", json={})
+        reply = await client.post("/step", json={"action": action})
+        assert (reply.status_code, reply.json()["detail"]["code"]) == (status, code)
+        assert await total_after(client, 1) == 1
+
+
+async def test_a_step_after_the_end_is_a_conflict():
+    async with in_process(build_app(core_of())) as client:
+        await client.post("/reset", json={})
+        await total_after(client, 7)
+        reply = await client.post("/step", json={"add": 1})
+        assert (reply.status_code, reply.json()["detail"]["code"]) == (409, "EPISODE_OVER")
+
+
+async def test_legacy_mode_gives_clients_without_cookies_one_session(monkeypatch):
+    monkeypatch.setenv("OPENENV_LEGACY_HTTP", "1")
+    core = core_of()
+    async with in_process(build_app(core)) as curl, in_process(build_app(core)) as other:
+
+        async def call(path: str, **json):
+            curl.cookies.clear()
+            return (await curl.post(path, json=json)).json()["observation"]["total"]
+
+        assert [await call("/reset"), await call("/step", add=1), await call("/step", add=1)] == [
+            0,
+            1,
+            2,
+        ]
+        await other.post("/reset", json={})
+        assert await call("/reset") == 0
+        assert core.load.num_sessions == 2, "the previous default is given up"
+        assert await total_after(other, 3) == 3
+
+
+async def test_legacy_mode_leaves_clients_with_cookies_their_sessions(monkeypatch):
+    monkeypatch.setenv("OPENENV_LEGACY_HTTP", "true")
+    async with running() as server, visitor(server) as ada, visitor(server) as bob:
+        await ada.post("/reset", json={})
+        assert await total_after(ada, 1) == 1
+        await bob.post("/reset", json={})
+        assert [await total_after(bob, 2), await total_after(ada, 1)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"action": {"add": NaN}}',
+        b'{"action": {"add": "\\ud800"}}',
+        b'{"add": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+        b'{"add": ' + b"[" * 400 + b"]" * 400 + b"}",
+        b'{"add": 1e999}',
+        b'{"add": 123456789012345678901234567890}',
+        b'{"action": null}',
+        b"\x00\xff",
+        b"[1]",
+    ],
+)
+async def test_odd_json_is_refused_and_nothing_breaks(body):
+    async with in_process(build_app(core_of())) as client:
+        await client.post("/reset")
+        reply = await client.post(
+            "/step", content=body, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code in (400, 422), reply.text
+        assert len(reply.content) < 100_000
+        reply = await client.post(
+            "/reset", content=body, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code in (200, 400, 422), reply.text
+        assert await total_after(client, 1) == 1
+
+
+async def test_a_body_beyond_the_bound_is_refused():
+    async def chunks():
+        for _ in range(18):
+            yield b" " * 1024 * 1024
+
+    async with in_process(build_app(core_of())) as client:
+        headers = {"content-type": "application/json"}
+        reply = await client.post("/step", content=chunks(), headers=headers)
+        assert reply.status_code == 413
+
+
+async def test_pages_from_elsewhere_are_kept_off_a_local_server():
+    async with running() as server, visitor(server) as client:
+        reply = await client.post("/reset", headers={"origin": "https://elsewhere.example"})
+        assert (reply.status_code, server.core.load.num_sessions) == (403, 0)
+        reply = await client.post("/reset", headers={"origin": "http://localhost:3000"})
+        assert reply.status_code == 200
+
+
+async def test_an_overlong_session_id_is_no_session():
+    async with in_process(build_app(core_of())) as client:
+        reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
+        assert (reply.status_code, len(reply.text) < 500) == (410, True)

@@ -1,0 +1,504 @@
+"""Sessions in worker processes: what one does to its process, no other feels."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from counting_env import (
+    CountingEnv,
+    Deed,
+    GloballyRandomEnv,
+    ThreadedCountingEnv,
+    UnrulyEnv,
+    UnrulyThreadedEnv,
+    die_from_the_second_on,
+    die_while_being_built,
+    fail_to_be_built,
+)
+from served import running, server_process
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import ResetArgs
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.sessions import OpenArgs
+from ludus.env.worker_host import WorkerHost
+from ludus.proto.errors import (
+    ActionParseError,
+    CallTimeoutError,
+    CapacityError,
+    ConfigError,
+    EnvError,
+    ErrorCode,
+    ExecutionError,
+    InfrastructureError,
+    SessionLostError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+ISOLATIONS = ("pool", "process")
+REPORT = {"add": int(Deed.REPORT)}
+ADD_1 = {"add": 1}
+NUM_WORKERS = 3
+
+
+@pytest.fixture(params=ISOLATIONS)
+def isolation(request):
+    return request.param
+
+
+def worked(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) -> EnvServer:
+    if isolation == "pool":
+        options.setdefault("num_workers", NUM_WORKERS)
+    return running(factory, isolation=isolation, **options)
+
+
+@asynccontextmanager
+async def client_of(server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
+    client = await AsyncEnvClient.connect(server.grpc_address)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def host_of(server: EnvServer) -> WorkerHost:
+    host = server.core._host
+    assert isinstance(host, WorkerHost)
+    return host
+
+
+async def open_many(client: AsyncEnvClient, count: int) -> list[Any]:
+    opened = await asyncio.gather(*(client.open(seed=seed) for seed in range(count)))
+    return [session for session, _ in opened]
+
+
+async def pid_of(session: Any) -> int:
+    return (await session.step(REPORT)).info["pid"]
+
+
+async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
+    """The sessions by the process they are in."""
+    found: dict[int, list[Any]] = {}
+    for session, pid in zip(sessions, await asyncio.gather(*map(pid_of, sessions)), strict=True):
+        found.setdefault(pid, []).append(session)
+    return found
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
+        await asyncio.sleep(0.01)
+
+
+def lives(pid: int) -> bool:
+    """False for a zombie too: it runs nothing any more."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def expect_only_lost(
+    lost: list[Any], others: list[Any], said: str, error: type[EnvError] = SessionLostError
+) -> None:
+    for session in lost:
+        with pytest.raises(error, match=said) as caught:
+            await session.step(ADD_1)
+        assert isinstance(caught.value, InfrastructureError)
+    results = await asyncio.gather(*(session.step(ADD_1) for session in others))
+    assert [result.reward for result in results] == [1.0] * len(others)
+
+
+# -- deaths ----------------------------------------------------------------------------
+
+
+async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolation):
+    async with worked(isolation=isolation, max_sessions=33) as server, client_of(server) as client:
+        sessions = await open_many(client, 33)
+        places = await by_worker(sessions)
+        assert len(places) == (NUM_WORKERS if isolation == "pool" else 33)
+        pid, lost = next(iter(places.items()))
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: server.core.load.num_sessions == 33 - len(lost))
+        others = [one for one in sessions if one not in lost]
+        await expect_only_lost(lost, others, "its worker was killed by SIGKILL")
+        again = await open_many(client, len(lost))
+        assert pid not in await by_worker(again)
+        with pytest.raises(CapacityError):
+            await client.open()
+        if isolation == "pool":
+            await until(lambda: len(host_of(server).pids) == NUM_WORKERS, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        (Deed.CRASH, "its worker was killed by SIGSEGV"),
+        (Deed.EXIT, "its worker ended by itself with exit code 7"),
+        (Deed.EAT_MEMORY, r"of memory, and its limit is 300 MB \(memory_limit_mb\)"),
+    ],
+)
+async def test_a_step_that_ends_its_process_says_how(isolation, deed, said):
+    async with (
+        worked(isolation=isolation, memory_limit_mb=300) as server,
+        client_of(server) as client,
+    ):
+        places = await by_worker(await open_many(client, 6))
+        culprit, *neighbours = next(iter(places.values()))
+        others = [one for pid, group in places.items() for one in group]
+        others = [one for one in others if one not in (culprit, *neighbours)]
+        with pytest.raises(SessionLostError, match=said) as caught:
+            await culprit.step({"add": int(deed)})
+        assert isinstance(caught.value, InfrastructureError)
+        await expect_only_lost(neighbours, others, said)
+        assert (await (await client.open(seed=1))[0].step(ADD_1)).reward == 1.0
+
+
+@pytest.mark.parametrize("factory", [UnrulyEnv, UnrulyThreadedEnv])
+async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, factory):
+    async with (
+        worked(factory, isolation, step_timeout_s=0.5) as server,
+        client_of(server) as client,
+    ):
+        places = await by_worker(await open_many(client, 6))
+        culprit, *neighbours = next(iter(places.values()))
+        others = [one for group in list(places.values())[1:] for one in group]
+        with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as caught:
+            await culprit.step({"add": int(Deed.HANG)})
+        assert caught.value.code is ErrorCode.TIMEOUT
+        await until(lambda: server.core.load.num_sessions == len(others))
+        await expect_only_lost(neighbours, others, r"a step took longer than 0\.5 s")
+        await until(lambda: not lives(next(iter(places))))
+
+
+async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
+    async with worked(isolation=isolation, step_timeout_s=0.5) as server:
+        host = host_of(server)
+        hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
+        with pytest.raises(CallTimeoutError, match=r"within 0\.5 s"):
+            await server.core.open(hanging)
+        assert server.core.load.num_sessions == 0
+        assert host.num_ended == 1
+        assert (await server.core.open(OpenArgs(ResetArgs()))).first is not None
+
+
+async def test_cpu_time_beyond_the_limit_ends_the_session():
+    async with (
+        worked(isolation="process", cpu_limit_s=1) as server,
+        client_of(server) as client,
+    ):
+        culprit, other = await open_many(client, 2)
+        with pytest.raises(SessionLostError, match="used up its 1 s of CPU time"):
+            await culprit.step({"add": int(Deed.SPIN)})
+        assert (await other.step(ADD_1)).reward == 1.0
+
+
+async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
+    async with worked(isolation=isolation) as server, client_of(server) as client:
+        (session,) = await open_many(client, 1)
+        with pytest.raises(ExecutionError, match="SystemExit"):
+            await session.step({"add": int(Deed.SYS_EXIT)})
+        assert (await session.step(ADD_1)).reward == 1.0
+
+
+async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
+    async with worked(isolation=isolation) as server, client_of(server) as client:
+        (session,) = await open_many(client, 1)
+        child = (await session.step({"add": int(Deed.START_CHILD)})).info["child"]
+        assert lives(child)
+        os.kill(await pid_of(session), signal.SIGKILL)
+        await until(lambda: not lives(child))
+        with pytest.raises(SessionLostError, match="SIGKILL"):
+            await session.step(ADD_1)
+
+
+async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
+    async with (
+        worked(UnrulyThreadedEnv, num_workers=1, step_timeout_s=30) as server,
+        client_of(server) as client,
+    ):
+        (other,) = await open_many(client, 1)
+        core = server.core
+        hasty = await core.open(OpenArgs(ResetArgs()))
+        with pytest.raises(CallTimeoutError):
+            await core.step(hasty.session_id, b'{"add": 99}', 1, timeout_s=0.05)
+        assert (await other.step(ADD_1)).reward == 1.0
+        assert core.load.num_sessions == 1
+
+
+async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting():
+    async with (
+        worked(ThreadedCountingEnv, num_workers=1) as server,
+        client_of(server) as client,
+    ):
+        slow, quick = await open_many(client, 2)
+        sleeping = asyncio.create_task(slow.step({"add": 99}))
+        for _ in range(3):
+            await quick.step(ADD_1)
+        assert not sleeping.done()
+        assert (await sleeping).reward == 99.0
+
+
+async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
+    async with worked(isolation=isolation) as server, client_of(server) as client:
+        sessions = await open_many(client, 4)
+        first = host_of(server).spawner_pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not lives(first))
+        results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
+        assert [result.reward for result in results] == [1.0] * 4
+        orphan = await pid_of(sessions[0])
+        os.kill(orphan, signal.SIGKILL)
+        with pytest.raises(SessionLostError, match="its worker ended"):
+            await sessions[0].step(ADD_1)
+        again = await open_many(client, 8)
+        assert orphan not in await by_worker(again)
+        pids = host_of(server).pids
+    await until(lambda: not any(map(lives, pids)))
+
+
+# -- slots -----------------------------------------------------------------------------
+
+
+async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation):
+    generator = random.Random(0)
+    max_sessions = 12
+    async with (
+        worked(isolation=isolation, max_sessions=max_sessions) as server,
+        client_of(server) as client,
+    ):
+        host = host_of(server)
+
+        async def one_life(seed: int) -> None:
+            with contextlib.suppress(InfrastructureError, CapacityError, ExecutionError):
+                args = OpenArgs(ResetArgs(seed=seed) if seed % 3 else None)
+                opened = await server.core.open(args)
+                for _ in range(generator.randrange(3)):
+                    await server.core.state(opened.session_id)
+                await server.core.close(opened.session_id)
+
+        async def kill_now_and_then() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                pids = [pid for pid in host.pids if lives(pid)]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(generator.choice(pids or [0]), signal.SIGKILL) if pids else None
+
+        killing = asyncio.create_task(kill_now_and_then())
+        for batch in range(10):
+            await asyncio.gather(*(one_life(batch * 20 + index) for index in range(20)))
+        killing.cancel()
+        await until(lambda: server.core.load.num_sessions == 0)
+        assert host.num_ended > 0
+        await until(lambda: all(not worker.sessions for worker in host._workers))
+        sessions: list[Any] = []
+        while len(sessions) < max_sessions:
+            with contextlib.suppress(SessionLostError):  # killed last, and not missed yet
+                sessions += await open_many(client, 1)
+        assert server.core.load.num_sessions == max_sessions
+        await asyncio.gather(*(session.step(ADD_1) for session in sessions))
+
+
+async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isolation, tmp_path):
+    factory = partial(die_from_the_second_on, folder=str(tmp_path))
+    async with worked(factory, isolation) as server, client_of(server) as client:
+        host = host_of(server)
+        seen: set[int] = set()
+        errors = []
+        deadline_s = time.monotonic() + 1.5
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(asyncio.TimeoutError):
+                with pytest.raises(EnvError) as caught:
+                    await client.open(seed=1)
+                errors.append(caught.value)
+            seen.update(host.pids)
+            await asyncio.sleep(0.005)
+        assert server.core.load.num_sessions == 0
+        factory_errors = [one for one in errors if one.code is ErrorCode.FACTORY_ERROR]
+        assert "ended by itself with exit code 3" in factory_errors[-1].message
+        assert len(seen) < 40
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (fail_to_be_built, "RuntimeError: no luck"),
+        (die_while_being_built, "its worker ended by itself with exit code 3"),
+    ],
+)
+async def test_a_server_whose_environment_cannot_be_built_does_not_start(factory, said):
+    with pytest.raises(ConfigError, match=said):
+        await worked(factory).start()
+
+
+async def test_a_memory_limit_below_what_a_worker_begins_with_is_refused():
+    with pytest.raises(ConfigError, match="expected a memory_limit_mb of at least"):
+        await worked(memory_limit_mb=20).start()
+
+
+async def test_a_factory_that_cannot_be_named_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"lambda.*isolation='inline'"):
+        await worked(lambda: CountingEnv()).start()
+    with pytest.raises(ConfigError, match="expected JSON values"):
+        await worked(partial(fail_to_be_built, reason=object())).start()
+
+
+# -- the end ---------------------------------------------------------------------------
+
+
+async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
+    server = worked(isolation=isolation)
+    await server.start()
+    async with client_of(server) as client:
+        sessions = await open_many(client, 4)
+        host = host_of(server)
+        pids = [host.spawner_pid, *host.pids]
+        hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        await asyncio.sleep(0.05)
+        begun_s = time.monotonic()
+        await server.stop()
+        assert time.monotonic() - begun_s < 6.0
+        assert [pid for pid in pids if lives(pid)] == []
+        with pytest.raises(EnvError):
+            await hanging
+
+
+async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
+    arguments = ("--unruly", "--isolation", isolation)
+    with server_process(tmp_path, *arguments) as served:
+        client = await AsyncEnvClient.connect(served.grpc_address)
+        sessions = await open_many(client, 3)
+        pids = [await pid_of(session) for session in sessions]
+        hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
+        await asyncio.sleep(0.05)
+        served.process.kill()
+        served.process.wait()
+        await until(lambda: not any(map(lives, pids)))
+        with pytest.raises(SessionLostError):
+            await hanging
+        await client.close()
+
+
+async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path):
+    arguments = ("--unruly", "--isolation", isolation)
+    with server_process(tmp_path, *arguments) as served:
+        client = await AsyncEnvClient.connect(served.grpc_address)
+        (session,) = await open_many(client, 1)
+        pid = await pid_of(session)
+        assert os.getpgid(pid) != os.getpgid(served.process.pid)
+        assert os.getsid(pid) != os.getsid(served.process.pid)
+        served.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(served.process.wait, 5) == 0
+        assert not lives(pid)
+        assert "Traceback" not in served.process.stderr.read()
+        await client.close()
+
+
+# -- the same as elsewhere -------------------------------------------------------------
+
+
+async def transcript(server: EnvServer) -> list[Any]:
+    """Everything a client sees of seeded episodes of tensors, text, errors and tools."""
+    seen: list[Any] = []
+    async with client_of(server) as client:
+        for seed in range(4):
+            session, first = await client.open(seed=seed)
+            results = [first]
+            for action in ({"add": 8}, {"add": 2}, "ADD 3", "ADD 1", {"add": 5}):
+                results.append(await session.step(action))
+            with pytest.raises(EnvError) as caught:
+                await session.step(ADD_1)
+            seen.append([_plain(result) for result in results])
+            seen.append((caught.value.code, caught.value.message, await session.state()))
+            with pytest.raises(ActionParseError) as refused:
+                await (await client.open(seed=seed))[0].step("SUB 1")
+            seen.append((refused.value.code, refused.value.message))
+        seen.append(dataclasses.replace(await client.describe(), server_id=""))
+    return seen
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    tensors = {name: (array.dtype, array.tolist()) for name, array in result.tensors.items()}
+    return {**dataclasses.asdict(dataclasses.replace(result, tensors={})), "tensors": tensors}
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation, factory):
+    async with running(factory) as inline, worked(factory, isolation) as isolated:
+        assert await transcript(inline) == await transcript(isolated)
+
+
+async def test_workers_do_not_share_their_global_random_state(isolation):
+    async with worked(isolation=isolation) as server, client_of(server) as client:
+        sessions = await open_many(client, 6)
+        drawn = [(await session.step(REPORT)).info for session in sessions]
+        lucks = {info["pid"]: tuple(info["luck"]) for info in drawn}
+        assert len(lucks) >= NUM_WORKERS
+        for index in (0, 1):
+            assert len({luck[index] for luck in lucks.values()}) == len(lucks)
+
+
+async def test_a_group_begins_alike_across_workers(isolation):
+    async with worked(isolation=isolation) as server:
+        opened = await server.core.open_group(OpenArgs(ResetArgs(seed=5)), 6)
+        assert len({one.first.observation_json for one in opened}) == 1
+        pids = set()
+        for one in opened:
+            result = await server.core.step(one.session_id, b'{"add": %d}' % Deed.REPORT)
+            pids.add(result.info_json)
+        assert len(pids) >= NUM_WORKERS
+
+
+async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch):
+    secret = "a-key-of-more-than-16-bytes"
+    monkeypatch.setenv("LUDUS_SESSION_KEY", secret)
+    monkeypatch.setenv("HARMLESS", "1")
+    async with (
+        worked(isolation=isolation, session_key=secret) as server,
+        client_of(server) as client,
+    ):
+        (session,) = await open_many(client, 1)
+        info = (await session.step(REPORT)).info
+        assert "HARMLESS" in info["variables"]
+        assert "LUDUS_SESSION_KEY" not in info["variables"]
+        assert info["heavy"] == []
+
+
+@pytest.mark.parametrize("where", ["inline", *ISOLATIONS])
+async def test_a_server_says_whether_its_environment_was_seen_to_be_deterministic(where):
+    for factory, seen in ((CountingEnv, True), (GloballyRandomEnv, False)):
+        async with (
+            running(factory, isolation=where, check_determinism=True) as server,
+            client_of(server) as client,
+        ):
+            assert (await client.describe()).is_deterministic is seen
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"isolation": "jail"}, "one of inline, pool, process; got 'jail'"),
+        ({"num_workers": 2}, "num_workers with isolation='pool' only"),
+        ({"isolation": "process", "num_workers": 2}, "num_workers with isolation='pool' only"),
+        ({"isolation": "pool", "num_workers": 0}, "num_workers >= 1, got 0"),
+        ({"memory_limit_mb": 100}, "memory_limit_mb with worker processes only"),
+        ({"isolation": "pool", "cpu_limit_s": 5}, "cpu_limit_s with isolation='process' only"),
+        ({"step_timeout_s": -1}, "step_timeout_s >= 0, got -1"),
+        ({"session_key": "short"}, "at least 16 bytes, got 5"),
+    ],
+)
+async def test_options_that_cannot_work_together_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ServerOptions(**options)

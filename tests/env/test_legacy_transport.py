@@ -1,0 +1,128 @@
+"""OpenEnv 0.1 servers: recognised, driven by HTTP, and honestly limited."""
+
+import asyncio
+
+import pytest
+from legacy_server import legacy_server
+
+from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.legacy_http_transport import LegacyHttpTransport
+from ludus.env.sync_client import EnvClient
+from ludus.proto.errors import (
+    CallTimeoutError,
+    CapacityError,
+    ConfigError,
+    ExecutionError,
+    InvalidCallError,
+    SessionLostError,
+    UnavailableError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def served():
+    with legacy_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(served):
+    async with await AsyncEnvClient.connect(served[0], timeout_s=5) as connected:
+        yield connected
+
+
+async def test_a_legacy_server_is_recognised_and_played(client, served):
+    assert isinstance(client._transport, LegacyHttpTransport)
+    assert (await client.describe()).max_sessions == 1
+    session, first = await client.open()
+    assert (first.observation, first.reward, first.step_index) == ({"total": 0}, None, 0)
+    second = await session.step({"add": 3})
+    assert (second.observation["total"], second.reward, second.step_index) == (3, 3.0, 1)
+    [third] = await client.step_many([(session, {"add": 2})])
+    assert (third.observation["total"], third.step_index) == (5, 2)
+    assert await session.state() == {"episode_id": "E", "step_count": 2, "total": 5}
+    assert (await session.step({"add": 7})).terminated
+    [again] = await client.step_many([(session, Reset())])
+    assert (again.observation["total"], again.step_index) == (0, 0)
+    assert served[1].bodies[:2] == [{}, {"action": {"add": 3}}]
+
+
+async def test_a_legacy_server_has_room_for_one_session(client):
+    session, _ = await client.open(close_when_done=True)
+    with pytest.raises(CapacityError, match="at most 1 session"):
+        await client.open()
+    await session.step({"add": 7})
+    other, _ = await client.open()
+    await other.close()
+    [(member, _)] = await client.open_group(1)
+    with pytest.raises(SessionLostError):
+        await other.step({"add": 1})
+    assert (await member.step({"add": 1})).observation["total"] == 1
+    with pytest.raises(CapacityError, match="got 3"):
+        await client.open_group(2)
+
+
+async def test_what_a_legacy_server_would_ignore_is_refused(client, served):
+    with pytest.raises(ConfigError, match=r"got 7: OpenEnv 0\.1 servers ignore seeds"):
+        await client.open(seed=7)
+    with pytest.raises(ConfigError, match="got game"):
+        await client.open(options={"game": "catch"})
+    with pytest.raises(ConfigError, match="linger_s"):
+        await client.open(linger_s=5)
+    with pytest.raises(ConfigError, match="ludus env check"):
+        await client.open(resume=True)
+    session, _ = await client.open()
+    with pytest.raises(InvalidCallError, match="reads no text"):
+        await session.step(text="ADD 1")
+    assert served[1].bodies == [{}]
+
+
+async def test_an_ignored_seed_can_be_allowed(served):
+    connecting = AsyncEnvClient.connect(served[0], allow_ignored_seed=True)
+    async with await connecting as client:
+        await client.open(seed=7)
+    assert served[1].bodies == [{"seed": 7}]
+
+
+async def test_a_fault_is_an_execution_error_and_the_session_goes_on(client):
+    session, _ = await client.open()
+    with pytest.raises(ExecutionError, match="does not say which"):
+        await session.step({"subtract": 1})
+    assert (await session.step({"add": 2})).observation["total"] == 2
+
+
+async def test_a_late_answer_is_never_taken_for_the_next_one(served):
+    async with await AsyncEnvClient.connect(served[0], timeout_s=0.2) as client:
+        session, _ = await client.open()
+        with pytest.raises(CallTimeoutError, match=r"within 0\.2 s"):
+            await session.step({"add": 99})
+        with pytest.raises(SessionLostError):
+            await session.step({"add": 1})
+        await asyncio.sleep(0.4)
+        again, first = await client.open()
+        assert first.observation["total"] == 0
+        assert (await again.step({"add": 1})).observation["total"] == 1
+
+
+async def test_credentials_in_the_address_travel_and_are_never_shown(served):
+    address = served[0].replace("http://", "http://ann:hunter2@")
+    async with await AsyncEnvClient.connect(address) as client:
+        await client.open()
+        assert served[1].headers[0]["authorization"] == "Basic YW5uOmh1bnRlcjI="
+        with pytest.raises(CapacityError) as caught:
+            await client.open()
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_the_synchronous_client_and_a_server_that_is_gone():
+    def play(address: str) -> None:
+        with EnvClient.connect(address) as client:
+            session, _ = client.open()
+            assert session.step({"add": 1}).reward == 1.0
+
+    with legacy_server() as (address, _):
+        await asyncio.to_thread(play, address)
+    with pytest.raises(UnavailableError, match=address):
+        await AsyncEnvClient.connect(address, connect_timeout_s=0.2)

@@ -1,0 +1,328 @@
+"""MCP: with the standard client, and as OpenEnv's own clients call it."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from counting_env import CountingEnv
+from mcp import ClientSession
+from mcp.client.streamable_http import streamable_http_client
+from served import running
+from tool_env import ToolEnv
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.hosts import local_host
+from ludus.env.http_app import build_app
+
+
+def core_of(factory=ToolEnv, **options) -> SessionCore:
+    return SessionCore(local_host(factory), CoreOptions(**options))
+
+
+def in_process(core: SessionCore) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_app(core))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+def request(method: str, params=None, request_id=1):
+    call = {"jsonrpc": "2.0", "id": request_id, "method": method}
+    return call if params is None else {**call, "params": params}
+
+
+async def post(client, method: str, params=None, **headers):
+    reply = await client.post("/mcp", json=request(method, params), headers=headers)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def begun(client) -> dict[str, str]:
+    """The header of a session that a client began itself."""
+    call = request("initialize", {"protocolVersion": "2025-06-18", "capabilities": {}})
+    reply = await client.post("/mcp", json=call)
+    return {"mcp-session-id": reply.headers["mcp-session-id"]}
+
+
+def names(listed) -> list[str]:
+    return [tool["name"] for tool in listed["result"]["tools"]]
+
+
+PLAY_TOOLS = ["start_episode", "take_action", "get_state"]
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ToolEnv])
+async def test_the_standard_client_plays_an_episode(factory):
+    async with (
+        running(factory) as server,
+        streamable_http_client(server.http_address + "/mcp") as streams,
+        ClientSession(streams[0], streams[1]) as session,
+    ):
+        hello = await session.initialize()
+        assert hello.server_info.name == factory.name
+        own = ["note", "fail", "wrong"] if factory is ToolEnv else []
+        listed = (await session.list_tools()).tools
+        assert [tool.name for tool in listed] == own + PLAY_TOOLS
+        assert "add" in listed[-2].input_schema["properties"]
+        first = await session.call_tool("start_episode", {"seed": 5})
+        assert first.content[0].text == "Count to the end. Total 0."
+        assert first.structured_content["observation"]["luck"] == 653159
+        for add in (1, 2, 7):
+            result = await session.call_tool("take_action", {"add": add})
+        assert result.structured_content["truncated"] is True
+        assert result.structured_content["observation"]["total"] == 10
+        over = await session.call_tool("take_action", {"add": 1})
+        assert over.is_error and "EPISODE_OVER" in over.content[0].text
+        state = await session.call_tool("get_state", {})
+        assert json.loads(state.content[0].text)["total"] == 10
+        if factory is ToolEnv:
+            noted = await session.call_tool("note", {"text": "hi"})
+            assert noted.structured_content == {"notes": ["hi"]}
+    assert server.core.load.num_sessions == 0, "leaving ends the session"
+
+
+async def test_two_standard_clients_play_apart():
+    async with running() as server:
+
+        async def total_of(*adds: int) -> int:
+            async with (
+                streamable_http_client(server.http_address + "/mcp") as streams,
+                ClientSession(streams[0], streams[1]) as session,
+            ):
+                await session.initialize()
+                await session.call_tool("start_episode", {})
+                for add in adds:
+                    result = await session.call_tool("take_action", {"add": add})
+                return result.structured_content["observation"]["total"]
+
+        assert await asyncio.gather(total_of(1, 1), total_of(2, 2, 3)) == [2, 7]
+
+
+async def test_the_handshake_is_that_of_streamable_http():
+    core = core_of()
+    async with in_process(core) as client:
+        for asked, given in (("2025-03-26", "2025-03-26"), ("1999-01-01", "2025-11-25")):
+            reply = await client.post(
+                "/mcp", json=request("initialize", {"protocolVersion": asked})
+            )
+            assert reply.json()["result"]["protocolVersion"] == given
+            assert reply.json()["result"]["capabilities"] == {"tools": {"listChanged": False}}
+        ticket = {"mcp-session-id": reply.headers["mcp-session-id"]}
+        told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        reply = await client.post("/mcp", json=told, headers=ticket)
+        assert (reply.status_code, reply.content) == (202, b"")
+        assert (await post(client, "ping", **ticket))["result"] == {}
+        assert (await client.get("/mcp")).status_code == 405
+        assert (await client.delete("/mcp")).status_code == 400
+        assert (await client.delete("/mcp", headers=ticket)).status_code == 204
+        assert core.load.num_sessions == 1
+        call = request("tools/call", {"name": "note", "arguments": {}})
+        assert (await client.post("/mcp", json=call, headers=ticket)).status_code == 404
+
+
+async def test_a_forged_ticket_is_no_session():
+    async with in_process(core_of()) as client:
+        session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
+        for forged in (session_id, session_id + ".", session_id + ".AAAA", "x", "."):
+            headers = {"mcp-session-id": forged}
+            reply = await client.post("/mcp", json=request("tools/list"), headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, -32600)
+            assert (await client.delete("/mcp", headers=headers)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", -32700),
+        (b"\xff\x00", -32700),
+        (b"{}", -32600),
+        (b"[]", -32600),
+        (b"17", -32600),
+        (b'{"jsonrpc":"2.0","id":1}', -32600),
+        (b'{"jsonrpc":"2.0","id":{},"method":"ping"}', -32600),
+        (b'{"jsonrpc":"1.0","id":1,"method":"ping"}', -32600),
+        (b'{"jsonrpc":"2.0","id":1,"method":"nope"}', -32601),
+        (b'{"jsonrpc":"2.0","id":1,"method":"server/discover","params":{}}', -32601),
+        (b'{"jsonrpc":"2.0","id":1,"method":"tools/list","params":[]}', -32602),
+        (b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{}}', -32602),
+        (b'{"jsonrpc":"2.0","id":1,"method":"openenv/session/close"}', -32602),
+    ],
+)
+async def test_bad_requests_get_the_codes_of_json_rpc_and_status_200(body, code):
+    async with in_process(core_of()) as client:
+        reply = await client.post("/mcp", content=body)
+        assert reply.status_code == 200
+        answer = reply.json()
+        assert (answer["jsonrpc"], answer["error"]["code"]) == ("2.0", code)
+        assert "data" in answer["error"]
+
+
+async def test_sessions_of_openenvs_own_calls_see_only_the_environments_tools():
+    core = core_of()
+    async with in_process(core) as client:
+        session_id = (await post(client, "openenv/session/create"))["result"]["session_id"]
+        assert names(await post(client, "tools/list")) == ["note", "fail", "wrong"]
+        call = {"name": "note", "arguments": {"text": "a"}, "session_id": session_id}
+        await post(client, "tools/call", call)
+        result = (await post(client, "tools/call", call))["result"]
+        assert result["structuredContent"] == result["data"] == {"notes": ["a", "a"]}
+        assert (result["isError"], result["is_error"]) == (False, False)
+        for name in PLAY_TOOLS:
+            error = (await post(client, "tools/call", {**call, "name": name}))["error"]
+            assert (error["code"], error["message"]) == (-32603, f"Unknown tool: {name!r}")
+        failed = (await post(client, "tools/call", {**call, "name": "fail"}))["result"]
+        assert failed["isError"] and "the tool is broken" in failed["content"][0]["text"]
+        closed = (await post(client, "openenv/session/close", call))["result"]
+        assert closed == {"session_id": session_id, "closed": True}
+        error = (await post(client, "tools/call", call))["error"]
+        assert error["code"] == -32602 and error["message"].startswith("Unknown session_id")
+        error = (await post(client, "openenv/session/close", call))["error"]
+        assert error["message"] == f"Unknown session_id: {session_id}"
+        assert core.load.num_sessions == 0
+
+
+async def test_a_call_without_a_session_has_an_environment_of_its_own():
+    core = core_of()
+    async with in_process(core) as client:
+        for _ in range(2):
+            result = (await post(client, "tools/call", {"name": "note"}))["result"]
+            assert result["data"] == {"notes": [""]}
+        assert core.load.num_sessions == 0
+
+
+async def test_a_full_server_says_how_full():
+    async with in_process(core_of(max_sessions=1)) as client:
+        await post(client, "openenv/session/create")
+        for method in ("openenv/session/create", "initialize"):
+            error = (await post(client, method))["error"]
+            assert error["code"] == -32000
+            assert (error["data"]["active_sessions"], error["data"]["max_sessions"]) == (1, 1)
+
+
+async def test_an_environment_without_tools_says_so_to_openenvs_clients():
+    async with in_process(core_of(CountingEnv)) as client:
+        for method in ("tools/list", "tools/call"):
+            error = (await post(client, method, {"name": "x"}))["error"]
+            assert error["code"] == -32603
+            assert error["message"] == "Environment does not support MCP"
+        assert names(await post(client, "tools/list", **await begun(client))) == PLAY_TOOLS
+
+
+async def test_what_a_player_does_wrong_is_a_result():
+    async with in_process(core_of(CountingEnv)) as client:
+        ticket = await begun(client)
+        for name, arguments, code in (
+            ("take_action", {"add": 1}, "NOT_RESET"),
+            ("start_episode", {"seed": -1}, "VALIDATION_ERROR"),
+            ("start_episode", {"seed": 1, "x": 1}, "VALIDATION_ERROR"),
+            ("start_episode", {"seed": 1}, None),
+            ("take_action", {"add": "x"}, "VALIDATION_ERROR"),
+            ("take_action", {"add": 0}, "ILLEGAL_ACTION"),
+            ("take_action", {"add": 13}, "EXECUTION_ERROR"),
+            ("take_action", {"add": 1}, None),
+        ):
+            params = {"name": name, "arguments": arguments}
+            result = (await post(client, "tools/call", params, **ticket))["result"]
+            assert result["isError"] == (code is not None)
+            if code:
+                assert code in result["content"][0]["text"]
+
+
+def socket_to(server, path: str):
+    return connect(server.http_address.replace("http", "ws") + path)
+
+
+async def ask(socket, message):
+    await socket.send(json.dumps(message) if not isinstance(message, str) else message)
+    return json.loads(await socket.recv())
+
+
+async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end():
+    async with running(ToolEnv) as server:
+        async with socket_to(server, "/mcp") as socket:
+            assert names(await ask(socket, request("tools/list"))) == ["note", "fail", "wrong"]
+            assert server.core.load.num_sessions == 0
+            for count in (1, 2):
+                result = await ask(socket, request("tools/call", {"name": "note"}))
+                assert len(result["result"]["data"]["notes"]) == count
+            session_id = (await ask(socket, request("openenv/session/create")))["result"]
+            refused = await ask(socket, request("openenv/session/close", session_id))
+            assert refused["error"]["code"] == -32600
+            await ask(socket, request("initialize"))
+            assert (await ask(socket, "{"))["error"]["code"] == -32700
+            assert server.core.load.num_sessions == 1
+        await asyncio.wait_for(_until_empty(server), 5)
+
+
+async def test_a_socket_that_begins_with_initialize_may_play():
+    async with running() as server, socket_to(server, "/mcp") as socket:
+        await ask(socket, request("initialize"))
+        await socket.send('{"jsonrpc":"2.0","method":"notifications/initialized"}')
+        await ask(socket, request("tools/call", {"name": "start_episode"}))
+        params = {"name": "take_action", "arguments": {"add": 2}}
+        result = (await ask(socket, request("tools/call", params)))["result"]
+        assert result["data"]["observation"]["total"] == 2
+        await server.core.shut_down()
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+        assert (socket.close_code, socket.close_reason) == (1001, "the server is shutting down")
+
+
+async def test_frames_on_the_environments_socket_share_its_session():
+    async with running(ToolEnv) as server, socket_to(server, "/ws") as socket:
+        call = {"type": "mcp", "data": request("tools/call", {"name": "note"}, 9)}
+        for count in (1, 2):
+            reply = await ask(socket, call)
+            assert (reply["type"], reply["data"]["id"]) == ("mcp", 9)
+            assert len(reply["data"]["result"]["data"]["notes"]) == count
+        await ask(socket, {"type": "mcp", "data": request("initialize")})
+        listed = await ask(socket, {"type": "mcp", "data": request("tools/list")})
+        assert names(listed["data"]) == ["note", "fail", "wrong"]
+        told = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+        assert (await ask(socket, {"type": "mcp", "data": told}))["type"] == "mcp"
+        assert server.core.load.num_sessions == 1
+
+
+async def test_tool_actions_of_openenv_go_through_step():
+    def call(name, arguments=None):
+        return {"type": "call_tool", "tool_name": name, "arguments": arguments or {}}
+
+    async with running(ToolEnv) as server, socket_to(server, "/ws") as socket:
+
+        async def step(action):
+            return (await ask(socket, {"type": "step", "data": action}))["data"]
+
+        listed = await step({"type": "list_tools"})
+        assert [tool["name"] for tool in listed["observation"]["tools"]] == [
+            "note",
+            "fail",
+            "wrong",
+        ]
+        assert listed["observation"]["tools"][0]["input_schema"]["type"] == "object"
+        assert (listed["reward"], listed["done"]) == (None, False)
+        done = (await step(call("note", {"text": "a"})))["observation"]
+        assert (done["tool_name"], done["error"]) == ("note", None)
+        assert done["result"]["data"] == {"notes": ["a"]}
+        for name, kind in (
+            ("nope", "tool_not_found"),
+            ("fail", "execution_error"),
+            ("wrong", "invalid_args"),
+        ):
+            failed = (await step(call(name)))["observation"]
+            assert (failed["result"], failed["error"]["error_type"]) == (None, kind)
+        await ask(socket, {"type": "reset"})
+        assert (await step({"add": 1}))["observation"]["total"] == 1
+    async with in_process(core_of()) as client:
+        body = {"action": call("note", {"text": "b"})}
+        reply = (await client.post("/step", json=body)).json()
+        assert reply["observation"]["result"]["data"] == {"notes": ["b"]}
+        await client.post("/reset")
+        for count in (1, 2):
+            reply = (await client.post("/step", json=body)).json()
+            assert len(reply["observation"]["result"]["data"]["notes"]) == count
+
+
+async def _until_empty(server) -> None:
+    while server.core.load.num_sessions:
+        await asyncio.sleep(0.01)

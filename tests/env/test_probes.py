@@ -1,0 +1,206 @@
+"""Health, readiness, drain and metrics, as Kubernetes and Prometheus ask for them."""
+
+import asyncio
+import contextlib
+import re
+import time
+
+import httpx
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from prometheus_client.parser import text_string_to_metric_families
+from served import running
+
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.encoding import ResetArgs
+from ludus.env.hosts import local_host
+from ludus.env.http_app import build_app
+from ludus.env.metered_core import MeteredCore
+from ludus.env.probes import build_probe_app
+from ludus.env.session_ends import SessionEnd, close_text, end_of
+from ludus.env.sessions import OpenArgs, Owner
+from ludus.proto.errors import EnvError, ErrorCode
+from ludus.proto.metrics import EnvServerMetric
+
+
+def core_of(factory=CountingEnv, **options) -> MeteredCore:
+    return MeteredCore(local_host(factory), CoreOptions(**options))
+
+
+def in_process(app) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def series_of(client, headers=None) -> dict[tuple[str, str], float]:
+    """Values by name and by the one label beside the environment's."""
+    reply = await client.get("/metrics", headers=headers)
+    assert reply.status_code == 200
+    found = {}
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            labels = {**sample.labels}
+            assert labels.pop("env") == "counting"
+            found[sample.name, next(iter(labels.values()), "")] = sample.value
+    return found
+
+
+async def test_every_series_is_there_before_anything_has_happened():
+    async with in_process(build_app(core_of(max_sessions=7))) as client:
+        series = await series_of(client)
+        for code in ErrorCode:
+            assert series["env_server_errors_total", code] == 0
+        for end in SessionEnd:
+            assert series["env_server_session_ends_total", end] == 0
+        assert series["env_server_step_duration_seconds_count", ""] == 0
+        assert series["env_server_session_capacity", ""] == 7
+        names = {name for name, _ in series}
+        for metric in EnvServerMetric:
+            assert any(name.startswith(metric) for name in names)
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_what_happens_is_counted(factory):
+    core = core_of(factory)
+    owner = Owner()
+    session_id = (await core.open(OpenArgs(ResetArgs(1)), owner)).session_id
+    await core.open_group(OpenArgs(), 2)
+    for add in (1, 2, 0, 13):
+        with contextlib.suppress(EnvError):
+            await core.step(session_id, b'{"add":%d}' % add)
+    await core.reset(session_id, ResetArgs())
+    core.release(owner)
+    async with in_process(build_app(core)) as client:
+        series = await series_of(client)
+    assert series["env_server_opens_total", ""] == 3
+    assert series["env_server_resets_total", ""] == 4
+    assert series["env_server_steps_total", ""] == 2
+    assert series["env_server_errors_total", "ILLEGAL_ACTION"] == 1
+    assert series["env_server_errors_total", "EXECUTION_ERROR"] == 1
+    assert series["env_server_session_ends_total", "connection_ended"] == 1
+    assert series["env_server_sessions", ""] == 2
+    assert series["env_server_step_duration_seconds_count", ""] == 2
+    assert 0 < series["env_server_step_duration_seconds_sum", ""] < 1
+    await core.shut_down()
+
+
+async def test_buckets_are_cumulative_and_hold_each_step_once():
+    core = core_of()
+    for duration_s in (0.000_05, 0.000_06, 0.3, 1000.0):
+        core.counts.stepped(duration_s)
+    async with in_process(build_app(core)) as client:
+        series = await series_of(client)
+    bucket = "env_server_step_duration_seconds_bucket"
+    assert [series[bucket, bound] for bound in ("5e-05", "0.0001", "0.5", "60.0", "+Inf")] == [
+        1,
+        2,
+        3,
+        3,
+        4,
+    ]
+
+
+async def test_two_applications_keep_their_metrics_apart():
+    first, second = core_of(), core_of()
+    await first.open(OpenArgs())
+    async with in_process(build_app(first)) as one, in_process(build_app(second)) as other:
+        assert (await series_of(one))["env_server_opens_total", ""] == 1
+        assert (await series_of(other))["env_server_opens_total", ""] == 0
+
+
+async def test_sessions_that_count_nothing_have_their_load_exported():
+    core = SessionCore(local_host(CountingEnv))
+    async with in_process(build_app(core)) as client:
+        series = await series_of(client)
+        assert series["env_server_sessions", ""] == 0
+        assert ("env_server_steps_total", "") not in series
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left(method):
+    core = core_of()
+    session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
+    async with in_process(build_app(core)) as client:
+        left = (await client.request(method, "/drain")).json()
+        assert left == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await series_of(client))["env_server_draining", ""] == 1
+        reply = await client.post("/reset")
+        assert (reply.status_code, reply.json()["detail"]["code"]) == (503, "DRAINING")
+        reply = await client.post("/step", json={"add": 1}, headers={"x-session-id": session_id})
+        assert reply.json()["observation"]["total"] == 1
+
+
+async def test_drain_waits_for_the_last_session_but_not_for_ever():
+    core = core_of()
+    session_id = (await core.open(OpenArgs())).session_id
+    async with in_process(build_app(core)) as client:
+        begun_s = time.monotonic()
+        left = (await client.get("/drain?wait=0.2")).json()
+        assert (left["num_sessions"], time.monotonic() - begun_s > 0.2) == (1, True)
+        draining = asyncio.create_task(client.get("/drain?wait=30"))
+        await asyncio.sleep(0.05)
+        await core.close(session_id)
+        assert (await asyncio.wait_for(draining, 5)).json()["num_sessions"] == 0
+        for odd in ("-1", "nan", "inf", "x", "99999"):
+            assert (await client.get(f"/drain?wait={odd}")).status_code == 422
+
+
+async def test_drain_calls_what_it_was_given():
+    calls = []
+    async with in_process(build_probe_app(core_of(), drain=lambda: calls.append(1))) as client:
+        await client.post("/drain")
+    assert calls == [1]
+
+
+async def test_readiness_is_asked_for_and_liveness_is_not():
+    async with in_process(build_probe_app(core_of(), is_ready=lambda: False)) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not():
+    async with running(token="hush") as server:
+        url = server.http_address
+        async with httpx.AsyncClient(base_url=url) as client:
+            for path in ("/drain", "/metrics", "/openapi.json", "/session"):
+                assert (await client.get(path)).status_code == 401
+            assert not server.core.load.is_draining
+            for path in ("/health", "/healthz", "/readyz"):
+                reply = await client.get(path)
+                assert reply.status_code == 200
+                assert not re.search("counting|session|ludus", reply.text)
+            await series_of(client, {"authorization": "Bearer hush"})
+        async with in_process(build_probe_app(server.core)) as client:
+            for path in ("/healthz", "/readyz", "/metrics", "/drain"):
+                assert (await client.get(path)).status_code == 200
+
+
+async def test_every_way_a_session_ends_has_its_class():
+    core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.1)
+    sweeping = asyncio.create_task(core.close_idle_forever())
+    closed = await core.open(OpenArgs())
+    await core.close(closed.session_id)
+    owner = Owner()
+    await core.open(OpenArgs(), owner)
+    core.release(owner)
+    over = await core.open(OpenArgs(ResetArgs(), close_when_done=True))
+    await core.step(over.session_id, b'{"add":7}')
+    slow = await core.open(OpenArgs(ResetArgs()))
+    with pytest.raises(EnvError):
+        await core.step(slow.session_id, b'{"add":99}')
+    await core.open(OpenArgs())
+    deadline_s = time.monotonic() + 5
+    while core.load.num_sessions and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.01)
+    sweeping.cancel()
+    last = await core.open(OpenArgs())
+    await core.shut_down()
+    ends = {end: count for end, count in core.counts.num_ends.items() if count}
+    assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
+    assert end_of(core.end_reason(last.session_id)) is SessionEnd.SHUTDOWN
+    assert end_of("its worker died") is SessionEnd.LOST
+
+
+def test_a_reason_fits_into_a_close_frame():
+    assert len(close_text("ü" * 200).encode()) <= 123
+    assert close_text("short") == "short"

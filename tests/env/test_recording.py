@@ -1,0 +1,265 @@
+"""What is played is written down, and goes the same way again."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from counting_env import CountingEnv
+from served import WIRES, address_of, running, server_process
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.encoding import ResetArgs
+from ludus.env.hosts import local_host
+from ludus.env.loopback import connected
+from ludus.env.played_episode import EpisodeWriter
+from ludus.env.recorded_episode import hash_of_observation, read_recording
+from ludus.env.recording import RecordingOptions, RecordingSessions
+from ludus.env.replaying import recorded_factory, replay_episode
+from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.targets import environment_factory
+from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError
+
+TARGET = "counting_env:CountingEnv"
+DONE = {"add": 7}
+
+
+def recorded(
+    path: Path, *, core: CoreOptions | None = None, factory=CountingEnv, **options
+) -> RecordingSessions:
+    options.setdefault("built_from", environment_factory(TARGET, {}))
+    return RecordingSessions(
+        SessionCore(local_host(factory), core), path, RecordingOptions(**options)
+    )
+
+
+def episodes_of(path: Path):
+    return list(read_recording(path))
+
+
+async def play(sessions: RecordingSessions, actions: list, **args) -> str:
+    opened = await sessions.open(OpenArgs(ResetArgs(**args), close_when_done=True))
+    for number, action in enumerate(actions, 1):
+        encoded = action if isinstance(action, str) else json.dumps(action).encode()
+        await sessions.step(opened.session_id, encoded, number)
+    return opened.session_id
+
+
+async def test_an_episode_is_written_when_it_ends_with_all_that_a_replay_needs(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl")
+    session_id = await play(
+        sessions, ["ADD 2", {"add": 3}, DONE], seed=5, options={"start": 4}, episode_id="mine"
+    )
+    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    assert (episode.seed, episode.episode_id) == (5, "mine")
+    assert episode.reset_options == {"start": 4}
+    assert episode.environment.target == TARGET
+    assert (episode.steps[0].text, episode.steps[1].action) == ("ADD 2", {"add": 3})
+    last = episode.steps[-1].result
+    assert (last.reward, last.terminated, last.truncated) == (7.0, False, True)
+    assert (episode.end_reason, episode.episode_return) == ("truncated", 12.0)
+    assert episode.started_at <= episode.ended_at
+    assert session_id not in (tmp_path / "r.jsonl").read_text()
+    assert sessions.num_running == 0
+
+
+async def test_a_reset_without_a_seed_gets_one_that_is_written(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl", first_seed=11)
+    for _ in range(2):
+        await play(sessions, [DONE])
+    drawing = recorded(tmp_path / "drawn.jsonl")
+    for _ in range(2):
+        await play(drawing, [DONE])
+    assert [episode.seed for episode in episodes_of(tmp_path / "r.jsonl")] == [11, 12]
+    first, second = episodes_of(tmp_path / "drawn.jsonl")
+    assert first.seed != second.seed
+    assert first.first.observation_hash != second.first.observation_hash
+
+
+async def test_a_repeated_step_is_written_once(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl")
+    opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
+    for number in (1, 1, 2):
+        await sessions.step(opened.session_id, b'{"add": 1}', number)
+    await sessions.close(opened.session_id)
+    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    assert len(episode.steps) == 2
+
+
+@pytest.mark.parametrize("factory", ["CountingEnv", "ThreadedCountingEnv"])
+async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
+    factory = environment_factory(f"counting_env:{factory}", {})
+    core = CoreOptions(idle_timeout_s=0.05)
+    sessions = recorded(tmp_path / "r.jsonl", core=core, factory=factory)
+    owner = Owner()
+    await sessions.open(OpenArgs(ResetArgs(seed=1)), owner)
+    sessions.release(owner)
+    opened = await sessions.open(OpenArgs(ResetArgs(seed=2)))
+    await sessions.reset(opened.session_id, ResetArgs(seed=3))
+    await sessions.close(opened.session_id)
+    await sessions.open(OpenArgs(ResetArgs(seed=4)))
+    sweeping = asyncio.create_task(sessions._inner.close_idle_forever())
+    async with asyncio.timeout(5):
+        while sessions.num_running:
+            await asyncio.sleep(0.01)
+    sweeping.cancel()
+    await sessions.open(OpenArgs(ResetArgs(seed=5)))
+    sessions.finish()
+    reasons = {one.seed: one.end_reason for one in episodes_of(tmp_path / "r.jsonl")}
+    assert reasons[1].startswith("the connection")
+    assert (reasons[2], reasons[3]) == ("reset", "it was closed")
+    assert "idle" in reasons[4]
+    assert reasons[5] == "the server stopped"
+
+
+async def test_concurrent_sessions_do_not_mix(tmp_path):
+    sessions = recorded(
+        tmp_path / "r.jsonl", factory=environment_factory("counting_env:ThreadedCountingEnv", {})
+    )
+    await asyncio.gather(
+        *(play(sessions, [{"add": seed}, DONE], seed=seed) for seed in range(20, 40))
+    )
+    episodes = episodes_of(tmp_path / "r.jsonl")
+    assert {episode.seed for episode in episodes} == set(range(20, 40))
+    for episode in episodes:
+        assert episode.steps[0].action == {"add": episode.seed}
+        assert len(episode.steps) == 2
+
+
+async def test_a_full_file_is_set_aside_and_nothing_is_lost(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl", max_file_bytes=2000)
+    for seed in range(12):
+        await play(sessions, [DONE], seed=seed)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files[:2] == ["r.0001.jsonl", "r.0002.jsonl"] and files[-1] == "r.jsonl"
+    assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
+    assert sorted(episode.seed for episode in episodes_of(tmp_path)) == list(range(12))
+
+
+async def test_an_episode_without_an_end_is_cut_instead_of_filling_memory(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl", max_episode_bytes=600)
+    opened = await sessions.open(OpenArgs(ResetArgs(seed=1)))
+    for _ in range(200):
+        with pytest.raises(ActionError):
+            await sessions.step(opened.session_id, "nonsense")
+    sessions.finish()
+    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    assert 0 < len(episode.steps) < 20
+    assert "too long" in episode.end_reason
+
+
+async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(tmp_path):
+    (tmp_path / "file").write_text("")
+    sessions = recorded(tmp_path / "file" / "r.jsonl")
+    await play(sessions, [DONE], seed=1)
+    assert sessions.file.num_lost == 1
+
+
+async def test_half_a_line_of_a_killed_process_costs_nothing_else(tmp_path):
+    path = tmp_path / "r.jsonl"
+    first = recorded(path)
+    await play(first, [DONE], seed=1)
+    first.finish()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"format": 1, "envi')
+    assert [episode.seed for episode in episodes_of(path)] == [1]
+    await play(recorded(path), [DONE], seed=2)
+    assert [episode.seed for episode in episodes_of(path)] == [1, 2]
+
+
+async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path):
+    path = tmp_path / "r.jsonl"
+    await play(recorded(path), [DONE], seed=1)
+    path.write_text(path.read_text() + '{"format": 2}\n')
+    with pytest.raises(ConfigError, match=f"format 1 in line 2 of {path}"):
+        episodes_of(path)
+
+
+async def replays_of(path: Path) -> list[str]:
+    episodes = episodes_of(path)
+    async with connected(recorded_factory(episodes[0])) as client:
+        return [(await replay_episode(client, episode)).difference for episode in episodes]
+
+
+async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    sessions = recorded(path, full=True)
+    await play(sessions, ["ADD 2", {"add": 8}, DONE], seed=5, options={"start": 1})
+    opened = await sessions.open(OpenArgs(ResetArgs()))
+    for action in (b'{"add": 0}', b'{"add": 13}', b'{"add": 1}'):
+        try:
+            await sessions.step(opened.session_id, action)
+        except EnvError as error:
+            assert error.code in ("ILLEGAL_ACTION", "EXECUTION_ERROR")
+    await sessions.close(opened.session_id)
+    assert await replays_of(path) == ["", ""]
+    assert [step.error for step in episodes_of(path)[1].steps] == [
+        "ILLEGAL_ACTION",
+        "EXECUTION_ERROR",
+        None,
+    ]
+
+    changed = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
+    path.write_text(changed)
+    assert await replays_of(path) == ["step 1: expected reward 2.0, got 1.0", ""]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_path, wire):
+    path = tmp_path / "r.jsonl"
+    async with running(record=path, first_seed=3) as server:
+        async with await AsyncEnvClient.connect(address_of(server, wire)) as client:
+            session, result = await client.open()
+            result = await session.step(text="ADD 1")
+            result = await session.step(DONE)
+            assert result.truncated
+            group = await client.open_group(3, seed=9)
+            for member, _ in group:
+                await member.step(DONE)
+    episodes = episodes_of(path)
+    assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
+    async with running() as server:
+        async with await AsyncEnvClient.connect(address_of(server, wire)) as client:
+            replays = [await replay_episode(client, episode) for episode in episodes]
+    assert [one.difference for one in replays] == [""] * 4
+
+
+def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_path):
+    async def leave_in_the_middle(address: str) -> None:
+        async with await AsyncEnvClient.connect(address) as client:
+            await client.open(seed=8)
+            served.process.terminate()
+            await asyncio.to_thread(served.process.wait, 10)
+
+    with server_process(tmp_path, "--record", str(tmp_path / "kept")) as served:
+        asyncio.run(leave_in_the_middle(served.grpc_address))
+    (episode,) = episodes_of(tmp_path / "kept")
+    assert episode.seed == 8
+    assert episode.end_reason
+
+
+async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
+    path = tmp_path / "played.jsonl"
+    async with connected(environment_factory(TARGET, {})) as client:
+        writer = EpisodeWriter(path, await client.describe(), TARGET, {})
+        session, first = await client.open(seed=2)
+        writer.begin(2, first)
+        for action in ({"add": 1}, DONE):
+            writer.note(action, await session.step(action))
+        writer.end("truncated")
+    assert await replays_of(path) == [""]
+
+
+def test_the_hash_knows_tensors_and_not_the_order_of_keys():
+    tensors = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3)}
+    same = hash_of_observation({"b": 1, "a": None}, tensors)
+    assert same == hash_of_observation({"a": None, "b": 1}, tensors)
+    assert same != hash_of_observation({"a": None, "b": 1}, {})
+    assert same != hash_of_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
+
+
+def test_a_recording_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFoundError, match="no recording"):
+        episodes_of(tmp_path / "nothing.jsonl")

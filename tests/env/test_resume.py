@@ -1,0 +1,236 @@
+"""Sessions that are rebuilt by replay when they are lost."""
+
+import asyncio
+import itertools
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from flaky_proxy import FlakyProxy
+from grpc_served import GrpcServed, grpc_served
+from served import running
+
+from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.replay import ResumeLimits
+from ludus.env.sync_client import EnvClient
+from ludus.proto.errors import (
+    CallTimeoutError,
+    ConfigError,
+    ErrorCode,
+    ExecutionError,
+    IllegalActionError,
+    InfrastructureError,
+    SessionLostError,
+)
+
+pytestmark = pytest.mark.asyncio
+
+ACTIONS = [{"add": 1}, "ADD 2", {"add": 8}, {"add": 3}, {"add": 4}]
+
+
+class MoodyEnv(CountingEnv):
+    """Begins differently each time, whatever the seed."""
+
+    moods = itertools.count()
+
+    def reset(self, *, seed=None, start=0, note=""):
+        return super().reset(seed=next(self.moods), start=start, note=note)
+
+
+@asynccontextmanager
+async def behind_a_proxy(factory=CountingEnv, **options):
+    async with (
+        grpc_served(factory, is_deterministic=True) as server,
+        FlakyProxy(server.address) as proxy,
+        await AsyncEnvClient.connect(proxy.address, **options) as client,
+    ):
+        yield server, proxy, client
+
+
+async def end_all(server: GrpcServed) -> None:
+    """What an idle sweep, a killed worker or a crash does to sessions."""
+    for session_id in list(server.core._entries):
+        await server.core.close(session_id)
+
+
+async def take(session, action):
+    return await (session.step(text=action) if isinstance(action, str) else session.step(action))
+
+
+async def play(client, seed, *, before_step=None, **options):
+    session, first = await client.open(seed=seed, options={"start": 5}, **options)
+    results = [first]
+    for number, action in enumerate(ACTIONS):
+        if before_step is not None:
+            await before_step(number)
+        results.append(await take(session, action))
+    return session, results
+
+
+async def test_a_session_that_is_lost_before_every_step_plays_the_same_episode():
+    async with behind_a_proxy() as (server, _, client):
+        _, undisturbed = await play(client, 3)
+
+        async def lose(number):
+            await end_all(server)
+
+        session, results = await play(client, 3, before_step=lose, resume=True)
+        assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+        assert session.num_resumes == len(ACTIONS)
+        assert results[3].tensors["trace"].tolist() == [0.0, 1.0, 2.0]
+
+
+async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
+    async with behind_a_proxy() as (first, proxy, client):
+        _, undisturbed = await play(client, 4)
+        async with grpc_served(is_deterministic=True) as second:
+
+            async def restart(number):
+                if number == 2:
+                    proxy.lead_to(second.address)
+                    await first.kill()
+
+            session, results = await play(client, 4, before_step=restart, resume=True)
+            assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+            assert session.num_resumes == 1
+
+
+async def test_without_a_seed_one_is_drawn_and_kept():
+    async with behind_a_proxy() as (server, _, client):
+        session, first = await client.open(resume=True)
+        await session.step({"add": 1})
+        await end_all(server)
+        assert (await session.step({"add": 2})).observation["total"] == 3
+        await end_all(server)
+        again = await session.reset()
+        assert again.observation["luck"] != first.observation["luck"]
+        await end_all(server)
+        await session.step({"add": 1})
+        await end_all(server)
+        assert (await session.state())["total"] == 1
+        assert session.num_resumes == 4
+
+
+async def test_actions_that_failed_are_replayed_only_if_they_may_have_changed_something():
+    async with behind_a_proxy() as (server, _, client):
+        session, _ = await client.open(seed=1, resume=True)
+        await session.step({"add": 1})
+        with pytest.raises(IllegalActionError):
+            await session.step({"add": 0})
+        with pytest.raises(ExecutionError):
+            await session.step({"add": 13})
+        await end_all(server)
+        result = await session.step({"add": 2})
+        assert (result.observation["total"], result.step_index) == (3, 2)
+        assert session.num_resumes == 1
+
+
+async def test_an_environment_that_is_not_deterministic_after_all_is_found_out():
+    async with behind_a_proxy(MoodyEnv) as (server, _, client):
+        session, _ = await client.open(seed=1, resume=True)
+        await session.step({"add": 1})
+        await end_all(server)
+        with pytest.raises(SessionLostError, match="on seed 1 to be as it was") as caught:
+            await session.step({"add": 1})
+        assert caught.value.code == ErrorCode.REPLAY_MISMATCH
+        with pytest.raises(SessionLostError):
+            await session.step({"add": 1})
+        await settled(server, 0)
+
+
+async def test_resume_is_refused_where_determinism_was_not_shown():
+    async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
+        with pytest.raises(ConfigError, match="ludus env check"):
+            await client.open(resume=True)
+        assert server.core.load.num_sessions == 0
+
+
+async def test_resume_over_websocket():
+    async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
+        client._transport._probed.metadata["ludus"]["is_deterministic"] = True
+        _, undisturbed = await play(client, 3)
+
+        async def lose(number):
+            for session_id in list(server.core._entries):
+                await server.core.close(session_id)
+
+        session, results = await play(client, 3, before_step=lose, resume=True)
+        assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+        assert session.num_resumes == len(ACTIONS)
+
+
+async def test_step_many_rebuilds_those_that_are_lost_and_steps_the_others():
+    async with behind_a_proxy() as (server, _, client):
+        sessions = [(await client.open(seed=s, resume=s % 2 == 0))[0] for s in range(4)]
+        await client.step_many([(session, "ADD 1") for session in sessions])
+        await end_all(server)
+        outcomes = await client.step_many([(session, "ADD 2") for session in sessions])
+        assert [getattr(o, "step_index", None) for o in outcomes] == [2, None, 2, None]
+        assert [session.num_resumes for session in sessions] == [1, 0, 1, 0]
+        again = await client.step_many([(sessions[0], Reset(seed=9)), (sessions[2], "ADD 3")])
+        assert [result.observation["total"] for result in again] == [0, 6]
+
+
+async def test_a_group_is_rebuilt_one_by_one():
+    async with behind_a_proxy() as (server, _, client):
+        group = await client.open_group(3, seed=2, resume=True)
+        await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
+        await end_all(server)
+        results = await asyncio.gather(*(session.step({"add": 1}) for session, _ in group))
+        assert [result.observation["total"] for result in results] == [2, 2, 2]
+        assert len({result.observation["luck"] for result in results}) == 1
+
+
+async def test_attempts_are_bounded_in_number_and_in_time():
+    async with behind_a_proxy(ThreadedCountingEnv, timeout_s=0.1) as (server, _, client):
+        session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=20))
+        with pytest.raises(CallTimeoutError):
+            await session.step({"add": 99})
+        assert session.num_resumes == 2
+        await settled(server, 0)
+    async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):
+        session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))
+        proxy.refuses = True
+        proxy.cut()
+        began_s = time.monotonic()
+        with pytest.raises(InfrastructureError):
+            await session.step({"add": 1})
+        assert time.monotonic() - began_s < 5
+
+
+async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone():
+    async with behind_a_proxy() as (server, proxy, client):
+        session, _ = await client.open(seed=1, resume=True, linger_s=30)
+        await session.step({"add": 1})
+        proxy.cut()
+        await session.step({"add": 1})
+        assert session.num_resumes == 0
+        await end_all(server)
+        assert (await session.step({"add": 1})).observation["total"] == 3
+        assert session.num_resumes == 1
+
+
+async def test_the_synchronous_client_resumes_too():
+    def play_synchronously(server, loop) -> None:
+        with EnvClient.connect(server.address) as client:
+            session, _ = client.open(seed=1, resume=True)
+            session.step({"add": 1})
+            asyncio.run_coroutine_threadsafe(end_all(server), loop).result()
+            assert session.step({"add": 1}).observation["total"] == 2
+            assert session.num_resumes == 1
+
+    async with grpc_served(is_deterministic=True) as server:
+        await asyncio.to_thread(play_synchronously, server, asyncio.get_running_loop())
+
+
+def as_seen(result):
+    return (result.observation, result.reward, result.terminated, result.step_index, result.text)
+
+
+async def settled(server, num_sessions: int) -> None:
+    for _ in range(500):
+        if server.core.load.num_sessions == num_sessions:
+            return
+        await asyncio.sleep(0.01)
+    assert server.core.load.num_sessions == num_sessions

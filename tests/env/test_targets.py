@@ -1,0 +1,134 @@
+"""One string names an environment everywhere, and a wrong one says what is close."""
+
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from counting_env import CountingEnv
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.local_server import LocalServer
+from ludus.env.targets import TargetFactory, environment_factory, installed_packages
+from ludus.proto.errors import ConfigError, NotFoundError
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "name"),
+    [
+        ("openspiel_env", {"game": "catch"}, "openspiel_env"),
+        ("openspiel_env:OpenSpielEnv", None, None),
+        ("counting_env:CountingEnv", {}, "counting"),
+        ("gymnasium:FrozenLake-v1", {"is_slippery": False}, "gymnasium:FrozenLake-v1"),
+    ],
+)
+def test_a_target_makes_its_environment(target, options, name):
+    if name is None:  # a class, but of a client
+        with pytest.raises(ConfigError, match=r"expected 'openspiel_env:OpenSpielEnv' to be a"):
+            environment_factory(target, {})
+        return
+    factory = environment_factory(target, options)
+    environment = factory()
+    assert environment.name == name
+    environment.close()
+    assert (factory.target, factory.options) == (target, options)
+    assert pickle.loads(pickle.dumps(factory)) == factory
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "said"),
+    [
+        ("openspeil_env", NotFoundError, "did you mean 'openspiel_env'?"),
+        ("counting_env:CountingEnf", NotFoundError, "did you mean 'CountingEnv'?"),
+        ("no_such_module:Class", NotFoundError, "no module 'no_such_module'"),
+        ("gymnasium:CartPoel-v1", NotFoundError, "did you mean 'CartPole-v1'?"),
+        ("counting_env:NUM_STEPS", ConfigError, "got int"),
+        ("counting_env:CountingFace", ConfigError, "got a class that is none"),
+        ("json", ConfigError, "'json' has no make_environment"),
+        ("openenv:counting_env:NUM_STEPS", ConfigError, "got int"),
+        ("openenv:counting_env", ConfigError, "expected a target like module:Class"),
+    ],
+)
+def test_a_target_that_names_nothing_says_what_would(target, kind, said):
+    with pytest.raises(kind) as raised:
+        environment_factory(target, {})
+    assert said in str(raised.value)
+
+
+def test_options_that_the_environment_does_not_take_are_named():
+    with pytest.raises(ConfigError, match="cannot be built with {'num': 3}"):
+        environment_factory("counting_env:CountingEnv", {"num": 3})()
+
+
+def test_a_function_that_makes_no_environment_is_refused():
+    factory = environment_factory("json:loads", {"s": "{}"})
+    with pytest.raises(ConfigError, match="to make a ludus.env.Environment, got dict"):
+        factory()
+
+
+def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path, monkeypatch):
+    (tmp_path / "own_rules.py").write_text(
+        textwrap.dedent("""
+            from counting_env import CountingEnv
+
+            def make(label="plain"):
+                environment = CountingEnv()
+                type(environment).version = label
+                return environment
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path.parent) + ":" + _folder_of_tests())
+    program = (
+        "import sys; sys.path.remove('') if '' in sys.path else None\n"
+        "from ludus.env.targets import environment_factory\n"
+        "print(environment_factory('own_rules:make', {'label': 'mine'})().version)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.strip() == "mine"
+
+
+def _folder_of_tests() -> str:
+    module = sys.modules[CountingEnv.__module__]
+    return str(module.__file__).rpartition("/")[0]
+
+
+@pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
+async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", _folder_of_tests())
+    for target in ("gymnasium:FrozenLake-v1", "counting_env:CountingEnv"):
+        server = LocalServer(target, {}, max_sessions=2, isolation=isolation)
+        try:
+            async with await AsyncEnvClient.connect(server.start().grpc) as client:
+                session, first = await client.open(seed=3)
+                result = await session.step(text=first.text.legal_answers[0])
+                assert result.step_index == 1
+        finally:
+            server.stop()
+
+
+def test_naming_a_target_loads_no_library_but_its_own():
+    program = (
+        "import sys, json\n"
+        "from ludus.env.targets import environment_factory\n"
+        "environment_factory('counting_env:CountingEnv', {})()\n"
+        "print(json.dumps([m for m in ('gymnasium', 'openenv', 'pyspiel') if m in sys.modules]))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        cwd=_folder_of_tests(),
+    )
+    assert json.loads(loaded.stdout) == []
+
+
+def test_installed_packages_are_listed():
+    assert "openspiel_env" in [package.name for package in installed_packages()]
+    assert TargetFactory("openspiel_env").options == {}

@@ -1,0 +1,126 @@
+"""Trace context and request ids reach the server, on every wire, and cost nothing unused."""
+
+import asyncio
+import timeit
+
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from grpc_served import grpc_served
+from legacy_server import legacy_server
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from served import running
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.tracing import (
+    MAX_REQUEST_ID_CHARS,
+    current_request_id,
+    is_traced,
+    request_id,
+    server_span,
+    trace_headers,
+)
+
+pytestmark = pytest.mark.asyncio
+
+EXPORTER = InMemorySpanExporter()
+PROVIDER = TracerProvider()
+PROVIDER.add_span_processor(SimpleSpanProcessor(EXPORTER))
+SEEN_REQUEST_IDS: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def spans(monkeypatch):
+    monkeypatch.setattr(trace, "get_tracer", PROVIDER.get_tracer)
+    EXPORTER.clear()
+    SEEN_REQUEST_IDS.clear()
+    return EXPORTER
+
+
+class ListeningEnv(CountingEnv):
+    """Notes the request id under which it is stepped."""
+
+    def step(self, action):
+        SEEN_REQUEST_IDS.append(current_request_id())
+        return super().step(action)
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_the_servers_spans_continue_the_callers(factory, spans):
+    async with grpc_served(factory) as server, await AsyncEnvClient.connect(server.address) as c:
+        with trace.get_tracer("test").start_as_current_span("episode") as span:
+            session, _ = await c.open()
+            await session.step({"add": 1})
+            await session.reset(seed=1)
+        await session.step({"add": 1})
+    finished = {s.name: s for s in spans.get_finished_spans()}
+    assert set(finished) == {
+        "episode",
+        "ludus.env/open",
+        "ludus.env/step",
+        "ludus.env/reset",
+    }
+    wanted = span.get_span_context()
+    for name in ("open", "step", "reset"):
+        found = finished[f"ludus.env/{name}"]
+        assert found.context.trace_id == wanted.trace_id
+        assert found.parent.span_id == wanted.span_id
+        assert found.kind is trace.SpanKind.SERVER
+
+
+async def test_a_request_id_reaches_the_environment():
+    async with (
+        grpc_served(ListeningEnv) as server,
+        await AsyncEnvClient.connect(server.address) as client,
+    ):
+        session, _ = await client.open()
+        with request_id("r-1"):
+            await session.step({"add": 1})
+        await session.step({"add": 1})
+    assert SEEN_REQUEST_IDS == ["r-1", ""]
+
+
+async def test_calls_at_once_keep_their_request_ids_apart():
+    async def step(session, name):
+        with request_id(name):
+            await session.step({"add": 1})
+
+    async with (
+        grpc_served(ListeningEnv) as server,
+        await AsyncEnvClient.connect(server.address) as client,
+    ):
+        sessions = [(await client.open())[0] for _ in range(8)]
+        await asyncio.gather(*(step(s, f"r-{n}") for n, s in enumerate(sessions)))
+    assert sorted(SEEN_REQUEST_IDS) == [f"r-{n}" for n in range(8)]
+
+
+async def test_http_calls_carry_headers():
+    with legacy_server() as (address, counter):
+        async with await AsyncEnvClient.connect(address) as client:
+            with request_id("r-2"), trace.get_tracer("test").start_as_current_span("episode"):
+                await client.open()
+    assert counter.headers[0]["x-request-id"] == "r-2"
+    assert counter.headers[0]["traceparent"].startswith("00-")
+
+
+async def test_a_traced_episode_over_websocket_plays_on():
+    async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
+        with request_id("r-3"), trace.get_tracer("test").start_as_current_span("episode"):
+            session, _ = await client.open()
+            assert (await session.step({"add": 1})).reward == 1.0
+
+
+async def test_a_call_without_span_and_request_id_carries_nothing_and_pays_nothing():
+    assert not is_traced()
+    assert trace_headers() == {}
+    per_check_s = min(timeit.repeat(is_traced, number=20_000, repeat=5)) / 20_000
+    assert per_check_s < 5e-6
+
+
+async def test_malformed_trace_context_is_ignored(spans):
+    with server_span("step", "not a traceparent", "x" * 1000):
+        assert len(current_request_id()) == MAX_REQUEST_ID_CHARS
+    [span] = spans.get_finished_spans()
+    assert span.parent is None

@@ -1,0 +1,268 @@
+"""Whatever arrives on a socket: a typed answer or a proper close, and no session left over."""
+
+import asyncio
+import json
+import logging
+import random
+import time
+
+import grpc
+import pytest
+from counting_env import CountingEnv
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import running
+from served_app import core_of, serving
+from tool_env import ToolEnv
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from ludus.env.http_app import build_app
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import ErrorCode
+
+TOKEN = "hush-hush-do-not-tell"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+kinds = st.sampled_from(["reset", "step", "state", "mcp", "close", "bogus", "", None, 3])
+envelopes = st.fixed_dictionaries(
+    {"type": kinds},
+    optional={
+        "data": json_values
+        | st.fixed_dictionaries({"add": json_values})
+        | st.fixed_dictionaries({"seed": json_values, "start": st.integers()})
+        | st.fixed_dictionaries(
+            {"type": st.sampled_from(["list_tools", "call_tool"])},
+            optional={"tool_name": json_values, "arguments": json_values},
+        ),
+        "step_index": json_values,
+        "text": json_values,
+        "extra": json_values,
+    },
+)
+METHODS = [
+    "initialize",
+    "ping",
+    "tools/list",
+    "tools/call",
+    "openenv/session/create",
+    "openenv/session/close",
+    "notifications/initialized",
+    "x",
+]
+methods = st.sampled_from(METHODS)
+calls = st.fixed_dictionaries(
+    {"jsonrpc": st.sampled_from(["2.0", "2.0", "2.0", "1.0", None])},
+    optional={
+        "id": json_values,
+        "method": methods | json_values,
+        "params": json_values
+        | st.fixed_dictionaries(
+            {},
+            optional={
+                "name": st.sampled_from(["note", "fail", "take_action", "start_episode", 1]),
+                "arguments": json_values | st.fixed_dictionaries({"seed": json_values}),
+                "session_id": json_values,
+            },
+        ),
+    },
+)
+ODD_FRAMES = [
+    "",
+    "\x00",
+    "null",
+    "[" * 5000,
+    '{"type":"step","data":' + '{"add":' * 300 + "1" + "}" * 301,
+    '{"type":"step","data":' + '{"add":' * 900 + "1" + "}" * 901,
+    '{"type":"reset","data":{"note":' + "[" * 500 + "]" * 500 + "}}",
+    '{"type":"step","data":{"add":1},"data":{"add":2}}',
+    '{"type":"step","data":{"add":1,"add":"x"}}',
+    '{"type":"step","data":{"add":NaN}}',
+    '{"type":"step","data":{"add":Infinity}}',
+    '{"type":"step","data":{"add":1e400}}',
+    '{"type":"step","data":{"add":' + "9" * 5000 + "}}",
+    '{"type":"reset","data":{"seed":' + "9" * 30 + "}}",
+    '{"type":"reset","data":{"note":"\\ud800"}}',
+    '{"type":"reset","data":{"episode_id":"' + "e" * 300 + '"}}',
+    '{"type":"' + "t" * 100_000 + '"}',
+    '{"type":"step","data":{"add":"' + "x" * 2_000_000 + '"}}',
+    '{"type":"mcp","data":{"jsonrpc":"2.0","id":1,"method":"' + "m" * 100_000 + '"}}',
+    b"\x00\xff",
+    b"",
+]
+frames = (
+    envelopes.map(lambda message: json.dumps(message))
+    | calls.map(lambda call: json.dumps({"type": "mcp", "data": call}))
+    | calls.map(lambda call: json.dumps(call))
+    | json_values.map(lambda value: json.dumps(value))
+    | st.text(max_size=40)
+    | st.binary(max_size=40)
+    | st.sampled_from(ODD_FRAMES)
+)
+fuzzing = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+def is_typed(reply: dict) -> bool:
+    """True for what the protocols know."""
+    if "jsonrpc" in reply:
+        return "result" in reply or isinstance(reply["error"]["code"], int)
+    if reply["type"] == "error":
+        return reply["data"]["code"] in set(ErrorCode)
+    return reply["type"] in {"observation", "state", "mcp"}
+
+
+async def converse(server, path: str, sent: list[str | bytes]) -> None:
+    """Sends the frames and checks what comes back; the socket may be closed by any of them."""
+    url = server.http_address.replace("http", "ws") + path
+    async with connect(url, additional_headers=BEARER, compression=None) as socket:
+        try:
+            for message in sent:
+                await socket.send(message)
+                # A ping behind the frame shows when a frame gets no answer.
+                answered = asyncio.ensure_future(socket.recv())
+                ponged = await socket.ping()
+                await asyncio.wait({answered, ponged}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({answered}, timeout=0.02)
+                if not answered.done():
+                    answered.cancel()
+                    continue
+                text = answered.result()
+                assert is_typed(json.loads(text)), text
+                assert TOKEN not in text
+        except ConnectionClosed:
+            assert socket.close_code in (1000, 1007, 1009), socket.close_reason
+            assert TOKEN not in socket.close_reason
+
+
+async def until_empty(core) -> None:
+    deadline_s = time.monotonic() + 5
+    while core.load.num_sessions:
+        assert time.monotonic() < deadline_s, f"{core.load.num_sessions} sessions are left"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
+@given(sent=st.lists(frames, min_size=1, max_size=6))
+@fuzzing
+async def test_any_frames_get_typed_answers_and_leave_nothing_behind(caplog_at_error, path, sent):
+    async with running(ToolEnv, token=TOKEN, max_sessions=2) as server:
+        await converse(server, path, sent)
+        await until_empty_but_created(server, sent)
+        url = server.http_address.replace("http", "ws") + "/ws"
+        async with connect(url, additional_headers=BEARER) as socket:
+            await socket.send('{"type":"reset"}')
+            assert '"total":0' in await socket.recv()
+    assert TOKEN not in caplog_at_error.text
+    assert "Exception in ASGI application" not in caplog_at_error.text
+
+
+async def until_empty_but_created(server, sent) -> None:
+    """Sessions that MCP calls created on purpose stay; all others are gone."""
+    if any("openenv/session/create" in str(message) for message in sent):
+        return
+    await until_empty(server.core)
+
+
+@pytest.fixture
+def caplog_at_error(caplog):
+    caplog.set_level(logging.ERROR)
+    return caplog
+
+
+@pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
+async def test_an_odd_frame_ends_at_most_its_own_connection(frame):
+    core = core_of(CountingEnv)
+    async with (
+        serving(build_app(core)) as authority,
+        connect(f"ws://{authority}/ws") as neighbour,
+        connect(f"ws://{authority}/ws") as socket,
+    ):
+        await neighbour.send('{"type":"reset"}')
+        await neighbour.recv()
+        await socket.send('{"type":"reset"}')
+        await socket.recv()
+        await socket.send(frame)
+        reply = json.loads(await asyncio.wait_for(socket.recv(), 10))
+        assert is_typed(reply)
+        assert len(json.dumps(reply)) < 200_000, "input is not sent back at length"
+        if reply["type"] == "error" and reply["data"]["code"] != "SESSION_ERROR":
+            await socket.send('{"type":"step","data":{"add":1}}')
+            assert '"reward":1.0' in await socket.recv()
+        await neighbour.send('{"type":"step","data":{"add":1}}')
+        assert '"total":1' in await neighbour.recv()
+
+
+async def test_a_message_beyond_the_bound_closes_its_connection_only():
+    core = core_of(CountingEnv)
+    async with (
+        serving(build_app(core)) as authority,
+        connect(f"ws://{authority}/ws", compression=None) as socket,
+    ):
+        with pytest.raises(ConnectionClosed):
+            await socket.send(['{"type":"', *["x" * 1024 * 1024] * 17])
+            await socket.recv()
+        assert socket.close_code == 1009
+        await until_empty(core)
+
+
+HANDSHAKE = (
+    b"GET %s HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+RESET_FRAME = b'\x81\x90\x00\x00\x00\x00{"type":"reset"}'
+
+
+async def drop_a_socket(host: str, port: int, generator: random.Random) -> None:
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(HANDSHAKE % generator.choice((b"/ws", b"/ws?ludus=1", b"/mcp")))
+    how_far = generator.randrange(4)
+    if how_far >= 1:
+        await reader.readuntil(b"\r\n\r\n")
+    if how_far >= 2:
+        writer.write(RESET_FRAME[: 22 if how_far == 3 else 9])
+    if how_far == 3:
+        await reader.read(1)
+    writer.transport.abort()
+
+
+async def drop_a_stream(stub, generator: random.Random) -> None:
+    stream = stub.Connect()
+    opening = pb.Call(call_id=1, open=pb.OpenRequest())
+    await stream.write(pb.CallBatch(calls=[opening]))
+    if generator.random() < 0.5:
+        await stream.read()
+    stream.cancel()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_drops", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops):
+    num_at_once = 16
+    async with running(max_sessions=1000) as server:
+        host, port = server.http_address.removeprefix("http://").split(":")
+        address = server.grpc_address.removeprefix("grpc://")
+        generator = random.Random(0)
+        remaining = iter(range(num_drops))
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = env_pb2_grpc.EnvServiceStub(channel)
+
+            async def drop_many() -> None:
+                for number in remaining:
+                    if number % 5 == 0:
+                        await drop_a_stream(stub, generator)
+                    else:
+                        await drop_a_socket(host, int(port), generator)
+
+            await asyncio.gather(*(drop_many() for _ in range(num_at_once)))
+            await until_empty(server.core)
+        assert server.core.counts.num_opened > num_drops / 3
+        tasks = [task for task in asyncio.all_tasks() if "run_asgi" in repr(task)]
+        assert len(tasks) < 50, "connections end with their clients"

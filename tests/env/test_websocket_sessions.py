@@ -1,0 +1,249 @@
+"""How a session on `/ws` begins, is attached to, and ends."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+from counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
+from served import running
+from served_app import core_of, serving
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from ludus.env.http_app import build_app
+from ludus.env.tracing import current_request_id
+
+
+def socket_to(authority: str, query: str = ""):
+    return connect(f"ws://{authority}/ws{query}", compression=None, ping_interval=None)
+
+
+async def ask(socket, message):
+    await socket.send(json.dumps(message))
+    return json.loads(await asyncio.wait_for(socket.recv(), 10))
+
+
+async def eventually(condition) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+async def closed(socket) -> tuple[int, str]:
+    """Close code and reason, once nothing else came before."""
+    with pytest.raises(ConnectionClosed):
+        await asyncio.wait_for(socket.recv(), 10)
+    return socket.close_code, socket.close_reason
+
+
+@pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
+def factory(request):
+    return request.param
+
+
+async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory):
+    core = core_of(factory, max_sessions=1, wait_for_slot_s=10)
+    async with serving(build_app(core)) as authority:
+        first = await socket_to(authority)
+        await ask(first, {"type": "reset"})
+        async with socket_to(authority) as second:
+            asking = asyncio.create_task(ask(second, {"type": "reset", "data": {"start": 3}}))
+            await eventually(lambda: core.load.num_waiting == 1)
+            await first.close()
+            assert (await asking)["data"]["observation"]["total"] == 3
+
+
+async def test_a_client_that_leaves_stops_waiting(factory):
+    core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
+    async with serving(build_app(core)) as authority, socket_to(authority) as first:
+        await ask(first, {"type": "reset"})
+        second = await socket_to(authority)
+        await second.send('{"type":"reset"}')
+        await eventually(lambda: core.load.num_waiting == 1)
+        second.transport.abort()
+        await eventually(lambda: core.load.num_waiting == 0)
+        assert core.load.num_sessions == 1
+
+
+async def test_a_wait_in_vain_ends_with_a_refusal():
+    core = core_of(max_sessions=1, wait_for_slot_s=0.1)
+    async with (
+        serving(build_app(core)) as authority,
+        socket_to(authority) as first,
+        socket_to(authority) as second,
+    ):
+        await ask(first, {"type": "state"})
+        reply = await ask(second, {"type": "reset"})
+        assert reply["data"]["code"] == "CAPACITY_REACHED"
+        assert (await closed(second))[0] == 1000
+
+
+async def test_an_idle_session_closes_its_socket_and_says_why(factory):
+    core = core_of(factory, idle_timeout_s=0.3)
+    sweeping = asyncio.create_task(core.close_idle_forever())
+    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+        await ask(socket, {"type": "reset"})
+        assert await closed(socket) == (1001, "it was idle for 0.3 s")
+        assert core.load.num_sessions == 0
+    sweeping.cancel()
+
+
+async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes():
+    core = core_of(ThreadedCountingEnv, step_timeout_s=0.1)
+    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+        await ask(socket, {"type": "reset"})
+        reply = await ask(socket, {"type": "step", "data": {"add": 99}})
+        assert reply["data"]["code"] == "TIMEOUT"
+        assert await closed(socket) == (1011, "a step took longer than 0.1 s")
+
+
+async def test_a_server_that_shuts_down_says_so(factory):
+    core = core_of(factory)
+    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+        await ask(socket, {"type": "reset"})
+        await core.shut_down()
+        assert await closed(socket) == (1001, "the server is shutting down")
+    async with running(factory) as server:
+        socket = await socket_to(server.http_address.removeprefix("http://"))
+        await ask(socket, {"type": "reset"})
+    assert await closed(socket) == (1001, "the server is shutting down")
+
+
+async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory):
+    core = core_of(factory)
+    app = build_app(core)
+    async with (
+        serving(app) as authority,
+        httpx.AsyncClient(base_url=f"http://{authority}") as client,
+    ):
+
+        async def call(method: str, **params):
+            body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+            return (await client.post("/mcp", json=body)).json()["result"]
+
+        session_id = (await call("openenv/session/create"))["session_id"]
+        async with socket_to(authority, f"?session_id={session_id}") as socket:
+            await ask(socket, {"type": "reset"})
+            assert (await ask(socket, {"type": "step", "data": {"add": 2}}))["type"]
+            async with socket_to(authority, f"?session_id={session_id}") as second:
+                refused = json.loads(await second.recv())["data"]
+                assert refused["code"] == "SESSION_ERROR"
+                assert refused["message"].endswith("already has an attached WebSocket")
+                assert (await closed(second))[0] == 1000
+            assert core.load.num_sessions == 1
+        async with socket_to(authority, f"?session_id={session_id}") as socket:
+            state = (await ask(socket, {"type": "state"}))["data"]
+            assert (state["step_count"], state["total"]) == (1, 2)
+            closing = await call("openenv/session/close", session_id=session_id)
+            assert closing == {"session_id": session_id, "closed": False, "closing": True}
+            assert (await ask(socket, {"type": "state"}))["data"]["total"] == 2
+        await eventually(lambda: core.load.num_sessions == 0)
+        async with socket_to(authority, f"?session_id={session_id}") as socket:
+            unknown = json.loads(await socket.recv())
+            assert unknown["data"] == {
+                "message": f"Unknown session_id: {session_id}",
+                "code": "SESSION_ERROR",
+            }
+            assert (await closed(socket))[0] == 1000
+
+
+async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_without_end():
+    core = core_of()
+    async with serving(build_app(core)) as authority, socket_to(authority) as reading:
+        host, _, port = authority.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        reader._transport.pause_reading()
+        writer.write(
+            b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        note = json.dumps({"type": "reset", "data": {"note": "x" * 60_000}}).encode()
+        header = b"\x81\xfe" + len(note).to_bytes(2, "big") + b"\x00" * 4
+        for _ in range(200):
+            writer.write(header + note)
+        await eventually(lambda: core.load.num_sessions == 2)
+        await ask(reading, {"type": "reset"})
+        for _ in range(20):
+            await ask(reading, {"type": "state"})
+        assert writer.transport.get_write_buffer_size() > 0, "the server stopped reading"
+        writer.transport.abort()
+        await eventually(lambda: core.load.num_sessions == 1)
+
+
+async def test_a_half_open_connection_is_cut_and_its_session_freed():
+    core = core_of()
+    app = build_app(core)
+    async with serving(app, ws_ping_interval=0.1, ws_ping_timeout=0.2) as authority:
+        socket = await socket_to(authority)
+        await ask(socket, {"type": "reset"})
+        socket.transport.pause_reading()  # pongs need reading
+        await eventually(lambda: core.load.num_sessions == 0)
+        socket.transport.abort()
+
+
+async def test_replies_keep_their_order_when_a_client_does_not_wait(factory):
+    core = core_of(factory)
+    async with serving(build_app(core)) as authority, socket_to(authority) as socket:
+        messages = [{"type": "reset"}]
+        messages += [{"type": "step", "data": {"add": 1}}, {"type": "state"}, {"type": "nope"}] * 4
+        for message in messages:
+            await socket.send(json.dumps(message))
+        replies = [json.loads(await socket.recv()) for _ in messages]
+        totals = [reply["data"]["observation"]["total"] for reply in replies[1::3]]
+        assert totals == [1, 2, 3, 4]
+        assert [reply["data"]["total"] for reply in replies[2::3]] == [1, 2, 3, 4]
+        assert {reply["type"] for reply in replies[3::3]} == {"error"}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at_once():
+    core = core_of(ThreadedCountingEnv, max_sessions=1)
+    async with serving(build_app(core)) as authority:
+        socket = await socket_to(authority)
+        await ask(socket, {"type": "reset"})
+        await socket.send('{"type":"step","data":{"add":99}}')
+        await asyncio.sleep(0.05)
+        begun_s = time.monotonic()
+        socket.transport.abort()
+        await eventually(lambda: core.load.num_sessions == 0)
+        assert time.monotonic() - begun_s < 0.3, "the step itself takes 0.4 s"
+
+
+async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so():
+    options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
+    async with running(UnrulyEnv, **options) as server:
+        authority = server.http_address.removeprefix("http://")
+        async with socket_to(authority) as unruly, socket_to(authority) as neighbour:
+            for socket in (unruly, neighbour):
+                await ask(socket, {"type": "reset"})
+            reply = await ask(unruly, {"type": "step", "data": {"add": Deed.EXIT}})
+            assert reply["data"]["code"] == "SESSION_LOST"
+            for socket in (unruly, neighbour):
+                code, reason = await closed(socket)
+                assert (code, "worker" in reason) == (1011, True), reason
+        async with socket_to(authority) as socket:
+            assert (await ask(socket, {"type": "reset"}))["type"] == "observation"
+
+
+class RequestedEnv(CountingEnv):
+    """Shows the request id of the call that is served."""
+
+    def _observe(self, note: str = ""):
+        return super()._observe(note or current_request_id())
+
+
+async def test_the_request_id_of_a_connection_reaches_the_environment():
+    headers = {"x-request-id": "r-7"}
+    async with (
+        serving(build_app(core_of(RequestedEnv))) as authority,
+        connect(f"ws://{authority}/ws", additional_headers=headers) as socket,
+        httpx.AsyncClient(base_url=f"http://{authority}") as client,
+    ):
+        for message in ({"type": "reset"}, {"type": "step", "data": {"add": 1}}):
+            reply = await ask(socket, message)
+            assert reply["data"]["metadata"] == {"note": "r-7"}
+        for name in ("h-1", "h-2"):
+            reply = await client.post("/reset", headers={"x-request-id": name})
+            assert reply.json()["metadata"] == {"note": name}

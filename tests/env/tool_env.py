@@ -1,0 +1,31 @@
+"""A counting environment with tools of its own."""
+
+from typing import Any
+
+from counting_env import CountingEnv
+
+from ludus.env.types import Tool
+from ludus.proto.errors import InvalidCallError, ToolError
+
+
+class ToolEnv(CountingEnv):
+    """Notes are kept for the session; `fail` fails, `wrong` refuses its arguments."""
+
+    name = "tools"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notes: list[str] = []
+
+    @property
+    def tools(self) -> list[Tool]:
+        schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+        return [Tool(name, f"Does {name}.", schema) for name in ("note", "fail", "wrong")]
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if name == "fail":
+            raise ToolError("the tool is broken")
+        if name == "wrong":
+            raise InvalidCallError("expected text, got none")
+        self._notes.append(arguments.get("text", ""))
+        return {"notes": list(self._notes)}

@@ -1,0 +1,67 @@
+"""Objects of a cluster, and clients of the fake one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import NAMESPACE_DNS, uuid5
+
+from fake_kubernetes import FakeKubernetes
+
+from ludus.services.gateway.kubernetes_api import ApiAccess, KubernetesApi
+
+NAMESPACE = "arena"
+SLICES = ("discovery.k8s.io/v1", "endpointslices", NAMESPACE)
+
+
+def client_of(cluster: FakeKubernetes, token: str = "a-token") -> KubernetesApi:
+    return KubernetesApi(lambda: ApiAccess(cluster.url, lambda: f"Bearer {token}"), timeout_s=2.0)
+
+
+def uid_of(pod: str) -> str:
+    return str(uuid5(NAMESPACE_DNS, pod))
+
+
+def id_of(pod: str) -> str:
+    return uid_of(pod).replace("-", "")
+
+
+def member(pod: str, address: str = "10.0.0.1", **conditions: bool | None) -> dict[str, Any]:
+    """One endpoint of a slice, ready unless told otherwise."""
+    return {
+        "addresses": [address],
+        "conditions": {"ready": True, "serving": True, "terminating": False, **conditions},
+        "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE, "uid": uid_of(pod)},
+    }
+
+
+def endpoint_slice(
+    name: str,
+    *members: dict[str, Any],
+    service: str = "blackjack",
+    family: str = "IPv4",
+    ports: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    ports = {"http": 8000, "grpc": 18000} if ports is None else ports
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": name,
+            "namespace": NAMESPACE,
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": family,
+        "endpoints": list(members),
+        "ports": [{"name": name, "port": port, "protocol": "TCP"} for name, port in ports.items()],
+    }
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Returns when the condition holds."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,396 @@
+"""A Kubernetes API server for tests: real HTTP, any kind of object, and trouble on demand.
+
+    async with FakeKubernetes() as cluster:
+        cluster.put(pod("a"))                       # what kubectl or a controller would do
+        api = client_of(cluster.url)                # what is tested
+        cluster.cut_watches()                       # what goes wrong
+
+It keeps the rules that clients rely on: one revision for the whole store, updates checked
+against resourceVersion, watches that go on after a revision or end with 410 once the history
+was compacted, label and field selectors, merge patches, a status apart, finalizers. Objects
+are kept by path, so it needs no list of kinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import re
+import ssl
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aiohttp import web
+from fake_kubernetes_store import (
+    Change,
+    Json,
+    ObjectStore,
+    Refused,
+    Selection,
+    Target,
+    event,
+    merged,
+    now,
+    too_old,
+)
+
+_PATH = re.compile(
+    r"/(?:api|apis)/(?P<api_version>v1|[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?"
+    r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status))?"
+)
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A request that came."""
+
+    verb: str
+    """As RBAC names it: get, list, watch, create, update, patch or delete."""
+    target: Target
+    query: dict[str, str]
+    token: str
+    body: Any
+
+
+@dataclass
+class Trouble:
+    """Refuses the next matching requests with a status; 0 does them and loses the answer."""
+
+    status: int
+    verb: str
+    plural: str
+    times: int
+    retry_after: str = ""
+
+
+@dataclass(eq=False)
+class Watch:
+    """One open stream."""
+
+    target: Target
+    selects: Selection
+    transport: asyncio.Transport
+    lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+
+
+class FakeKubernetes:
+    """The server, to be entered with `async with`; its methods belong to its event loop."""
+
+    def __init__(self, *, tls: ssl.SSLContext | None = None, revision: int = 100) -> None:
+        self.requests: list[ApiRequest] = []
+        self.tokens: set[str] | None = None
+        """The tokens that are accepted; None accepts everybody."""
+        self.gone_as_status = False
+        """Whether a watch from too far back is refused, or begins and then says so."""
+        self.delay_s = 0.0
+        """Before each answer."""
+        self.bytes_per_write = 0
+        """Streams trickle in pieces of so many bytes; 0 for whole lines."""
+        self._tls = tls
+        self._store = ObjectStore(revision, self._tell_watches)
+        self._watches: set[Watch] = set()
+        self._trouble: list[Trouble] = []
+        self._port = 0
+
+    # What a test looks at.
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+
+    @property
+    def num_watches(self) -> int:
+        return len(self._watches)
+
+    def num_requests(self, verb: str, plural: str = "") -> int:
+        return sum(r.verb == verb and plural in ("", r.target.plural) for r in self.requests)
+
+    def get(self, api_version: str, plural: str, namespace: str, name: str) -> Json | None:
+        return copy.deepcopy(self._store.find(Target(api_version, plural, namespace, name)))
+
+    # What others do in the cluster.
+
+    def put(self, found: Json, plural: str = "") -> Json:
+        """Creates or replaces an object, status and all, whoever changed it meanwhile."""
+        metadata = {"namespace": "default", **found["metadata"]}
+        plural = plural or found["kind"].lower() + "s"
+        target = Target(found["apiVersion"], plural, metadata["namespace"], metadata["name"])
+        before = self._store.find(target)
+        if before is not None:
+            metadata = {"uid": before["metadata"]["uid"], **metadata}
+        return self._store.store(target, before, {**found, "metadata": metadata})
+
+    def remove(self, api_version: str, plural: str, namespace: str, name: str) -> None:
+        target = Target(api_version, plural, namespace, name)
+        self._store.store(target, self._store.find(target), None)
+
+    # What goes wrong.
+
+    def fail(
+        self,
+        status: int,
+        *,
+        verb: str = "",
+        plural: str = "",
+        times: int = 1,
+        retry_after: str = "",
+    ) -> None:
+        """Refuses the next requests; status 0 does what they ask and cuts the connection."""
+        self._trouble.append(Trouble(status, verb, plural, times, retry_after))
+
+    def heal(self) -> None:
+        self._trouble.clear()
+
+    def compact(self) -> None:
+        """Forgets the history: no watch can start from before this moment."""
+        self._store.compact()
+
+    def expire_watches(self) -> None:
+        """Compacts, and tells the open watches that they are too old to go on."""
+        self.compact()
+        for watch in self._watches:
+            watch.lines.put_nowait(event("ERROR", too_old().body))
+            watch.lines.put_nowait(None)
+
+    def send_bookmarks(self) -> None:
+        for watch in self._watches:
+            watch.lines.put_nowait(self._bookmark(watch.target))
+
+    def send_raw(self, line: bytes) -> None:
+        for watch in self._watches:
+            watch.lines.put_nowait(line)
+
+    def end_watches(self) -> None:
+        """As at the end of timeoutSeconds."""
+        for watch in self._watches:
+            watch.lines.put_nowait(None)
+
+    def cut_watches(self) -> None:
+        for watch in self._watches:
+            watch.transport.abort()
+
+    async def go_down(self) -> None:
+        """Connections are refused from now on, and open ones cut."""
+        await self._site.stop()
+        for connection in list(self._runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def come_up(self) -> None:
+        self._site = web.TCPSite(
+            self._runner, "127.0.0.1", self._port, ssl_context=self._tls, reuse_address=True
+        )
+        await self._site.start()
+
+    async def __aenter__(self) -> FakeKubernetes:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await self.come_up()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.end_watches()
+        await self._runner.cleanup()
+
+    # Requests.
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            asked = await self._read(request)
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            trouble = self._take_trouble(asked)
+            if trouble is not None and trouble.status:
+                message = f"cannot {asked.verb} {asked.target.plural}: as the test wants it"
+                raise Refused(trouble.status, message, retry_after=trouble.retry_after)
+            if asked.verb == "watch":
+                return await self._stream(request, asked)
+            content = getattr(self, f"_{asked.verb}")(asked, request)
+            answer = web.json_response(content, status=201 if asked.verb == "create" else 200)
+            if trouble is not None and request.transport is not None:
+                request.transport.abort()
+            return answer
+        except Refused as refused:
+            return web.json_response(refused.body, status=refused.status, headers=refused.headers)
+
+    async def _read(self, request: web.Request) -> ApiRequest:
+        found = _PATH.fullmatch(request.path)
+        if found is None:
+            raise Refused(404, f"the server could not find {request.path}")
+        target = Target(**{key: value or "" for key, value in found.groupdict().items()})
+        body = await request.read()
+        try:
+            content = json.loads(body) if body else None
+        except ValueError as error:
+            raise Refused(400, f"the body is no JSON: {error}") from error
+        verb = {"POST": "create", "PUT": "update"}.get(request.method, request.method.lower())
+        if request.method == "GET" and not target.name:
+            verb = "watch" if request.query.get("watch") in ("true", "1") else "list"
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        asked = ApiRequest(verb, target, dict(request.query), token, content)
+        self.requests.append(asked)
+        if self.tokens is not None and token not in self.tokens:
+            raise Refused(401, "Unauthorized")
+        return asked
+
+    def _take_trouble(self, asked: ApiRequest) -> Trouble | None:
+        for trouble in self._trouble:
+            if trouble.verb in ("", asked.verb) and trouble.plural in ("", asked.target.plural):
+                trouble.times -= 1
+                if not trouble.times:
+                    self._trouble.remove(trouble)
+                return trouble
+        return None
+
+    def _get(self, asked: ApiRequest, request: web.Request) -> Json:
+        return self._store.require(asked.target)
+
+    def _list(self, asked: ApiRequest, request: web.Request) -> Json:
+        selects = _selection(asked)
+        items = [one for one in self._store.all_of(asked.target) if one in selects]
+        return {
+            "apiVersion": asked.target.api_version,
+            "kind": f"{items[0]['kind'] if items else ''}List",
+            "metadata": {"resourceVersion": str(self._store.revision)},
+            "items": items,
+        }
+
+    def _create(self, asked: ApiRequest, request: web.Request) -> Json:
+        made = self._checked(asked)
+        metadata = made["metadata"]
+        if "generateName" in metadata and not metadata.get("name"):
+            metadata["name"] = f"{metadata['generateName']}{uuid.uuid4().hex[:5]}"
+        if metadata.get("resourceVersion"):
+            raise Refused(400, "resourceVersion should not be set on objects to be created")
+        target = Target(*asked.target.kind, asked.target.namespace, metadata["name"])
+        if self._store.find(target) is not None:
+            raise Refused(409, f'{target.plural} "{target.name}" already exists', "AlreadyExists")
+        made.pop("status", None)
+        return self._store.store(target, None, made)
+
+    def _update(self, asked: ApiRequest, request: web.Request) -> Json:
+        before = self._store.require(asked.target)
+        return self._store.change(asked.target, before, self._checked(asked))
+
+    def _patch(self, asked: ApiRequest, request: web.Request) -> Json:
+        if request.content_type != "application/merge-patch+json":
+            raise Refused(415, f"expected a merge patch, got {request.content_type}")
+        before = self._store.require(asked.target)
+        return self._store.change(asked.target, before, merged(before, asked.body))
+
+    def _delete(self, asked: ApiRequest, request: web.Request) -> Json:
+        before = self._store.require(asked.target)
+        wanted_uid = ((asked.body or {}).get("preconditions") or {}).get("uid")
+        if wanted_uid not in (None, before["metadata"]["uid"]):
+            raise Refused(409, "the uid in the precondition is another one")
+        if not before["metadata"].get("finalizers"):
+            self._store.store(asked.target, before, None)
+            return {"apiVersion": "v1", "kind": "Status", "status": "Success"}
+        doomed = copy.deepcopy(before)
+        doomed["metadata"].setdefault("deletionTimestamp", now())
+        return self._store.store(asked.target, before, doomed)
+
+    async def _stream(self, request: web.Request, asked: ApiRequest) -> web.StreamResponse:
+        version = asked.query.get("resourceVersion", "")
+        selects = _selection(asked)
+        is_too_old = version not in ("", "0") and int(version) < self._store.oldest
+        if is_too_old and self.gone_as_status:
+            raise too_old()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        assert isinstance(request.transport, asyncio.Transport)
+        watch = Watch(asked.target, selects, request.transport)
+        if is_too_old:
+            await response.write(event("ERROR", too_old().body))
+            return response
+        for line in self._store.backlog(asked.target, version, selects):
+            watch.lines.put_nowait(line)
+        self._watches.add(watch)  # no await since the backlog: nothing is missed between
+        try:
+            async with asyncio.timeout(int(asked.query.get("timeoutSeconds", "1800"))):
+                while (line := await watch.lines.get()) is not None:
+                    await self._trickle(response, line)
+        except TimeoutError:
+            await response.write(self._bookmark(asked.target))
+        except ConnectionError:
+            pass
+        finally:
+            self._watches.discard(watch)
+        return response
+
+    async def _trickle(self, response: web.StreamResponse, line: bytes) -> None:
+        size = self.bytes_per_write or len(line)
+        for start in range(0, len(line), size):
+            await response.write(line[start : start + size])
+            if self.bytes_per_write:
+                await asyncio.sleep(0.001)
+
+    def _checked(self, asked: ApiRequest) -> Json:
+        found, target = asked.body, asked.target
+        if not isinstance(found, dict) or not isinstance(found.get("metadata"), dict):
+            raise Refused(400, "expected an object with metadata")
+        if found.get("apiVersion") != target.api_version or not found.get("kind"):
+            raise Refused(400, f"expected an object of {target.api_version}")
+        metadata = found["metadata"]
+        if metadata.setdefault("namespace", target.namespace) != target.namespace:
+            raise Refused(400, "the namespace of the object is not that of the request")
+        if target.name and metadata.get("name") != target.name:
+            raise Refused(400, "the name of the object is not that of the request")
+        return found
+
+    def _tell_watches(self, change: Change) -> None:
+        for watch in self._watches:
+            line = change.line(watch.selects) if watch.target.kind == change.kind else None
+            if line is not None:
+                watch.lines.put_nowait(line)
+
+    def _bookmark(self, target: Target) -> bytes:
+        metadata = {"resourceVersion": str(self._store.revision)}
+        return event("BOOKMARK", {"apiVersion": target.api_version, "metadata": metadata})
+
+
+T = TypeVar("T")
+Call = Callable[[Callable[[FakeKubernetes], T]], T]
+
+
+@contextmanager
+def cluster_in_thread() -> Iterator[tuple[str, Call]]:
+    """The address of a server with a loop of its own, for clients that block, and how to reach it.
+
+    with cluster_in_thread() as (url, call):
+        call(lambda cluster: cluster.put(pod("a")))
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="fake-kubernetes")
+    thread.start()
+    cluster = FakeKubernetes()
+
+    def call(what: Callable[[FakeKubernetes], T]) -> T:
+        async def do() -> T:
+            return what(cluster)
+
+        return asyncio.run_coroutine_threadsafe(do(), loop).result(10)
+
+    try:
+        asyncio.run_coroutine_threadsafe(cluster.__aenter__(), loop).result(10)
+        yield cluster.url, call
+        asyncio.run_coroutine_threadsafe(cluster.__aexit__(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def _selection(asked: ApiRequest) -> Selection:
+    pairs = asked.query.get("labelSelector", "").replace("==", "=").split(",")
+    labels = tuple((key, value) for key, _, value in (pair.partition("=") for pair in pairs) if key)
+    name = asked.query.get("fieldSelector", "").removeprefix("metadata.name").lstrip("=")
+    return Selection(asked.target.namespace, labels, name)

@@ -1,0 +1,124 @@
+"""Gateways and environment servers for tests, in this event loop or in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.services.gateway.config import GatewayConfig
+from ludus.services.gateway.endpoints import Endpoint
+from ludus.services.gateway.gateway import Gateway
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "env"))
+
+from counting_env import CountingEnv, ThreadedCountingEnv  # noqa: E402, F401
+from served import server_process  # noqa: E402, F401
+
+KEY = "a-session-key-for-tests-0123456789"
+KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
+os.environ[KEY_VARIABLE] = KEY
+NAME = "counting"
+FAST = {"poll_interval_s": 0.1, "unreachable_after_s": 2.0, "retry_within_s": 5.0}
+
+
+def env_server(factory: Callable[[], Any] = CountingEnv, **options: Any) -> EnvServer:
+    """A server that shares the tests' session key, to be entered with `async with`."""
+    return EnvServer(factory, ServerOptions(**{"port": 0, "session_key": KEY, **options}))
+
+
+def config_of(*addresses: str, **fields: Any) -> GatewayConfig:
+    """A gateway on free ports over servers at fixed addresses."""
+    raw = {
+        "environments": {NAME: {"addresses": list(addresses), "kind": "static"}},
+        "port": 0,
+        "servers": FAST,
+        "session_key_env": KEY_VARIABLE,
+        **fields,
+    }
+    return GatewayConfig.of(raw)
+
+
+def gateway_to(*servers: Any, **fields: Any) -> Gateway:
+    """A gateway to running servers, to be entered with `async with`."""
+    return Gateway(config_of(*(server.grpc_address for server in servers), **fields))
+
+
+class ListedServers:
+    """A source that the test decides over."""
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self._endpoints = list(endpoints)
+        self._publish: Callable[[list[Endpoint]], None] | None = None
+
+    async def watch(self, publish: Callable[[list[Endpoint]], None]) -> None:
+        self._publish = publish
+        publish(self._endpoints)
+        await asyncio.Event().wait()
+
+    def list(self, *endpoints: Endpoint) -> None:
+        """The list from now on."""
+        assert self._publish is not None, "it is not watched yet"
+        self._publish(list(endpoints))
+
+    async def close(self) -> None:
+        pass
+
+
+def endpoint_of(server: Any, **fields: Any) -> Endpoint:
+    """A running server as its source sees it."""
+    return Endpoint(server.grpc_address, server.grpc_address, server.http_address, **fields)
+
+
+@asynccontextmanager
+async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gateway, list]]:
+    """A gateway and its servers, all in this event loop.
+
+    `server_options` go to the servers, everything else to the gateway's configuration.
+    """
+    server_options = fields.pop("server_options", {})
+    factory = fields.pop("factory", CountingEnv)
+    servers = [env_server(factory, **server_options) for _ in range(num_servers)]
+    for server in servers:
+        await server.start()
+    try:
+        async with gateway_to(*servers, **fields) as gateway:
+            yield gateway, servers
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Returns when the condition holds; fails the test when it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def num_sessions(servers: list[EnvServer]) -> int:
+    """Sessions that are open on the servers."""
+    return sum(server.core.load.num_sessions for server in servers)
+
+
+__all__ = [
+    "FAST",
+    "KEY",
+    "NAME",
+    "CountingEnv",
+    "ListedServers",
+    "ThreadedCountingEnv",
+    "config_of",
+    "endpoint_of",
+    "env_server",
+    "gateway_to",
+    "num_sessions",
+    "served",
+    "server_process",
+    "until",
+]

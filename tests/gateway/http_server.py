@@ -1,0 +1,39 @@
+"""A real HTTP server for an ASGI application, in this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ludus.env.bounded_http import BoundedHttp
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, **config: object) -> AsyncIterator[int]:
+    """The port it listens on; the server is set up as Ludus sets up its own."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            port=0,
+            **{  # type: ignore[arg-type]
+                "lifespan": "off",
+                "http": BoundedHttp,
+                "ws": "websockets-sansio",
+                "access_log": False,
+                "log_config": None,
+                **config,
+            },
+        )
+    )
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task

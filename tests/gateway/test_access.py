@@ -1,0 +1,394 @@
+"""Who is let in, what they are told otherwise, and that no token reaches a log."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+)
+from ludus.services.gateway.access import Access, AuthFailure, address_of, read_authorization
+from ludus.services.gateway.tenants import NO_LIMITS, Scope, Tenant, TenantLimits
+
+ALICE = "a11ce-a11ce-a11ce-a11ce"
+BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
+
+
+def sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def tenants_file(folder: Path, text: str | None = None) -> Path:
+    path = folder / "tenants.toml"
+    path.write_text(
+        text
+        if text is not None
+        else f"""
+        [[tenants]]
+        name = "alice"
+        token_sha256 = "{sha256(ALICE)}"
+        max_sessions = 8
+        opens_per_s = 4
+        steps_per_s = 1000.5
+
+        [[tenants]]
+        name = "bob"
+        token_sha256 = ["{sha256(BOB)}", "{sha256(BOB + "-next")}"]
+        scopes = ["step", "admin"]
+        """
+    )
+    return path
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def access(tmp_path: Path, clock: Clock) -> Access:
+    return Access.from_file(tenants_file(tmp_path), clock=clock)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        f"Bearer {ALICE}",
+        f"bearer   {ALICE} ",
+        basic("alice", ALICE),
+        basic("whoever", ALICE),
+        basic("", ALICE),
+        basic(ALICE, ""),
+    ],
+)
+def test_every_form_that_a_client_can_send_finds_the_tenant(
+    access: Access, authorization: str
+) -> None:
+    tenant = access.authenticate(authorization, None)
+    assert tenant == Tenant("alice", frozenset({Scope.STEP}), TenantLimits(8, 4.0, 1000.5))
+    assert access.authenticate(authorization.encode(), None) == tenant
+
+
+def test_a_token_in_the_path_finds_the_tenant(access: Access) -> None:
+    assert access.authenticate(None, BOB).name == "bob"
+
+
+def test_a_tenant_may_have_two_tokens_while_one_replaces_the_other(access: Access) -> None:
+    assert access.authenticate(f"Bearer {BOB}-next") == access.authenticate(f"Bearer {BOB}")
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        ALICE,
+        "Bearer",
+        "Bearer " + ALICE[:-1],
+        "Bearer " + ALICE + "x",
+        "Bearer alice",
+        f"Digest {ALICE}",
+        f"Bearer {ALICE} {ALICE}",
+        "Basic " + ALICE,
+        basic("alice", ""),
+        basic(ALICE, "wrong"),
+        "Basic " + base64.b64encode(ALICE.encode()).decode(),
+        "Basic =",
+        "Basic ñ",
+        f"Bearer {sha256(ALICE)}",
+    ],
+)
+def test_anything_else_is_refused(access: Access, authorization: str) -> None:
+    with pytest.raises(AuthenticationError, match="Bearer <token>") as caught:
+        access.authenticate(authorization, None)
+    assert ALICE not in str(caught.value)
+
+
+def test_a_wrong_header_is_not_saved_by_a_right_path(access: Access) -> None:
+    with pytest.raises(AuthenticationError):
+        access.authenticate("Bearer wrong", ALICE)
+
+
+def test_a_tenant_without_the_scope_is_told_which_it_has(access: Access) -> None:
+    seen: list[AuthFailure] = []
+    access.on_failure = seen.append
+    alice = access.authenticate(f"Bearer {ALICE}")
+    access.require(alice, Scope.STEP)
+    access.require(access.authenticate(f"Bearer {BOB}"), Scope.ADMIN)
+    with pytest.raises(PermissionDeniedError, match="scope admin, got one of tenant 'alice'"):
+        access.require(alice, Scope.ADMIN)
+    assert seen == [AuthFailure.SCOPE]
+
+
+# -- without tenants, and with one token -----------------------------------------------
+
+
+def test_an_open_gateway_lets_everybody_in_but_listens_on_loopback_only() -> None:
+    access = Access.open()
+    assert access.authenticate(None) == access.authenticate("Bearer x") == Tenant("")
+    for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
+        access.check_host(host)
+    for host in ("0.0.0.0", "::", "gateway.example", "10.0.0.3", ""):
+        with pytest.raises(ConfigError, match="tenants or a token"):
+            access.check_host(host)
+        access.check_host(host, insecure=True)
+        Access.single(ALICE).check_host(host)
+
+
+def test_a_single_token_may_do_everything() -> None:
+    access = Access.single(ALICE)
+    tenant = access.authenticate(f"Bearer {ALICE}")
+    assert (tenant.name, tenant.limits) == ("", NO_LIMITS)
+    tenant.require(Scope.ADMIN)
+    with pytest.raises(AuthenticationError):
+        access.authenticate(f"Bearer {BOB}")
+
+
+@pytest.mark.parametrize(
+    "token", ["", "short", "x" * 513, "with a space in it", "slash/slash/slash/"]
+)
+def test_a_token_that_is_weak_or_breaks_urls_is_refused_unquoted(token: str) -> None:
+    with pytest.raises(ConfigError, match="openssl rand") as caught:
+        Access.single(token)
+    assert not token or token not in str(caught.value)
+
+
+# -- the tenants file --------------------------------------------------------------------
+
+
+def test_tokens_come_from_the_environment_and_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALICES_TOKEN", ALICE)
+    (tmp_path / "bob").write_text(f"{BOB}\n\n{BOB}-next\n")
+    path = tenants_file(
+        tmp_path,
+        '[[tenants]]\nname = "alice"\ntoken_env = "ALICES_TOKEN"\n'
+        '[[tenants]]\nname = "bob"\ntoken_file = "bob"\n',
+    )
+    access = Access.from_file(path)
+    assert access.authenticate(f"Bearer {ALICE}").name == "alice"
+    assert access.authenticate(f"Bearer {BOB}").name == "bob"
+    assert access.authenticate(f"Bearer {BOB}-next").name == "bob"
+
+
+SECRET = "s3cr3t-s3cr3t-s3cr3t"
+ENTRY = '[[tenants]]\nname = "a"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (ENTRY + f'token = "{SECRET}"', r"tenants\[0\]\.token: expected no plain token.*sha256sum"),
+        (ENTRY + f'tokn = "{SECRET}"', r"tenants\[0\]\.tokn: expected one of name, token_env"),
+        (f'token = "{SECRET}"\n' + ENTRY, r": token: expected no plain token"),
+        (ENTRY, r"tenants\[0\]: expected where the tenant's token is, got none"),
+        (ENTRY + f'token_sha256 = "{SECRET}"', r"tenants\[0\]\.token_sha256: .*64 hexadecimal"),
+        (ENTRY + f'token_sha256 = ["{SECRET}"]', r"tenants\[0\]\.token_sha256.*64 hexadecimal"),
+        (ENTRY + f'token_env = "{SECRET}"', r"token_env: expected the name of an environment"),
+        (ENTRY + 'token_env = "NO_SUCH_TOKEN"', r"environment variable NO_SUCH_TOKEN, got none"),
+        (ENTRY + f'token_file = "{SECRET}"', r"tenants\[0\] \(a\): a token_file.*No such file"),
+        (ENTRY + f'token_sha256 = "{"0" * 64}"\nmax_sessions = 0', r"\[0\]\.max_sessions.*got 0"),
+        (ENTRY + f'token_sha256 = "{"0" * 64}"\nopens_per_s = "9"', r"opens_per_s: .*got '9'"),
+        (ENTRY + f'token_sha256 = "{"0" * 64}"\nsteps_per_s = inf', r"steps_per_s: .*got inf"),
+        (ENTRY + f'token_sha256 = "{"0" * 64}"\nscopes = ["root"]', r"scopes\[0\]: .*got 'root'"),
+        (ENTRY + f'token_sha256 = "{"0" * 64}"\nscopes = []', r"tenants\[0\]\.scopes"),
+        ('[[tenants]]\nname = "a b"\ntoken_env = "A"', r"tenants\[0\]\.name: .*got 'a b'"),
+        (f'[[tenants]]\ntoken_sha256 = "{"0" * 64}"', r"tenants\[0\]\.name: Field required"),
+        ((ENTRY + f'token_sha256 = "{"0" * 64}"\n') * 2, r"\[1\]\.name: expected each name once"),
+        (f'[[tenants]]\nname = "{SECRET}', r"syntax error \(at "),
+        (f"{SECRET}\x00", r"syntax error \(at "),
+        ("", r"tenants: Field required; write a \[\[tenants\]\] table"),
+        ("tenants = []", r"tenants: List should have at least 1 item"),
+    ],
+)
+def test_a_bad_tenants_file_says_where_and_what_to_do_and_shows_no_token(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = tenants_file(tmp_path, text)
+    with pytest.raises((ConfigError, NotFoundError), match=says) as caught:
+        Access.from_file(path)
+    assert SECRET not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_two_tenants_cannot_share_a_token(tmp_path: Path) -> None:
+    entry = '[[tenants]]\nname = "{}"\ntoken_sha256 = "' + sha256(ALICE) + '"\n'
+    path = tenants_file(tmp_path, entry.format("a") + entry.format("b"))
+    with pytest.raises(ConfigError, match="of its own, got that of tenant 'a'"):
+        Access.from_file(path)
+
+
+def test_a_missing_tenants_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"No such file.*absent\.toml"):
+        Access.from_file(tmp_path / "absent.toml")
+
+
+def test_a_changed_file_is_followed_within_the_interval(
+    access: Access, clock: Clock, tmp_path: Path
+) -> None:
+    carol = "ca401-ca401-ca401-ca401"
+    old = access.authenticate(f"Bearer {ALICE}")
+    tenants_file(tmp_path, f'[[tenants]]\nname = "carol"\ntoken_sha256 = "{sha256(carol)}"\n')
+    assert access.authenticate(f"Bearer {ALICE}") is old  # not looked at yet
+    clock.now_s += 1.0
+    assert access.authenticate(f"Bearer {carol}").name == "carol"
+    with pytest.raises(AuthenticationError):
+        access.authenticate(f"Bearer {ALICE}")
+    with pytest.raises(AuthenticationError, match="'alice', which was removed"):
+        access.renew(old)
+
+
+def test_renewing_a_tenant_gives_its_present_limits(
+    access: Access, clock: Clock, tmp_path: Path
+) -> None:
+    alice = access.authenticate(f"Bearer {ALICE}")
+    path = tenants_file(tmp_path)
+    path.write_text(path.read_text().replace("max_sessions = 8", "max_sessions = 9"))
+    clock.now_s += 1.0
+    assert access.renew(alice).limits.max_sessions == 9
+
+
+def test_a_replaced_token_file_is_followed(tmp_path: Path, clock: Clock) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(ALICE)
+    text = '[[tenants]]\nname = "alice"\ntoken_file = "token"\n'
+    access = Access.from_file(tenants_file(tmp_path, text), clock=clock)
+    (tmp_path / "new").write_text(BOB)
+    (tmp_path / "new").replace(token_file)
+    clock.now_s += 1.0
+    assert access.authenticate(f"Bearer {BOB}").name == "alice"
+
+
+def test_a_bad_change_keeps_the_last_good_tenants_and_says_so_once(
+    access: Access, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants_file(tmp_path, f'[[tenants]]\nname = "alice"\ntoken = "{SECRET}"\n')
+    for _ in range(3):
+        clock.now_s += 1.0
+        assert access.authenticate(f"Bearer {ALICE}").name == "alice"
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "tenants stay as they were" in caplog.text
+    assert SECRET not in caplog.text
+    tenants_file(tmp_path)
+    clock.now_s += 1.0
+    assert access.authenticate(f"Bearer {BOB}").name == "bob"
+
+
+# -- addresses that keep failing -----------------------------------------------------------
+
+
+def fail(access: Access, peer: str, times: int = 20) -> None:
+    for _ in range(times):
+        with pytest.raises(AuthenticationError):
+            access.authenticate("Bearer wrong", None, peer)
+
+
+def test_an_address_that_keeps_failing_is_refused_for_a_while(access: Access, clock: Clock) -> None:
+    fail(access, "192.0.2.1")
+    with pytest.raises(RateLimitError, match="too many wrong ones") as caught:
+        access.authenticate(f"Bearer {ALICE}", None, "192.0.2.1")
+    assert 0 < caught.value.retry_after_s <= 60
+    assert access.authenticate(f"Bearer {ALICE}", None, "192.0.2.2").name == "alice"
+    clock.now_s += caught.value.retry_after_s
+    assert access.authenticate(f"Bearer {ALICE}", None, "192.0.2.1").name == "alice"
+
+
+def test_a_token_that_worked_from_an_address_works_on_while_it_is_refused(access: Access) -> None:
+    access.authenticate(f"Bearer {ALICE}", None, "192.0.2.1")
+    fail(access, "192.0.2.1")
+    assert access.authenticate(f"Bearer {ALICE}", None, "192.0.2.1").name == "alice"
+    with pytest.raises(RateLimitError):
+        access.authenticate(f"Bearer {BOB}", None, "192.0.2.1")
+
+
+def test_a_call_without_any_token_does_not_count_as_a_guess(access: Access) -> None:
+    for _ in range(50):
+        with pytest.raises(AuthenticationError, match="got none"):
+            access.authenticate(None, None, "192.0.2.1")
+    assert access.authenticate(f"Bearer {ALICE}", None, "192.0.2.1").name == "alice"
+
+
+def test_memory_of_addresses_is_bounded(access: Access) -> None:
+    for number in range(6000):
+        fail(access, f"10.0.{number // 256}.{number % 256}", times=1)
+    assert len(access._addresses._known) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("ipv4:192.0.2.1:50051", "192.0.2.1"),
+        ("ipv6:%5B2001:db8::1%5D:50051", "2001:db8::/64"),
+        ("ipv6:[2001:db8::ffff]:1", "2001:db8::/64"),
+        ("2001:db8:0:0:5::9", "2001:db8::/64"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unix:/run/socket", "unix:/run/socket"),
+        ("", ""),
+    ],
+)
+def test_the_address_of_a_peer_leaves_out_its_port(peer: str, address: str) -> None:
+    assert address_of(peer) == address
+
+
+# -- garbage --------------------------------------------------------------------------------
+
+SINGLE = Access.single(ALICE)
+
+
+@given(st.one_of(st.text(), st.binary()), st.none() | st.text(), st.text(max_size=40))
+def test_garbage_never_authenticates_and_never_breaks(
+    authorization: str | bytes, path_token: str | None, peer: str
+) -> None:
+    with pytest.raises((AuthenticationError, RateLimitError)):
+        SINGLE.authenticate(authorization, path_token, peer)
+
+
+@given(
+    st.sampled_from(["Bearer ", "basic ", "Basic ", "BASIC\t", "Bearer"]),
+    st.one_of(
+        st.binary().map(lambda raw: base64.b64encode(raw).decode()),
+        st.text(string.printable),
+        st.text(),
+    ),
+)
+def test_garbage_behind_a_known_scheme_never_authenticates(scheme: str, rest: str) -> None:
+    with pytest.raises((AuthenticationError, RateLimitError)):
+        SINGLE.authenticate(scheme + rest, None, "")
+
+
+@given(
+    st.text(st.characters(blacklist_characters=":", blacklist_categories=["Cs"])), st.text("ab:")
+)
+def test_basic_gives_back_the_password_or_else_the_user(user: str, password: str) -> None:
+    expected: Any = [(password or user).encode()] if password or user else []
+    assert read_authorization(basic(user, password)[:4090]) == expected or len(user) > 800

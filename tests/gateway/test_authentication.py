@@ -1,0 +1,470 @@
+"""Tokens on real sockets: HTTP, WebSocket and gRPC, what is refused, and what logs show."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import websockets
+from fastapi import FastAPI, Request, Response, WebSocket
+from http_server import serving
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.services.gateway.access import Access, AuthFailure
+from ludus.services.gateway.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.callers import current_tenant
+
+ALICE = "a11ce-a11ce-a11ce-a11ce"
+ADMIN = "adm1n-adm1n-adm1n-adm1n"
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Access:
+    path = tmp_path / "tenants.toml"
+    path.write_text(
+        "".join(
+            f'[[tenants]]\nname = "{name}"\nscopes = {scopes}\n'
+            f'token_sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"\n'
+            for name, scopes, token in (
+                ("alice", '["step"]', ALICE),
+                ("root", '["admin", "step"]', ADMIN),
+                ("operator", '["admin"]', ADMIN[::-1]),
+            )
+        )
+    )
+    return Access.from_file(path)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+# -- HTTP and WebSocket ----------------------------------------------------------------------
+
+
+def build_app() -> FastAPI:
+    """Environments below /envs, as a gateway mounts them."""
+    app = FastAPI()
+    environment = FastAPI()
+
+    @environment.get("/who")
+    async def who(request: Request) -> dict[str, Any]:
+        return {
+            "tenant": current_tenant().name,
+            "in_scope": request.scope["ludus.tenant"].name,
+            "path": request.scope["path"],
+            "raw_path": request.scope["raw_path"].decode(),
+            "root_path": request.scope["root_path"],
+            "cookies": request.cookies,
+        }
+
+    @environment.post("/reset")
+    async def reset(request: Request) -> Response:
+        response = Response("ok")
+        response.set_cookie("session", "s1", path=request.scope["root_path"])
+        response.set_cookie("other", "s2", path="/")
+        return response
+
+    @environment.get("/slash/")
+    async def slash() -> str:
+        return "here"
+
+    @environment.websocket("/ws")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(current_tenant().name)
+        await websocket.close()
+
+    @app.get("/health")
+    async def health() -> str:
+        return "healthy"
+
+    @app.post("/drain")
+    @app.get("/admin/servers")
+    async def admin() -> str:
+        return current_tenant().name
+
+    app.mount("/envs/cards", environment)
+    return app
+
+
+@pytest.fixture
+async def port(access: Access) -> AsyncIterator[int]:
+    async with serving(Authenticate(build_app(), access=access)) as port:
+        yield port
+
+
+@pytest.fixture
+async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        yield client
+
+
+async def test_http_knows_the_tenant_however_the_token_is_sent(
+    client: httpx.AsyncClient, port: int
+) -> None:
+    ways = (
+        client.get("/envs/cards/who", headers=bearer(ALICE)),
+        client.get("/envs/cards/who", auth=("anybody", ALICE)),
+        client.get(f"http://{ALICE}@127.0.0.1:{port}/envs/cards/who"),
+        client.get(f"http://alice:{ALICE}@127.0.0.1:{port}/envs/cards/who"),
+        client.get(f"/t/{ALICE}/envs/cards/who"),
+    )
+    for response in await asyncio.gather(*ways):
+        assert response.json() == {
+            "tenant": "alice",
+            "in_scope": "alice",
+            "path": "/envs/cards/who",
+            "raw_path": "/envs/cards/who",
+            "root_path": "/envs/cards",
+            "cookies": {},
+        }
+
+
+async def test_http_refuses_with_typed_json(client: httpx.AsyncClient) -> None:
+    for headers in ({}, bearer("wrong"), {"authorization": "nonsense"}):
+        response = await client.get("/envs/cards/who", headers=headers)
+        assert response.status_code == 401
+        assert response.json()["detail"]["code"] == "UNAUTHENTICATED"
+        assert response.headers["www-authenticate"] == 'Bearer, Basic realm="ludus"'
+    assert (await client.get("/t/wrong/envs/cards/who")).status_code == 401
+    assert (await client.get("/t//envs/cards/who")).status_code == 401
+    assert (await client.get("/t/wrong/health")).status_code == 401
+
+
+async def test_two_authorization_headers_are_nobodys(client: httpx.AsyncClient) -> None:
+    headers = [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ADMIN}")]
+    assert (await client.get("/envs/cards/who", headers=headers)).status_code == 401
+
+
+async def test_probes_need_no_token(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == "healthy"
+    assert (await client.get("/health", headers=bearer("wrong"))).json() == "healthy"
+    assert (await client.get(f"/t/{ALICE}/health")).json() == "healthy"
+
+
+async def test_admin_paths_need_the_admin_scope(client: httpx.AsyncClient) -> None:
+    for method, path in (("POST", "/drain"), ("GET", "/admin/servers")):
+        refused = await client.request(method, path, headers=bearer(ALICE))
+        assert (refused.status_code, refused.json()["detail"]["code"]) == (403, "PERMISSION_DENIED")
+        assert ALICE not in refused.text
+        assert (await client.request(method, f"/t/{ALICE}{path}")).status_code == 403
+        served = await client.request(method, path, headers=bearer(ADMIN))
+        assert served.json() == "root"
+    headers = bearer(ADMIN[::-1])
+    assert (await client.get("/envs/cards/who", headers=headers)).status_code == 403
+
+
+async def test_too_many_wrong_tokens_are_told_when_to_come_again(
+    client: httpx.AsyncClient,
+) -> None:
+    statuses = [
+        (await client.get("/envs/cards/who", headers=bearer("wrong"))).status_code
+        for _ in range(21)
+    ]
+    assert statuses == [401] * 20 + [429]
+    response = await client.get("/envs/cards/who", headers=bearer(ALICE))
+    assert response.json()["detail"]["code"] == "RATE_LIMITED"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_trusted_proxy_tells_addresses_apart(client: httpx.AsyncClient) -> None:
+    async def ask(token: str, address: str) -> int:
+        headers = bearer(token) | {"x-forwarded-for": address}
+        return (await client.get("/envs/cards/who", headers=headers)).status_code
+
+    for _ in range(20):
+        await ask("wrong", "192.0.2.1")
+    assert await ask(ALICE, "192.0.2.1") == 429
+    assert await ask(ALICE, "192.0.2.2") == 200
+
+
+async def test_cookies_and_redirects_stay_below_a_token_in_the_path(
+    client: httpx.AsyncClient,
+) -> None:
+    reset = await client.post(f"/t/{ALICE}/envs/cards/reset")
+    assert reset.headers.get_list("set-cookie") == [
+        f"session=s1; Path=/t/{ALICE}/envs/cards; SameSite=lax",
+        f"other=s2; Path=/t/{ALICE}/; SameSite=lax",
+    ]
+    who = await client.get(f"/t/{ALICE}/envs/cards/who")
+    assert who.json()["cookies"] == {"session": "s1", "other": "s2"}
+    elsewhere = await client.get("/envs/cards/who", headers=bearer(ADMIN))
+    assert elsewhere.json()["cookies"] == {}
+    followed = await client.get(f"/t/{ALICE}/envs/cards/slash", follow_redirects=True)
+    assert followed.json() == "here"
+    plain = await client.post("/envs/cards/reset", headers=bearer(ALICE))
+    assert plain.headers["set-cookie"].startswith("session=s1; Path=/envs/cards;")
+
+
+async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int) -> None:
+    address = f"127.0.0.1:{port}"
+    for url, headers in (
+        (f"ws://{address}/envs/cards/ws", bearer(ALICE)),
+        (f"ws://alice:{ALICE}@{address}/envs/cards/ws", {}),
+        (f"ws://{address}/t/{ALICE}/envs/cards/ws", {}),
+    ):
+        async with websockets.connect(url, additional_headers=headers) as socket:
+            assert await socket.recv() == "alice"
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        await websockets.connect(f"ws://{address}/envs/cards/ws")
+    assert caught.value.response.status_code == 401
+    assert b"UNAUTHENTICATED" in (caught.value.response.body or b"")
+
+
+async def test_an_open_gateway_serves_everybody_and_still_strips_path_tokens() -> None:
+    app = Authenticate(build_app(), access=Access.open())
+    async with (
+        serving(app) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        for path in ("/envs/cards/who", "/t/anything/envs/cards/who"):
+            assert (await client.get(path)).json()["tenant"] == ""
+        assert (await client.post("/drain")).json() == ""
+
+
+async def test_a_prefix_of_a_proxy_is_kept(access: Access) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+
+    async def nothing(*message: Any) -> Any:
+        raise AssertionError("refused")
+
+    scope = {
+        "type": "http",
+        "path": f"/proxy/t/{ALICE}/envs/a b",
+        "raw_path": f"/proxy/t/{ALICE}/envs/a%20b".encode(),
+        "root_path": "/proxy",
+        "headers": [],
+    }
+    await Authenticate(app, access=access)(dict(scope), nothing, nothing)
+    assert (seen[0]["path"], seen[0]["raw_path"]) == ("/proxy/envs/a b", b"/proxy/envs/a%20b")
+    assert scope["path"].startswith("/proxy/t/")
+
+
+# -- gRPC ------------------------------------------------------------------------------------
+
+
+async def unary(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    return current_tenant().name.encode()
+
+
+async def generate(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request + current_tenant().name.encode()
+
+
+async def write(requests: Any, context: grpc.aio.ServicerContext) -> None:
+    async for request in requests:
+        await context.write(request + current_tenant().name.encode())
+
+
+class Service(grpc.GenericRpcHandler):
+    """Tells who calls."""
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return {
+            "/test/Who": grpc.unary_unary_rpc_method_handler(unary),
+            "/test/Drain": grpc.unary_unary_rpc_method_handler(unary),
+            "/test/Generate": grpc.stream_stream_rpc_method_handler(generate),
+            "/test/Write": grpc.stream_stream_rpc_method_handler(write),
+            "/grpc.health.v1.Health/Check": grpc.unary_unary_rpc_method_handler(echo),
+        }.get(call.method)
+
+
+async def echo(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    return request
+
+
+@asynccontextmanager
+async def grpc_channel(access: Access) -> AsyncIterator[grpc.aio.Channel]:
+    interceptor = AuthenticateCalls(access, admin_methods=["/test/Drain"])
+    server = grpc.aio.server(interceptors=[interceptor])
+    server.add_generic_rpc_handlers((Service(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(0)
+
+
+@pytest.fixture
+async def channel(access: Access) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc_channel(access) as channel:
+        yield channel
+
+
+def metadata(authorization: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", authorization),)
+
+
+async def who(
+    channel: grpc.aio.Channel, authorization: str | None, method: str = "/test/Who"
+) -> bytes:
+    sent = metadata(authorization) if authorization is not None else ()
+    return await channel.unary_unary(method)(b"x", metadata=sent, timeout=5)
+
+
+async def test_grpc_knows_the_tenant_of_unary_calls_and_streams(channel: grpc.aio.Channel) -> None:
+    assert await who(channel, f"Bearer {ALICE}") == b"alice"
+    basic = base64.b64encode(f"x:{ADMIN}".encode()).decode()
+    assert await who(channel, f"Basic {basic}", "/test/Drain") == b"root"
+    for method in ("/test/Generate", "/test/Write"):
+        stream = channel.stream_stream(method)(metadata=metadata(f"Bearer {ALICE}"))
+        for word in (b"one ", b"two "):
+            await stream.write(word)
+            assert await stream.read() == word + b"alice"
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_grpc_refuses_with_a_code(channel: grpc.aio.Channel) -> None:
+    for authorization in (None, "Bearer wrong", "nonsense", ""):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await who(channel, authorization)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert dict(caught.value.trailing_metadata() or ())["ludus-code"] == "UNAUTHENTICATED"
+    stream = channel.stream_stream("/test/Write")()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await who(channel, f"Bearer {ALICE}", "/test/Drain")
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_grpc_leaves_health_checks_and_unknown_methods_alone(
+    channel: grpc.aio.Channel,
+) -> None:
+    assert await who(channel, None, "/grpc.health.v1.Health/Check") == b"x"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await who(channel, None, "/test/Nothing")
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_grpc_counts_failures_by_address_and_reports_them(
+    channel: grpc.aio.Channel, access: Access
+) -> None:
+    seen: list[AuthFailure] = []
+    access.on_failure = seen.append
+    codes = []
+    for _ in range(21):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await who(channel, "Bearer wrong")
+        codes.append(caught.value.code())
+    assert codes[19:] == [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED]
+    assert int(dict(caught.value.trailing_metadata() or ())["retry-after-ms"]) > 0
+    assert seen == [AuthFailure.UNKNOWN] * 20 + [AuthFailure.BLOCKED]
+
+
+async def test_calls_side_by_side_do_not_see_each_others_tenant(channel: grpc.aio.Channel) -> None:
+    calls = [who(channel, f"Bearer {token}") for token in (ALICE, ADMIN) * 20]
+    assert await asyncio.gather(*calls) == [b"alice", b"root"] * 20
+
+
+# -- logs ------------------------------------------------------------------------------------
+
+
+async def test_no_token_reaches_a_log_at_any_level(
+    access: Access, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = "wr0ng-wr0ng-wr0ng-wr0ng"
+    basic = base64.b64encode(f"alice:{ALICE}".encode()).decode()
+    caplog.set_level(logging.DEBUG)
+    loggers = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets.server")
+    for name in (*loggers, "websockets", "starlette", "fastapi", "grpc", "grpc._cython", "ludus"):
+        caplog.set_level(logging.DEBUG, name)
+    # What the client itself logs is its own business: httpx and websockets.client stay apart.
+    app = Authenticate(build_app(), access=access)
+    async with serving(app, log_level="trace") as port, grpc_channel(access) as channel:
+        for token in (ALICE, wrong):
+            await raw_exchange(port, f"GET /t/{token}/envs/cards/who HTTP/1.1")
+            await raw_exchange(
+                port, f"GET /envs/cards/who HTTP/1.1\r\nauthorization: Bearer {token}"
+            )
+            upgrade = "upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+            upgrade += "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA=="
+            await raw_exchange(port, f"GET /t/{token}/envs/cards/ws HTTP/1.1\r\n{upgrade}")
+            header = f"authorization: Basic {basic}"
+            await raw_exchange(port, f"GET /envs/cards/ws HTTP/1.1\r\n{upgrade}\r\n{header}")
+            await raw_exchange(port, f"GET /t/{token}/ broken \x00")
+            try:
+                await who(channel, f"Bearer {token}")
+            except grpc.aio.AioRpcError as error:
+                assert wrong not in str(error)
+    assert "WebSocket /t/***/envs/cards/ws" in caplog.text  # the server did log connections
+    for secret in (ALICE, wrong, basic):
+        assert secret not in caplog.text
+
+
+async def raw_exchange(port: int, head: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}\r\nhost: x\r\n\r\n".encode())
+    async with asyncio.timeout(5):
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.02)
+    writer.close()
+
+
+# -- garbage ---------------------------------------------------------------------------------
+
+ONE_TENANT = Access.single(ALICE)
+Text = st.text(max_size=30)
+Headers = st.lists(
+    st.tuples(
+        st.sampled_from([b"authorization", b"host", b"cookie"]),
+        st.binary(max_size=60)
+        | st.builds(lambda rest: b"Basic " + base64.b64encode(rest), st.binary(max_size=40))
+        | st.builds(lambda rest: b"Bearer " + rest, st.binary(max_size=40)),
+    ),
+    max_size=3,
+)
+
+
+@given(
+    st.sampled_from(["http", "websocket"]),
+    st.one_of(
+        Text, Text.map(lambda t: f"/t/{t}"), st.tuples(Text, Text).map("/t/{0[0]}/{0[1]}".format)
+    ),
+    st.binary(max_size=30),
+    st.sampled_from(["", "/proxy", "/t"]),
+    Headers,
+)
+async def test_garbage_is_always_refused_and_never_an_exception(
+    kind: str, path: str, raw_path: bytes, root_path: str, headers: list[tuple[bytes, bytes]]
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["path"].removeprefix(root_path) in {"/health", "/healthz", "/readyz"}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": f"{kind}.connect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": kind,
+        "path": root_path + path,
+        "raw_path": raw_path,
+        "root_path": root_path,
+        "headers": headers,
+        "extensions": {"websocket.http.response": {}},
+    }
+    await Authenticate(app, access=ONE_TENANT)(scope, receive, send)
+    assert not sent or sent[0]["status"] in (401, 429)

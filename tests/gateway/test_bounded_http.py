@@ -1,0 +1,149 @@
+"""Request heads that never end, in size or in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import websockets
+from fastapi import FastAPI, Request, WebSocket
+from http_server import serving
+
+from ludus.env.bounded_http import BoundedHttp
+
+
+class SmallHttp(BoundedHttp):
+    """Bounds that tests reach."""
+
+    max_head_bytes = 10_000
+    head_timeout_s = 0.5
+
+
+def build_app() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/count")
+    async def count(request: Request) -> int:
+        return len(await request.body())
+
+    @app.get("/")
+    async def root(request: Request) -> int:
+        return len(request.headers.get("x-long", ""))
+
+    @app.websocket("/ws")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        while True:
+            await websocket.send_text(await websocket.receive_text())
+
+    return app
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serving(build_app(), http=SmallHttp) as port:
+        yield port
+
+
+class Raw:
+    """A connection on which anything may be sent."""
+
+    @classmethod
+    async def connect(cls, port: int) -> Raw:
+        self = cls()
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        return self
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, Any]:
+        async with asyncio.timeout(5):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            body = await self.reader.readexactly(length)
+        return int(head.split()[1]), json.loads(body)
+
+    async def is_closed(self) -> bool:
+        async with asyncio.timeout(5):
+            return await self.reader.read() == b""
+
+
+async def test_a_long_head_within_the_bound_is_served(port: int) -> None:
+    raw = await Raw.connect(port)
+    for _ in range(3):
+        await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 4000)
+        await raw.send(b"y" * 4000 + b"\r\n\r\n")
+        assert await raw.answer() == (200, 8000)
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\nx-long: "])
+async def test_an_endless_line_is_cut_off(port: int, start: bytes) -> None:
+    raw = await Raw.connect(port)
+    await raw.send(start + b"y" * 11_000)
+    status, body = await raw.answer()
+    assert (status, body["detail"]["code"]) == (431, "VALIDATION_ERROR")
+    assert await raw.is_closed()
+
+
+async def test_endless_headers_are_cut_off(port: int) -> None:
+    raw = await Raw.connect(port)
+    await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\n")
+    answering = asyncio.create_task(raw.answer())
+    num_sent = 0
+    while not answering.done():
+        raw.writer.write(b"x-%d: y\r\n" % num_sent)
+        num_sent += 1
+        await asyncio.sleep(0)
+    assert (await answering)[0] == 431
+    assert num_sent < 50_000
+
+
+async def test_a_head_that_drips_or_never_comes_is_given_up(port: int) -> None:
+    silent, dripping = await Raw.connect(port), await Raw.connect(port)
+    started_s = time.monotonic()
+
+    async def drip() -> None:
+        for byte in b"GET / HTTP/1.1\r\nhost: x\r\nx-a: 1":
+            await dripping.send(bytes([byte]))
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(drip())
+    for raw in (silent, dripping):
+        status, body = await raw.answer()
+        assert (status, body["detail"]["code"]) == (408, "TIMEOUT")
+    assert time.monotonic() - started_s < 2.0
+    task.cancel()
+
+
+async def test_a_second_head_on_a_connection_is_bounded_too(port: int) -> None:
+    raw = await Raw.connect(port)
+    await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    await raw.send(b"GET / HT")
+    assert (await raw.answer())[0] == 408
+
+
+async def test_bodies_answers_and_sockets_may_take_longer_than_heads(port: int) -> None:
+    raw = await Raw.connect(port)
+    await raw.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
+    await asyncio.sleep(0.7)
+    await raw.send(b"x" * 20_000)
+    assert await raw.answer() == (200, 20_000)
+    async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as socket:
+        await asyncio.sleep(0.7)
+        await socket.send("y" * 50_000)
+        assert len(await socket.recv()) == 50_000
+
+
+async def test_trailers_are_dropped(port: int) -> None:
+    raw = await Raw.connect(port)
+    head = b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    trailers = b"".join(b"x-%d: y\r\n" % number for number in range(2000))
+    await raw.send(head + b"2\r\nxx\r\n0\r\n" + trailers + b"\r\n")
+    assert await raw.answer() == (200, 2)

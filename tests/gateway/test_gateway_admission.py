@@ -1,0 +1,326 @@
+"""Who is admitted, who waits, who is refused, and that nothing is left behind."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import websockets
+from gateways import (
+    NAME,
+    CountingEnv,
+    ListedServers,
+    ThreadedCountingEnv,
+    config_of,
+    endpoint_of,
+    env_server,
+    gateway_to,
+    num_sessions,
+    served,
+    until,
+)
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions import OpenArgs, Owner
+from ludus.proto.errors import (
+    CapacityError,
+    EnvError,
+    GroupMismatchError,
+    InvalidCallError,
+    UnavailableError,
+)
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+SEEDED = OpenArgs(ResetArgs(seed=1))
+SMALL = {"max_sessions": 2}
+
+
+def sessions_of(gateway: Gateway):
+    return gateway.environments[NAME]
+
+
+def fleet_size(gateway: Gateway) -> int:
+    return sessions_of(gateway).environment_load.capacity
+
+
+async def test_a_full_fleet_refuses_at_once_and_says_when_to_come_back_without_a_queue():
+    limits = {"queue_timeout_s": 0.0}
+    async with served(2, server_options=SMALL, sessions=limits) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        for _ in range(4):
+            await sessions.open(SEEDED)
+        with pytest.raises(CapacityError, match="4/4") as caught:
+            await sessions.open(SEEDED)
+        assert caught.value.retry_after_s > 0
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{gateway.http_address}/v1/envs/{NAME}/sessions", json={})
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+        assert num_sessions(servers) == 4
+
+
+async def test_who_waits_is_admitted_in_order_of_arrival():
+    async with served(server_options=SMALL) as (gateway, _):
+        sessions = sessions_of(gateway)
+        held = [await sessions.open(SEEDED) for _ in range(2)]
+        admitted: list[int] = []
+
+        async def wait(number: int) -> None:
+            opened = await sessions.open(SEEDED)
+            admitted.append(number)
+            await sessions.close(opened.session_id)
+
+        waiting = []
+        for number in range(8):
+            waiting.append(asyncio.create_task(wait(number)))
+            await until(lambda number=number: sessions.load.num_waiting == number + 1)
+        await sessions.close(held[0].session_id)
+        await asyncio.gather(*waiting)
+        assert admitted == list(range(8))
+
+
+async def test_the_queue_is_bounded_in_length_and_in_time():
+    limits = {"queue_size": 2, "queue_timeout_s": 0.6}
+    async with served(server_options=SMALL, sessions=limits) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        for _ in range(2):
+            await sessions.open(SEEDED)
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        waiting = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(2)]
+        await until(lambda: sessions.load.num_waiting == 2)
+        with pytest.raises(CapacityError):
+            await sessions.open(SEEDED)
+        assert loop.time() - started_s < 0.5
+        for task in waiting:
+            with pytest.raises(CapacityError):
+                await task
+        assert 0.5 < loop.time() - started_s < 3.0
+        assert sessions.load.num_waiting == 0
+        assert num_sessions(servers) == 2
+
+
+async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
+    async with served(server_options=SMALL) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        held = [await sessions.open(SEEDED) for _ in range(2)]
+        waiting = asyncio.create_task(sessions.open(SEEDED))
+        await until(lambda: sessions.load.num_waiting == 1)
+        await servers[0].core.close(held[0].session_id)
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
+    async with served(factory=ThreadedCountingEnv) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        for _ in range(20):
+            opening = asyncio.create_task(sessions.open(SEEDED))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        await until(lambda: num_sessions(servers) == 0)
+        assert gateway.num_held == 0
+        await until(lambda: sessions.load.num_sessions == 0)
+
+
+async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
+    options = {"max_sessions": 10}
+    limits = {"queue_timeout_s": 1.0}
+    async with served(2, server_options=options, sessions=limits) as (first, servers):
+        async with gateway_to(*servers, sessions=limits) as second:
+            outcomes = await asyncio.gather(
+                *(sessions_of(one).open(SEEDED) for one in (first, second) * 15),
+                return_exceptions=True,
+            )
+            refused = [one for one in outcomes if isinstance(one, BaseException)]
+            assert len(outcomes) - len(refused) == 20
+            assert all(isinstance(one, CapacityError) for one in refused)
+            assert [one.core.load.num_sessions for one in servers] == [10, 10]
+
+
+async def test_sessions_are_spread_evenly():
+    async with served(4) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        await asyncio.gather(*(sessions.open(SEEDED) for _ in range(200)))
+        loads = [server.core.load.num_sessions for server in servers]
+        assert sum(loads) == 200
+        assert max(loads) - min(loads) <= 20, loads
+
+
+# -- groups ------------------------------------------------------------------------------
+
+
+async def test_a_group_that_fits_on_no_server_is_split_and_still_begins_alike():
+    async with served(3, server_options={"max_sessions": 4}) as (gateway, servers):
+        opened = await sessions_of(gateway).open_group(OpenArgs(), 10)
+        assert len({one.session_id for one in opened}) == 10
+        assert len({one.first.observation_json for one in opened}) == 1
+        assert sorted(server.core.load.num_sessions for server in servers) == [2, 4, 4]
+
+
+async def test_a_group_gets_all_its_sessions_or_none():
+    limits = {"queue_timeout_s": 0.3, "max_group_size": 100}
+    options = {"max_sessions": 4}
+    async with served(2, server_options=options, sessions=limits) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        await sessions.open(SEEDED)
+        with pytest.raises(CapacityError):
+            await sessions.open_group(SEEDED, 8)
+        assert num_sessions(servers) == 1
+        assert len(await sessions.open_group(SEEDED, 7)) == 7
+        with pytest.raises(InvalidCallError, match="at most 100"):
+            await sessions.open_group(SEEDED, 101)
+
+
+class LuckyEnv(CountingEnv):
+    """Begins differently from others on the same seed."""
+
+    luck = 0
+
+    def reset(self, *, seed: int | None = None, start: int = 0, note: str = ""):
+        return super().reset(seed=(seed or 0) + self.luck, start=start, note=note)
+
+
+class LuckierEnv(LuckyEnv):
+    luck = 1
+
+
+async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed():
+    one = env_server(LuckyEnv, max_sessions=3)
+    other = env_server(LuckierEnv, max_sessions=3)
+    async with one, other, gateway_to(one, other) as gateway:
+        with pytest.raises(GroupMismatchError, match="2 servers"):
+            await sessions_of(gateway).open_group(SEEDED, 5)
+        await until(lambda: num_sessions([one, other]) == 0)
+        await until(lambda: sessions_of(gateway).load.num_sessions == 0)
+
+
+# -- draining ----------------------------------------------------------------------------
+
+
+async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhere():
+    async with served(2) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        old = [await sessions.open(SEEDED) for _ in range(10)]
+        before = servers[0].core.load.num_sessions
+        assert 0 < before < 10
+        servers[0].core.drain()
+        await until(lambda: fleet_size(gateway) == 256)
+        for _ in range(10):
+            await sessions.open(SEEDED)
+        assert servers[0].core.load.num_sessions == before
+        assert sessions.environment_load.num_draining == before
+        for one in old:
+            assert (await sessions.step(one.session_id, b'{"add": 1}', 1)).reward == 1.0
+
+
+async def test_a_terminating_endpoint_keeps_its_sessions_and_gets_none():
+    async with env_server() as one, env_server() as other:
+        source = ListedServers(endpoint_of(one), endpoint_of(other))
+        async with Gateway(config_of(one.grpc_address), {NAME: source}) as gateway:
+            sessions = sessions_of(gateway)
+            old = [await sessions.open(SEEDED) for _ in range(8)]
+            before = one.core.load.num_sessions
+            source.list(endpoint_of(one, is_terminating=True), endpoint_of(other))
+            for _ in range(8):
+                await sessions.open(SEEDED)
+            assert one.core.load.num_sessions == before
+            for session in old:
+                await sessions.step(session.session_id, b'{"add": 1}', 1)
+            source.list(endpoint_of(other))
+            lost = 0
+            for session in old:
+                try:
+                    await sessions.step(session.session_id, b'{"add": 1}', 2)
+                except EnvError as error:
+                    assert error.code == "SESSION_LOST"
+                    assert "removed" in error.message
+                    lost += 1
+            assert lost == before
+
+
+async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishes_sessions():
+    async with served(server_options=SMALL) as (gateway, _):
+        sessions = sessions_of(gateway)
+        held = [await sessions.open(SEEDED) for _ in range(2)]
+        waiting = asyncio.create_task(sessions.open(SEEDED))
+        await until(lambda: sessions.load.num_waiting == 1)
+        async with httpx.AsyncClient() as http:
+            drained = await http.get(f"{gateway.http_address}/drain")
+            assert drained.json() == {"is_draining": True, "num_sessions": 2}
+            assert (await http.get(f"{gateway.http_address}/readyz")).status_code == 200
+        for opening in (waiting, sessions.open(SEEDED)):
+            with pytest.raises(UnavailableError) as caught:
+                await opening
+            assert caught.value.code == "DRAINING"
+        assert not await gateway.wait_empty(0.3)
+        for one in held:
+            await sessions.step(one.session_id, b'{"add": 1}', 1)
+            await sessions.close(one.session_id)
+        assert await gateway.wait_empty(1.0)
+
+
+# -- leaving nothing behind --------------------------------------------------------------
+
+
+async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger():
+    async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        owner = Owner()
+        for _ in range(10):
+            await sessions.open(SEEDED, owner)
+        sessions.release(owner)
+        await asyncio.sleep(0.2)
+        assert num_sessions(servers) == 10
+        await until(lambda: num_sessions(servers) == 0)
+
+
+async def test_without_linger_sessions_end_with_their_connection():
+    async with served(2, sessions={"linger_s": 0.0}) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        owner = Owner()
+        for _ in range(10):
+            await sessions.open(SEEDED, owner)
+        sessions.release(owner)
+        await until(lambda: num_sessions(servers) == 0)
+        assert gateway.num_held == 0
+
+
+async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
+    async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
+        address = gateway.http_address.replace("http", "ws")
+
+        async def rude_socket(number: int) -> None:
+            socket = await websockets.connect(f"{address}/envs/{NAME}/ws")
+            if number % 2:
+                await socket.send(json.dumps({"type": "reset", "data": {"seed": number}}))
+            if number % 4 == 1:
+                await socket.recv()
+            socket.transport.abort()
+
+        async def rude_grpc(number: int) -> None:
+            client = await AsyncEnvClient.connect(gateway.grpc_address)
+            opening = [asyncio.create_task(client.open(seed=number + n)) for n in range(10)]
+            if number % 2:
+                await asyncio.gather(*opening)
+            else:
+                await asyncio.wait(opening, timeout=0.01)
+            client._transport._surviving.clear()  # says good-bye to nobody
+            await client.close()
+            for one in opening:
+                one.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+
+        for begin in range(0, 500, 50):
+            await asyncio.gather(*(rude_socket(n) for n in range(begin, begin + 50)))
+        for begin in range(0, 50, 10):
+            await asyncio.gather(*(rude_grpc(n) for n in range(begin, begin + 10)))
+        await until(lambda: num_sessions(servers) == 0, timeout_s=15)
+        sessions = sessions_of(gateway)
+        await until(lambda: sessions.load.num_sessions == 0)
+        await until(lambda: gateway.num_held == 0, timeout_s=15)

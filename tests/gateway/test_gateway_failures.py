@@ -1,0 +1,235 @@
+"""Servers that die, restart, break their connections, or do not share the key."""
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+from gateways import (
+    KEY,
+    NAME,
+    ListedServers,
+    config_of,
+    endpoint_of,
+    env_server,
+    gateway_to,
+    server_process,
+    until,
+)
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions import OpenArgs
+from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
+from ludus.services.gateway.endpoints import Endpoint
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+SEEDED = OpenArgs(ResetArgs(seed=1))
+ADD_1 = b'{"add": 1}'
+
+
+class Cable:
+    """A TCP proxy that can be cut, and that can swallow what a server answers."""
+
+    def __init__(self, address: str) -> None:
+        self._port = int(address.rpartition(":")[2])
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self.swallows_answers = False
+        self.is_connected = True
+
+    @asynccontextmanager
+    async def plugged_in(self):
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        try:
+            yield f"grpc://127.0.0.1:{port}"
+        finally:
+            self.cut()
+            self._server.close()
+
+    def cut(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _accept(self, reader, writer) -> None:
+        if not self.is_connected:
+            writer.transport.abort()
+            return
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers |= {writer, upstream_writer}
+        await asyncio.gather(
+            self._pump(reader, upstream_writer, is_answer=False),
+            self._pump(upstream_reader, writer, is_answer=True),
+            return_exceptions=True,
+        )
+        self._writers -= {writer, upstream_writer}
+
+    async def _pump(self, reader, writer, *, is_answer: bool) -> None:
+        while data := await reader.read(65_536):
+            if is_answer and self.swallows_answers:
+                continue
+            writer.write(data)
+            await writer.drain()
+
+
+def code_of(caught) -> str:
+    return str(caught.value.code)
+
+
+async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
+    env = {"LUDUS_SESSION_KEY": KEY}
+    with server_process(tmp_path, env=env) as one, server_process(tmp_path, env=env) as other:
+        async with gateway_to(one, other) as gateway:
+            sessions = gateway.environments[NAME]
+            opened = [await sessions.open(SEEDED) for _ in range(20)]
+            by_id = {one.session_id.split("~")[1] for one in opened}
+            assert len(by_id) == 2
+            one.process.send_signal(signal.SIGKILL)
+            one.process.wait()
+            outcomes = await asyncio.gather(
+                *(sessions.step(o.session_id, ADD_1, 1) for o in opened), return_exceptions=True
+            )
+            failed = [o for o in outcomes if isinstance(o, EnvError)]
+            assert 0 < len(failed) < 20
+            assert {str(o.code) for o in failed} <= {"SESSION_LOST", "UNAVAILABLE"}
+            assert sum(not isinstance(o, BaseException) for o in outcomes) == 20 - len(failed)
+            for _ in range(10):
+                await sessions.open(SEEDED)
+
+
+async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are_lost():
+    first = env_server()
+    await first.start()
+    port = int(first.grpc_address.rpartition(":")[2])
+    async with gateway_to(first) as gateway:
+        sessions = gateway.environments[NAME]
+        opened = await sessions.open(SEEDED)
+        await first.stop()
+        second = env_server(grpc_port=port)
+        async with second:
+            with pytest.raises(SessionLostError, match="restarted"):
+                await sessions.step(opened.session_id, ADD_1, 1)
+            assert gateway.num_held == 0
+            assert await sessions.open(SEEDED)
+            assert second.core.load.num_sessions == 1
+
+
+async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():
+    async with env_server() as server:
+        cable = Cable(server.grpc_address)
+        async with cable.plugged_in() as address:
+            async with Gateway(config_of(address)) as gateway:
+                sessions = gateway.environments[NAME]
+                opened = await sessions.open(SEEDED)
+                cable.swallows_answers = True
+                stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
+                await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+                cable.swallows_answers = False
+                cable.cut()
+                result = await asyncio.wait_for(stepping, 8)
+                assert (result.reward, result.step_index) == (1.0, 1)
+                assert (await sessions.step(opened.session_id, ADD_1, 2)).step_index == 2
+
+
+async def test_an_unnumbered_step_is_never_sent_twice():
+    async with env_server() as server:
+        cable = Cable(server.grpc_address)
+        async with cable.plugged_in() as address:
+            async with Gateway(config_of(address)) as gateway:
+                sessions = gateway.environments[NAME]
+                opened = await sessions.open(SEEDED)
+                cable.swallows_answers = True
+                stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
+                await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+                cable.swallows_answers = False
+                cable.cut()
+                with pytest.raises(SessionLostError):
+                    await asyncio.wait_for(stepping, 8)
+                assert b'"total":1' in state_of(server, opened.session_id)
+
+
+async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_time():
+    async with env_server() as one, env_server() as other:
+        cable = Cable(one.grpc_address)
+        async with cable.plugged_in() as address:
+            servers = {"poll_interval_s": 0.1, "retry_within_s": 0.5, "unreachable_after_s": 1.0}
+            config = config_of(address, other.grpc_address, servers=servers)
+            async with Gateway(config) as gateway:
+                sessions = gateway.environments[NAME]
+                opened = [await sessions.open(SEEDED) for _ in range(10)]
+                cable.is_connected = False
+                cable.cut()
+                away = [o for o in opened if o.session_id.split("~")[1] == id_of(one)]
+                assert away
+                with pytest.raises(UnavailableError) as caught:
+                    await sessions.step(away[0].session_id, ADD_1, 1)
+                assert code_of(caught) == "UNAVAILABLE"
+                before = other.core.load.num_sessions
+                for _ in range(5):
+                    await sessions.open(SEEDED)
+                assert other.core.load.num_sessions == before + 5
+                assert sessions.environment_load.num_unreachable_servers == 1
+                cable.is_connected = True
+                await until(lambda: sessions.environment_load.num_servers == 2)
+                assert (await sessions.step(away[0].session_id, ADD_1, 1)).reward == 1.0
+
+
+async def test_a_silent_server_gets_no_new_sessions(tmp_path):
+    env = {"LUDUS_SESSION_KEY": KEY}
+    with server_process(tmp_path, env=env) as frozen:
+        async with env_server() as other:
+            servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
+            config = config_of(frozen.grpc_address, other.grpc_address, servers=servers)
+            async with Gateway(config) as gateway:
+                sessions = gateway.environments[NAME]
+                frozen.process.send_signal(signal.SIGSTOP)
+                try:
+                    await until(lambda: sessions.environment_load.num_servers == 1)
+                    for _ in range(5):
+                        await sessions.open(SEEDED)
+                finally:
+                    frozen.process.send_signal(signal.SIGCONT)
+                await until(lambda: sessions.environment_load.num_servers == 2)
+
+
+async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used():
+    async with env_server(session_key="another-key-0123456789") as wrong:
+        async with env_server(session_key=None) as keyless, env_server() as right:
+            async with gateway_to(wrong, keyless) as gateway:
+                with pytest.raises(UnavailableError, match="session key"):
+                    await gateway.environments[NAME].open(SEEDED)
+            async with gateway_to(wrong, keyless, right) as gateway:
+                for _ in range(6):
+                    await gateway.environments[NAME].open(SEEDED)
+                assert right.core.load.num_sessions == 6
+
+
+async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again():
+    async with env_server() as one, env_server() as other:
+        source = ListedServers(endpoint_of(one), endpoint_of(other))
+        async with Gateway(config_of(one.grpc_address), {NAME: source}) as gateway:
+            sessions = gateway.environments[NAME]
+            opened = [await sessions.open(SEEDED) for _ in range(8)]
+            source.list(endpoint_of(other))
+            source.list(endpoint_of(one), endpoint_of(other))
+            await until(lambda: sessions.environment_load.num_servers == 2)
+            for one_opened in opened:
+                assert (await sessions.step(one_opened.session_id, ADD_1, 1)).reward == 1.0
+
+
+async def test_an_address_where_nothing_listens_does_not_keep_a_gateway_from_starting():
+    async with env_server() as server:
+        nothing = Endpoint("nothing", "grpc://127.0.0.1:1", "")
+        source = ListedServers(nothing, endpoint_of(server))
+        async with Gateway(config_of("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
+            assert await gateway.environments[NAME].open(SEEDED)
+
+
+def state_of(server, session_id: str) -> bytes:
+    return server.core._entries[session_id].session.state_json()
+
+
+def id_of(server) -> str:
+    return server.core.options.server_id

@@ -1,0 +1,289 @@
+"""What Prometheus reads of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from ludus.proto.errors import ErrorCode
+from ludus.proto.metrics import GatewayMetric
+from ludus.services.gateway.access import Access, AuthFailure
+from ludus.services.gateway.callers import EnvironmentLoad
+from ludus.services.gateway.gateway_metrics import Call, GatewayMetrics, LostReason, OpenOutcome
+
+PROMETHEUS = os.environ.get("PROMETHEUS_BINARY") or shutil.which("prometheus") or ""
+PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
+LABELS = ("env", "state", "call", "outcome", "reason", "kind", "code", "le")
+
+
+def samples(metrics: GatewayMetrics) -> dict[tuple[str, ...], float]:
+    """The exposition: (name, label values...) -> value."""
+    body, _ = metrics.render()
+    return {
+        (sample.name, *(sample.labels[key] for key in LABELS if key in sample.labels)): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def busy() -> GatewayMetrics:
+    loads = [
+        EnvironmentLoad("blackjack", 3, 40, 2, 64, 4, 1, 2),
+        EnvironmentLoad("not-configured", 9, 9, 9, 9, 9),
+    ]
+    metrics = GatewayMetrics(["blackjack", "chess"], lambda: loads)
+    metrics.opened("blackjack", 1, 0.2)
+    metrics.opened("blackjack", 8, 1.5)
+    metrics.refused("blackjack", ErrorCode.CAPACITY_REACHED, 8)
+    metrics.refused("blackjack", str(ErrorCode.RATE_LIMITED))
+    metrics.refused("blackjack", ErrorCode.FACTORY_ERROR, seconds=4.0)
+    metrics.stepped("blackjack", 256, 0.003)
+    metrics.called("blackjack", "step", ErrorCode.ILLEGAL_ACTION, 0.001)
+    metrics.called("blackjack", Call.STEP, ErrorCode.RATE_LIMITED, 0.0001, 16)
+    metrics.waited("blackjack", 0.05)
+    metrics.lost("blackjack", 5)
+    metrics.lost("blackjack", 1, LostReason.DRAIN_DEADLINE)
+    metrics.auth_failed(AuthFailure.UNKNOWN)
+    return metrics
+
+
+def test_what_happened_is_counted_where_it_belongs() -> None:
+    found = samples(busy())
+    expected = {
+        ("ludus_gateway_sessions", "blackjack", "pending"): 3,
+        ("ludus_gateway_sessions", "blackjack", "active"): 40,
+        ("ludus_gateway_sessions", "blackjack", "draining"): 2,
+        ("ludus_gateway_session_capacity", "blackjack"): 64,
+        ("ludus_gateway_servers", "blackjack", "ready"): 4,
+        ("ludus_gateway_servers", "blackjack", "draining"): 1,
+        ("ludus_gateway_servers", "blackjack", "unreachable"): 2,
+        ("ludus_gateway_opens_total", "blackjack", "opened"): 9,
+        ("ludus_gateway_opens_total", "blackjack", "no_capacity"): 8,
+        ("ludus_gateway_opens_total", "blackjack", "rate_limited"): 1,
+        ("ludus_gateway_opens_total", "blackjack", "failed"): 1,
+        ("ludus_gateway_calls_total", "blackjack", "open", "OK"): 1,
+        ("ludus_gateway_calls_total", "blackjack", "open_group", "OK"): 1,
+        ("ludus_gateway_calls_total", "blackjack", "open_group", "CAPACITY_REACHED"): 1,
+        ("ludus_gateway_calls_total", "blackjack", "step", "OK"): 256,
+        ("ludus_gateway_calls_total", "blackjack", "step", "ILLEGAL_ACTION"): 1,
+        ("ludus_gateway_calls_total", "blackjack", "step", "RATE_LIMITED"): 16,
+        ("ludus_gateway_call_seconds_count", "blackjack", "step"): 273,
+        ("ludus_gateway_call_seconds_count", "blackjack", "open"): 2,
+        ("ludus_gateway_call_seconds_bucket", "blackjack", "step", "0.001"): 17,
+        ("ludus_gateway_call_seconds_bucket", "blackjack", "step", "0.005"): 273,
+        ("ludus_gateway_queue_wait_seconds_count", "blackjack"): 1,
+        ("ludus_gateway_sessions_lost_total", "blackjack", "server_lost"): 5,
+        ("ludus_gateway_sessions_lost_total", "blackjack", "drain_deadline"): 1,
+        ("ludus_gateway_rate_limited_total", "blackjack"): 17,
+        ("ludus_gateway_auth_failures_total", "unknown"): 1,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert found["ludus_gateway_call_seconds_sum", "blackjack", "step"] == pytest.approx(0.7706)
+    assert not [key for key in found if "not-configured" in key]
+
+
+def test_every_series_is_there_from_the_start_and_no_other_appears() -> None:
+    fresh, used = GatewayMetrics(["blackjack", "chess"]), busy()
+    before = samples(fresh)
+    assert before.keys() == samples(used).keys()
+    assert {value for (name, *_), value in before.items() if not name.endswith("_info")} == {0.0}
+    opens = {key[2] for key in before if key[0] == "ludus_gateway_opens_total"}
+    assert opens == set(OpenOutcome)
+    assert ("ludus_gateway_calls_total", "chess", "step", "SESSION_LOST") in before
+
+
+def test_every_declared_name_is_exported() -> None:
+    exported = {
+        family.name.removesuffix("_info")
+        for family in text_string_to_metric_families(busy().render()[0].decode())
+    }
+    assert exported == set(GatewayMetric)
+
+
+def test_the_exposition_is_read_by_both_parsers() -> None:
+    metrics = busy()
+    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    names = {family.name for family in openmetrics_families(body.decode())}
+    assert names == set(GatewayMetric)
+    plain, content_type = metrics.render("text/plain")
+    assert content_type.startswith("text/plain")
+    assert list(text_string_to_metric_families(plain.decode()))
+
+
+async def test_rendering_aside_says_the_same_while_calls_are_counted() -> None:
+    metrics = busy()
+    assert (await metrics.render_aside())[0] == metrics.render()[0]
+    rendering = asyncio.create_task(metrics.render_aside())
+    while not rendering.done():
+        metrics.stepped("chess", 1, 0.5)
+        await asyncio.sleep(0)
+    for family in text_string_to_metric_families(rendering.result()[0].decode()):
+        by_name = {
+            (sample.name, sample.labels.get("le")): sample.value
+            for sample in family.samples
+            if sample.labels.get("env") == "chess" and sample.labels.get("call") == "step"
+        }
+        if family.name == GatewayMetric.CALL_SECONDS:
+            assert (
+                by_name["ludus_gateway_call_seconds_bucket", "+Inf"]
+                == (by_name["ludus_gateway_call_seconds_count", None])
+            )
+
+
+def test_refused_calls_reach_the_metrics() -> None:
+    metrics = GatewayMetrics(["chess"])
+    access = Access.single("0123456789abcdef0123")
+    access.on_failure = metrics.auth_failed
+    for authorization in (None, "Bearer wrong", "nonsense"):
+        with pytest.raises(Exception, match="expected a token"):
+            access.authenticate(authorization)
+    found = samples(metrics)
+    for kind in ("missing", "unknown", "malformed"):
+        assert found["ludus_gateway_auth_failures_total", kind] == 1
+
+
+def test_counting_a_step_is_cheap() -> None:
+    metrics = GatewayMetrics(["chess"])
+
+    def seconds_each() -> float:
+        started_s = time.perf_counter()
+        for _ in range(10_000):
+            metrics.stepped("chess", 1, 0.003)
+        return (time.perf_counter() - started_s) / 10_000
+
+    # The best of several: other processes share the machine.
+    assert min(seconds_each() for _ in range(10)) < 2e-6
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="no promtool; set PROMTOOL_BINARY to one")
+def test_promtool_finds_nothing_to_improve() -> None:
+    body, _ = busy().render("text/plain")
+    done = subprocess.run([PROMTOOL, "check", "metrics"], input=body, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# -- a real Prometheus -----------------------------------------------------------------------
+
+
+@contextmanager
+def exporting(metrics: GatewayMetrics) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body, content_type = metrics.render(self.headers.get("accept", ""))
+            self.send_response(200)
+            self.send_header("content-type", content_type)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def prometheus(folder: Path, targets: list[int]) -> Iterator[str]:
+    """A Prometheus that scrapes the targets; its address."""
+    addresses = ", ".join(f"'127.0.0.1:{port}'" for port in targets)
+    (folder / "prometheus.yml").write_text(
+        "global: {scrape_interval: 200ms, scrape_timeout: 200ms}\n"
+        f"scrape_configs: [{{job_name: gateway, static_configs: [{{targets: [{addresses}]}}]}}]\n"
+    )
+    log = folder / "prometheus.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                PROMETHEUS,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield f"http://127.0.0.1:{port_of(process.pid, log)}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def port_of(pid: int, log: Path) -> int:
+    """Where the process listens; asked of the kernel, since it logs the port it was given."""
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s:
+        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                    return int(columns[1].rpartition(":")[2], 16)
+        time.sleep(0.05)
+    raise AssertionError(f"Prometheus does not listen: {log.read_text()}")
+
+
+def ask(address: str, query: str) -> dict[str, float]:
+    """The value by environment."""
+    encoded = urllib.parse.quote(query)
+    try:
+        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
+            found = json.load(answer)["data"]["result"]
+    except urllib.error.HTTPError as error:
+        assert error.code == 503, error  # it listens before it can answer
+        return {}
+    return {one["metric"].get("env", ""): float(one["value"][1]) for one in found}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PROMETHEUS or sys.platform != "linux",
+    reason="no Prometheus here; set PROMETHEUS_BINARY to one",
+)
+def test_prometheus_scrapes_two_gateways_and_the_documented_queries_hold(tmp_path: Path) -> None:
+    with (
+        exporting(busy()) as first,
+        exporting(busy()) as second,
+        prometheus(tmp_path, [first, second]) as address,
+    ):
+        provide_for = (
+            'max by (env) (ludus_gateway_sessions{state="active"})'
+            ' + sum by (env) (ludus_gateway_sessions{state="pending"})'
+        )
+        deadline_s = time.monotonic() + 30.0
+        while (found := ask(address, provide_for)) != {"blackjack": 46.0, "chess": 0.0}:
+            assert time.monotonic() < deadline_s, (found, (tmp_path / "prometheus.log").read_text())
+            time.sleep(0.1)
+        saturation = (
+            'max by (env) (ludus_gateway_sessions{state="active"})'
+            " / max by (env) (ludus_gateway_session_capacity)"
+        )
+        assert ask(address, saturation)["blackjack"] == 40 / 64
+        assert ask(address, "sum(up)") == {"": 2.0}

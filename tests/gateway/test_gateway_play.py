@@ -1,0 +1,218 @@
+"""Playing through a gateway is playing on the servers themselves, over every wire."""
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import pytest
+import websockets
+from gateways import NAME, config_of, env_server, num_sessions, served, until
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import IllegalActionError, InvalidCallError
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+ACTIONS = [{"add": 1}, {"add": 8}, {"add": 2}, {"add": 3}, {"add": 1}]
+
+
+async def episode_of(address: str) -> list:
+    async with await AsyncEnvClient.connect(address) as client:
+        session, first = await client.open(seed=7)
+        results = [first]
+        with pytest.raises(IllegalActionError):
+            await session.step({"add": 0})
+        for action in ACTIONS:
+            results.append(await session.step(action))
+        results.append(await session.state())
+        await session.close()
+        return results
+
+
+@pytest.mark.parametrize("wire", ["grpc", "http"])
+async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire):
+    async with served(2) as (gateway, servers):
+        by_gateway = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
+        by_server = {"grpc": servers[0].grpc_address, "http": servers[0].http_address}
+        through = await episode_of(by_gateway[wire])
+        direct = await episode_of(by_server[wire])
+        assert str(through) == str(direct)
+        await until(lambda: num_sessions(servers) == 0)
+
+
+async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
+    async with served(2) as (gateway, servers):
+        address = gateway.http_address.replace("http", "ws")
+        async with websockets.connect(f"{address}/envs/{NAME}/ws") as socket:
+
+            async def ask(kind: str, **data) -> dict:
+                await socket.send(json.dumps({"type": kind, "data": data}))
+                return json.loads(await socket.recv())
+
+            first = await ask("reset", seed=7)
+            assert first["type"] == "observation"
+            assert first["data"]["observation"]["total"] == 0
+            assert (await ask("step", add=2))["data"]["reward"] == 2.0
+            assert (await ask("step", add=0))["data"]["code"] == "ILLEGAL_ACTION"
+            assert num_sessions(servers) == 1
+        await until(lambda: num_sessions(servers) == 0)
+        await until(lambda: gateway.num_held == 0)
+
+
+async def test_the_token_in_the_path_reaches_the_same_environment(monkeypatch):
+    monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", "token-of-the-whole-gateway")
+    async with served() as (gateway, _):
+        base = f"{gateway.http_address}/t/token-of-the-whole-gateway/envs/{NAME}"
+        async with await AsyncEnvClient.connect(base) as client:
+            session, _ = await client.open(seed=1)
+            assert (await session.step({"add": 3})).reward == 3.0
+        async with httpx.AsyncClient() as http:
+            refused = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata")
+            assert refused.status_code == 401
+            assert (await http.get(f"{base}/metadata")).json()["name"] == NAME
+
+
+async def test_step_many_over_two_servers_answers_in_order():
+    async with served(2) as (gateway, servers):
+        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
+            sessions = [(await client.open(seed=n))[0] for n in range(24)]
+            assert all(server.core.load.num_sessions > 0 for server in servers)
+            gone = sessions[5]
+            for server in servers:
+                await server.core.close(gone.id)
+            steps = [(one, {"add": 1 + n % 3}) for n, one in enumerate(sessions)]
+            results = await client.step_many(steps)
+            for n, result in enumerate(results):
+                if sessions[n] is gone:
+                    assert result.code == "SESSION_LOST"
+                else:
+                    assert result.reward == 1 + n % 3, n
+
+
+async def test_step_many_on_one_server_is_passed_on_untouched():
+    async with served(1) as (gateway, _):
+        channel = grpc.aio.insecure_channel(gateway.grpc_address.removeprefix("grpc://"))
+        async with channel:
+            stub = env_pb2_grpc.EnvServiceStub(channel)
+            opened = [await stub.Open(pb.OpenRequest(reset=pb.ResetArgs(seed=n))) for n in range(3)]
+            steps = [
+                pb.StepRequest(session_id=one.session_id, action_json=b'{"add": 2}', step_index=1)
+                for one in opened
+            ]
+            steps[2] = pb.StepRequest(session_id=opened[2].session_id, reset=pb.ResetArgs(seed=9))
+            reply = await stub.StepMany(pb.StepManyRequest(steps=steps))
+            rewards = [one.result.reward for one in reply.replies]
+            assert rewards == [2.0, 2.0, 0.0]
+            assert [one.result.step_index for one in reply.replies] == [1, 1, 0]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                raw = channel.unary_unary("/ludus.env.v1.EnvService/StepMany")
+                await raw(b"\xff\xff\xff")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_direct_mode_opens_on_the_server_that_the_gateway_names():
+    async with served(2) as (gateway, servers):
+        async with await AsyncEnvClient.connect(gateway.grpc_address, direct=True) as client:
+            session, _ = await client.open(seed=7)
+            assert (await session.step({"add": 2})).reward == 2.0
+            assert num_sessions(servers) == 1
+            assert gateway.num_held == 0
+        await until(lambda: num_sessions(servers) == 0)
+
+
+async def test_a_group_is_together_on_one_server_and_begins_alike():
+    async with served(2) as (gateway, servers):
+        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
+            group = await client.open_group(6)
+            firsts = {str(first.observation) for _, first in group}
+            assert len(firsts) == 1
+            loads = sorted(server.core.load.num_sessions for server in servers)
+            assert loads == [0, 6]
+
+
+async def test_two_environments_share_the_ports_and_are_told_apart():
+    async with env_server() as one, env_server() as other:
+        environments = {
+            "one": {"kind": "static", "addresses": [one.grpc_address]},
+            "other": {"kind": "static", "addresses": [other.grpc_address]},
+        }
+        config = config_of(environments=environments)
+        async with Gateway(config) as gateway:
+            address = gateway.grpc_address
+            async with await AsyncEnvClient.connect(f"{address}/other") as client:
+                session, _ = await client.open(seed=1)
+                assert other.core.load.num_sessions == 1
+                assert one.core.load.num_sessions == 0
+                async with await AsyncEnvClient.connect(f"{address}/one") as wrong:
+                    stranger = await wrong.open_session()
+                    stranger._wire.session_id = session.id
+                    with pytest.raises(InvalidCallError, match="environment 'one'"):
+                        await stranger.reset(seed=1)
+            with pytest.raises(InvalidCallError, match="one, other"):
+                await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=3)
+
+
+async def test_the_api_serves_clients_that_speak_nothing_but_http():
+    async with served() as (gateway, servers):
+        async with httpx.AsyncClient(base_url=gateway.http_address) as http:
+            listed = (await http.get("/v1/envs")).json()["environments"]
+            assert [one["name"] for one in listed] == [NAME]
+            sessions = f"/v1/envs/{NAME}/sessions"
+            opened = await http.post(sessions, json={"seed": 3, "group_size": 2})
+            assert opened.status_code == 201
+            ids = [one["session_id"] for one in opened.json()["sessions"]]
+            step = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
+            assert (step.json()["reward"], step.json()["step_index"]) == (2.0, 1)
+            both = await http.post(f"{sessions}/{ids[0]}/step", json={})
+            assert both.status_code == 422
+            state = await http.get(f"{sessions}/{ids[0]}/state")
+            assert state.json()["total"] == 2
+            again = await http.post(f"{sessions}/{ids[1]}/reset", json={"seed": 4})
+            assert again.json()["step_index"] == 0
+            for session_id in ids:
+                assert (await http.delete(f"{sessions}/{session_id}")).status_code == 204
+            assert num_sessions(servers) == 0
+            lost = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
+            assert (lost.status_code, lost.json()["detail"]["code"]) == (410, "SESSION_LOST")
+
+
+@pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope/sessions", "/v1/envs/nope"])
+async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(path):
+    async with served() as (gateway, _), httpx.AsyncClient() as http:
+        method = "GET" if path.endswith("nope") else "POST"
+        answer = await http.request(method, gateway.http_address + path, json={})
+        assert answer.status_code == 404
+        assert NAME in answer.json()["detail"]["message"]
+
+
+async def test_no_request_is_answered_with_a_redirect():
+    async with served() as (gateway, _), httpx.AsyncClient() as http:
+        for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
+            answer = await http.get(gateway.http_address + path)
+            assert answer.status_code in (200, 404), path
+
+
+async def test_metrics_exist_from_the_start_and_count_what_is_played():
+    async with served() as (gateway, _), httpx.AsyncClient() as http:
+        before = (await http.get(f"{gateway.http_address}/metrics")).text
+        assert f'ludus_gateway_sessions{{env="{NAME}",state="pending"}} 0.0' in before
+        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
+            session, _ = await client.open(seed=1)
+            await session.step({"add": 1})
+            during = (await http.get(f"{gateway.http_address}/metrics")).text
+            assert f'ludus_gateway_sessions{{env="{NAME}",state="active"}} 1.0' in during
+            assert f'ludus_gateway_session_capacity{{env="{NAME}"}} 256.0' in during
+            assert f'calls_total{{call="step",code="OK",env="{NAME}"}} 1.0' in during
+
+
+async def test_calls_in_flight_on_many_sessions_do_not_wait_for_each_other():
+    async with served(2) as (gateway, _):
+        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
+            sessions = [(await client.open(seed=n))[0] for n in range(64)]
+            for _ in range(3):
+                results = await asyncio.gather(*(one.step({"add": 2}) for one in sessions))
+                assert {result.reward for result in results} == {2.0}

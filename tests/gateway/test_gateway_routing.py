@@ -1,0 +1,232 @@
+"""Session ids route themselves: through any gateway, after restarts, and for nobody else."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from gateways import (
+    KEY,
+    NAME,
+    config_of,
+    endpoint_of,
+    env_server,
+    gateway_to,
+    num_sessions,
+    served,
+    until,
+)
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.session_ids import SessionKey
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+
+class Raw:
+    """Unary calls to a gateway, with any session id."""
+
+    def __init__(self, gateway: Gateway, token: str = "") -> None:
+        self._channel = grpc.aio.insecure_channel(gateway.grpc_address.removeprefix("grpc://"))
+        self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def open(self, **fields) -> str:
+        request = pb.OpenRequest(reset=pb.ResetArgs(seed=1), **fields)
+        return (await self._stub.Open(request, metadata=self._metadata)).session_id
+
+    async def step(self, session_id: str, step_index: int = 0) -> float:
+        request = pb.StepRequest(
+            session_id=session_id, action_json=b'{"add": 2}', step_index=step_index
+        )
+        return (await self._stub.Step(request, metadata=self._metadata)).reward
+
+    async def code_of_step(self, session_id: str) -> str:
+        """The wire code of a step that must fail, the same alone and in a StepMany."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.step(session_id)
+        code = dict(caught.value.trailing_metadata())["ludus-code"]
+        step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 2}')
+        many = await self._stub.StepMany(pb.StepManyRequest(steps=[step]), metadata=self._metadata)
+        assert many.replies[0].error.code == code
+        return code
+
+    async def __aenter__(self) -> "Raw":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._channel.close()
+
+
+async def test_a_session_opened_through_one_gateway_is_played_through_another():
+    async with served(3) as (first, servers), gateway_to(*servers) as second:
+        async with Raw(first) as one, Raw(second) as other:
+            ids = [await one.open() for _ in range(6)]
+            for step_index, raw in ((1, other), (2, one), (3, other)):
+                for session_id in ids:
+                    assert await raw.step(session_id, step_index) == 2.0
+
+
+async def test_forged_ids_are_refused():
+    async with served() as (gateway, _), Raw(gateway) as raw:
+        session_id = await raw.open()
+        other_key = SessionKey(b"another-key-that-is-long-enough")
+        forged = other_key.sign(NAME, session_id.split("~")[1])
+        for bad in (forged, session_id[:-1] + "!", "", "nonsense", "a~b~c~d~e~f~g", "~" * 500):
+            assert await raw.code_of_step(bad) == "UNAUTHENTICATED"
+
+
+async def test_an_expired_id_is_lost_and_says_so():
+    sessions = {"id_lifetime_s": 1.0}
+    async with served(sessions=sessions) as (gateway, _), Raw(gateway) as raw:
+        session_id = await raw.open()
+        assert await raw.step(session_id) == 2.0
+        await asyncio.sleep(2.1)
+        assert await raw.code_of_step(session_id) == "SESSION_LOST"
+
+
+async def test_an_id_of_another_environment_is_refused_where_one_is_named():
+    async with served() as (gateway, servers), Raw(gateway) as raw:
+        signed = SessionKey(KEY.encode()).sign("cards", servers[0].core.options.server_id)
+        assert await raw.code_of_step(signed) == "VALIDATION_ERROR"
+
+
+async def test_an_id_cannot_be_opened_twice():
+    async with served() as (gateway, servers):
+        placed = await gateway.environments[NAME].place(1)
+        channel = grpc.aio.insecure_channel(servers[0].grpc_address.removeprefix("grpc://"))
+        async with channel:
+            stub = env_pb2_grpc.EnvServiceStub(channel)
+            request = pb.OpenRequest(session_id=placed.session_ids[0])
+            await stub.Open(request)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Open(request)
+            assert dict(caught.value.trailing_metadata())["ludus-code"] == "SESSION_LOST"
+        async with Raw(gateway) as raw:
+            with pytest.raises(grpc.aio.AioRpcError, match="the gateway chooses it"):
+                await raw.open(session_id=placed.session_ids[0])
+
+
+TENANTS = """
+[[tenants]]
+name = "red"
+token_env = "RED_TOKEN"
+max_sessions = 2
+
+[[tenants]]
+name = "blue"
+token_env = "BLUE_TOKEN"
+"""
+
+
+@pytest.fixture
+def tenants(tmp_path: Path, monkeypatch) -> str:
+    monkeypatch.setenv("RED_TOKEN", "red-token-0123456789")
+    monkeypatch.setenv("BLUE_TOKEN", "blue-token-0123456789")
+    path = tmp_path / "tenants.toml"
+    path.write_text(TENANTS)
+    return str(path)
+
+
+async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
+    async with served(tenants_file=tenants) as (gateway, _):
+        async with Raw(gateway, "red-token-0123456789") as red:
+            session_id = await red.open()
+            assert session_id.split("~")[2] == "red"
+            async with Raw(gateway, "blue-token-0123456789") as blue:
+                assert await blue.code_of_step(session_id) == "PERMISSION_DENIED"
+            assert await red.step(session_id) == 2.0
+
+
+async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(tenants):
+    async with served(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
+        token = "red-token-0123456789"
+        address = gateway.grpc_address
+        client = await AsyncEnvClient.connect(address, token=token)
+        kept, _ = await client.open(seed=1)
+        done, _ = await client.open(seed=1, close_when_done=True)
+        with pytest.raises(Exception, match="at most 2 sessions"):
+            await client.open(seed=1)
+        for _ in range(5):
+            await done.step({"add": 1})
+        closed, _ = await client.open(seed=1)
+        await closed.close()
+        lost, _ = await client.open(seed=1)
+        for server in servers:
+            await server.core.close(lost.id)
+        with pytest.raises(Exception, match="gone"):
+            await lost.step({"add": 1})
+        await client.open(seed=1)
+        await client.close()
+        await until(lambda: num_sessions(servers) == 0)
+        await until(lambda: gateway.num_held == 0, timeout_s=12)
+        async with await AsyncEnvClient.connect(address, token=token) as again:
+            await again.open(seed=1)
+            await again.open(seed=1)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
+    async with env_server() as server:
+        gateway = gateway_to(server)
+        await gateway.start()
+        port = int(gateway.grpc_address.rpartition(":")[2])
+        client = await AsyncEnvClient.connect(gateway.grpc_address)
+        session, _ = await client.open(seed=7)
+        assert (await session.step({"add": 1})).observation["total"] == 1
+        if graceful:
+            await gateway.stop()
+        else:
+            await gateway._grpc_server.stop(grace=0)
+            await gateway.environments[NAME].fleet.close("it was killed")
+        await until(lambda: server.core.load.num_sessions == 1)
+        playing = asyncio.create_task(session.step({"add": 2}))
+        again = Gateway(config_of(server.grpc_address, grpc_port=port))
+        await again.start()
+        try:
+            result = await asyncio.wait_for(playing, 10)
+            assert (result.observation["total"], result.step_index) == (3, 2)
+            many = await client.step_many([(session, {"add": 3})])
+            assert many[0].observation["total"] == 6
+            await client.close()
+            await until(lambda: server.core.load.num_sessions == 0)
+        finally:
+            await again.stop()
+            if not graceful:
+                await gateway.stop()
+
+
+async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_linger():
+    async with env_server() as server:
+        async with gateway_to(server, sessions={"linger_s": 0.3}) as gateway:
+            async with Raw(gateway) as raw:
+                await raw.open()
+                await raw.open()
+        assert server.core.load.num_sessions == 2
+        await until(lambda: server.core.load.num_sessions == 0)
+
+
+async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers():
+    class LateSource:
+        async def watch(self, publish):
+            await asyncio.sleep(1.0)
+            publish([endpoint_of(server)])
+            await asyncio.Event().wait()
+
+        async def close(self):
+            pass
+
+    async with env_server() as server, gateway_to(server) as first, Raw(first) as raw:
+        session_id = await raw.open()
+        late = Gateway(config_of(server.grpc_address), {NAME: LateSource()})
+        starting = asyncio.create_task(late.start())
+        await until(lambda: late.grpc_address)
+        assert not late.is_ready
+        async with Raw(late) as other:
+            assert await other.step(session_id) == 2.0
+        await starting
+        assert late.is_ready
+        await late.stop()

@@ -1,0 +1,83 @@
+"""Servers that a gateway runs itself: started, replaced, scaled, and gone with the gateway."""
+
+import os
+import signal
+
+import pytest
+from gateways import NAME, until
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions import OpenArgs
+from ludus.proto.errors import InfrastructureError, UserError
+from ludus.services.gateway.config import GatewayConfig
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+SEEDED = OpenArgs(ResetArgs(seed=1))
+
+
+def config_of(**fields) -> GatewayConfig:
+    environment = {
+        "kind": "subprocess",
+        "package": "openspiel_env",
+        "options": {"game": "blackjack"},
+        "drain_grace_s": 30.0,
+        **fields,
+    }
+    servers = {"poll_interval_s": 0.1, "retry_within_s": 1.0}
+    return GatewayConfig.of({"environments": {NAME: environment}, "port": 0, "servers": servers})
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway():
+    async with Gateway(config_of(num_servers=2, max_sessions=4)) as gateway:
+        sessions, source = gateway.environments[NAME], gateway.sources[NAME]
+        await until(lambda: sessions.environment_load.capacity == 8, timeout_s=30)
+        opened = [await sessions.open(SEEDED) for _ in range(8)]
+        pids = source.pids
+        victim = sorted(pids)[0]
+        os.kill(pids[victim], signal.SIGKILL)
+        num_lost = 0
+        for one in opened:
+            try:
+                assert await sessions.state(one.session_id)
+            except InfrastructureError as error:
+                assert error.code == "SESSION_LOST"
+                num_lost += 1
+        assert num_lost == 4
+        await until(lambda: sessions.environment_load.capacity == 8, timeout_s=30)
+        assert len(await sessions.open_group(OpenArgs(), 4)) == 4
+        pids = list(source.pids.values())
+        assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
+    async with Gateway(config_of(num_servers=1, max_sessions=4)) as gateway:
+        sessions, source = gateway.environments[NAME], gateway.sources[NAME]
+        await until(lambda: sessions.environment_load.capacity == 4, timeout_s=30)
+        first = [await sessions.open(SEEDED) for _ in range(4)]
+        source.scale(2)
+        late = await sessions.open(SEEDED)  # waits for the new server
+        source.scale(1)
+        await until(lambda: sessions.environment_load.num_draining_servers == 1)
+        assert len(source.pids) == 2
+        for one in (*first, late):
+            assert await sessions.state(one.session_id)
+        assert sessions.environment_load.num_draining == 1
+        await sessions.close(late.session_id)
+        await until(lambda: len(source.pids) == 1, timeout_s=15)
+        assert await sessions.state(first[0].session_id)
+
+
+async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message():
+    with pytest.raises(UserError, match="nogame"):
+        await Gateway(config_of(options={"game": "nogame"})).start()

@@ -1,0 +1,295 @@
+"""The API server is reached with the right certificate and token, and neither gets out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import trustme
+import yaml
+from aiohttp import web
+from cluster_objects import NAMESPACE, client_of, endpoint_slice, eventually, member
+from fake_kubernetes import FakeKubernetes
+
+from ludus.proto.errors import ClusterError, ConfigError
+from ludus.services.gateway import kubernetes_api
+from ludus.services.gateway.kubernetes_api import (
+    ApiAccess,
+    EventType,
+    KubernetesApi,
+    in_cluster_access,
+    kubeconfig_access,
+    load_access,
+    resource_path,
+)
+
+PODS = resource_path("v1", NAMESPACE, "pods")
+SECRET = "sec.ret.token"
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+async def cluster(authority: trustme.CA) -> AsyncIterator[FakeKubernetes]:
+    """A server with TLS that accepts one token."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1", "kubernetes.default.svc").configure_cert(tls)
+    async with FakeKubernetes(tls=tls) as cluster:
+        cluster.tokens = {SECRET}
+        yield cluster
+
+
+@pytest.fixture
+def account(tmp_path: Path, authority: trustme.CA) -> Path:
+    """A pod's service account folder."""
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    return tmp_path
+
+
+def environment_of(cluster: FakeKubernetes) -> dict[str, str]:
+    port = cluster.url.rpartition(":")[2]
+    return {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
+
+
+def in_pod(cluster: FakeKubernetes, account: Path) -> KubernetesApi:
+    return KubernetesApi(lambda: in_cluster_access(account, environment_of(cluster)))
+
+
+async def test_a_pod_is_let_in_with_its_service_account(
+    cluster: FakeKubernetes, account: Path
+) -> None:
+    async with in_pod(cluster, account) as api:
+        assert (await api.read(PODS))["items"] == []
+
+
+async def test_a_token_that_rotates_is_read_again(cluster: FakeKubernetes, account: Path) -> None:
+    async with in_pod(cluster, account) as api:
+        await api.read(PODS)
+        cluster.tokens = {"the.next.token"}
+        (account / "token").write_text("the.next.token")
+        await api.read(PODS)
+    assert [request.token for request in cluster.requests] == [SECRET, "the.next.token"]
+
+
+async def test_a_service_account_that_is_missing_for_a_while_is_trouble_that_passes(
+    cluster: FakeKubernetes, account: Path
+) -> None:
+    async with in_pod(cluster, account) as api:
+        await api.read(PODS)
+        token_file = account / "token"
+        token_file.rename(account / "away")
+        with pytest.raises(ClusterError, match="No such file"):
+            await api.read(PODS)
+        cluster.tokens = {"the.next.token"}
+        token_file.write_text("stale")
+        (account / "ca.crt").rename(account / "ca.away")
+        with pytest.raises(ClusterError, match="automountServiceAccountToken"):
+            await api.read(PODS)
+        token_file.write_text("the.next.token")
+        (account / "ca.away").rename(account / "ca.crt")
+        await api.read(PODS)
+
+
+async def test_a_ca_that_rotates_is_read_again(account: Path) -> None:
+    old, new = trustme.CA(), trustme.CA()
+    old.cert_pem.write_to_path(account / "ca.crt")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    new.issue_cert("127.0.0.1").configure_cert(tls)
+    async with FakeKubernetes(tls=tls) as cluster, in_pod(cluster, account) as api:
+        with pytest.raises(ClusterError, match="certificate verify failed"):
+            await api.read(PODS)
+        assert cluster.requests == [], "the token is not sent to a stranger"
+        new.cert_pem.write_to_path(account / "ca.crt")
+        await api.read(PODS)
+
+
+async def test_credentials_appear_in_no_error_log_or_repr(
+    cluster: FakeKubernetes, account: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    access = in_cluster_access(account, environment_of(cluster))
+    said = [repr(access)]
+    cluster.tokens = {"another"}
+    async with in_pod(cluster, account) as api:
+        for troubled in (api.read(PODS), api.merge(f"{PODS}/a", {})):
+            with pytest.raises(ClusterError, match="check the service account's token") as caught:
+                await troubled
+            said += [str(caught.value), repr(caught.value)]
+        await cluster.go_down()
+        with pytest.raises(ClusterError) as caught:
+            await api.read(PODS)
+        said += [str(caught.value), repr(caught.value)]
+    assert SECRET not in "".join(said) + caplog.text
+
+
+async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(elsewhere.url + request.path)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    api = KubernetesApi(lambda: ApiAccess(url, lambda: f"Bearer {SECRET}"))
+    async with FakeKubernetes() as elsewhere, api:
+        with pytest.raises(ClusterError, match="got 307"):
+            await api.read(PODS)
+        assert elsewhere.requests == []
+    await runner.cleanup()
+
+
+def write_kubeconfig(path: Path, cluster: FakeKubernetes, ca_file: Path, user: object) -> Path:
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "clusters": [
+            {
+                "name": "c",
+                "cluster": {"server": cluster.url, "certificate-authority": str(ca_file)},
+            }
+        ],
+        "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+async def test_a_kubeconfig_lets_in_from_outside(cluster: FakeKubernetes, account: Path) -> None:
+    ca_file = account / "ca.crt"
+    config = write_kubeconfig(account / "config", cluster, ca_file, {"token": SECRET})
+    async with KubernetesApi(lambda: load_access(config)) as api:
+        assert (await api.read(PODS))["items"] == []
+    assert SECRET not in repr(kubeconfig_access(config))
+
+
+async def test_a_kubeconfigs_plugin_is_asked_again_when_its_token_is_refused(
+    cluster: FakeKubernetes, account: Path
+) -> None:
+    answer = account / "answer.json"
+    plugin = account / "plugin"
+    plugin.write_text(f"#!/bin/sh\ncat {answer}\n")
+    plugin.chmod(plugin.stat().st_mode | stat.S_IXUSR)
+    version = "client.authentication.k8s.io/v1"
+
+    def answer_with(token: str) -> None:
+        status = {"token": token}
+        credential = {"apiVersion": version, "kind": "ExecCredential", "status": status}
+        answer.write_text(json.dumps(credential))
+
+    answer_with(SECRET)
+    user = {"exec": {"apiVersion": version, "command": str(plugin), "interactiveMode": "Never"}}
+    config = write_kubeconfig(account / "config", cluster, account / "ca.crt", user)
+    async with KubernetesApi(lambda: kubeconfig_access(config)) as api:
+        await api.read(PODS)
+        cluster.tokens = {"fresh"}
+        answer_with("fresh")
+        await api.read(PODS)
+    assert [request.token for request in cluster.requests] == [SECRET, SECRET, "fresh"]
+
+
+@pytest.mark.parametrize("missing", ["token", "ca.crt"])
+def test_a_pod_without_a_service_account_says_what_to_set(account: Path, missing: str) -> None:
+    (account / missing).unlink()
+    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    with pytest.raises(ConfigError, match="automountServiceAccountToken"):
+        in_cluster_access(account, environ)
+
+
+def test_a_kubeconfig_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kubectl config get-contexts"):
+        kubeconfig_access(tmp_path / "none")
+    (tmp_path / "broken").write_text("{{{ token: sec.ret.token")
+    with pytest.raises(ConfigError, match="got ParserError") as caught:
+        kubeconfig_access(tmp_path / "broken")
+    assert caught.value.__cause__ is None
+
+
+def test_an_ipv6_api_server_is_bracketed(account: Path) -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    assert in_cluster_access(account, environ).url == "https://[fd00::1]:443"
+
+
+def test_names_cannot_leave_their_place_in_a_path() -> None:
+    assert resource_path("v1", "a/b", "pods", "../x") == "/api/v1/namespaces/a%2Fb/pods/..%2Fx"
+    assert resource_path("a.b/v1", "n", "leases") == "/apis/a.b/v1/namespaces/n/leases"
+
+
+async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
+    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+        cluster.fail(403)
+        with pytest.raises(ClusterError, match=r"cannot list pods.*grant it in the gateway's Role"):
+            await api.read(PODS)
+        cluster.fail(429, retry_after="7")
+        with pytest.raises(ClusterError) as caught:
+            await api.read(PODS)
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 7.0)
+
+
+async def test_an_answer_or_event_beyond_all_bounds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kubernetes_api, "_MAX_ANSWER_BYTES", 2_000)
+    monkeypatch.setattr(kubernetes_api, "_MAX_EVENT_BYTES", 2_000)
+    path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
+    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+        version = (await api.read(path))["metadata"]["resourceVersion"]
+        cluster.put(endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
+        with pytest.raises(ClusterError, match="at most 2000 bytes"):
+            await api.read(path)
+        with pytest.raises(ClusterError, match="up to 2000 bytes"):
+            async with aclosing(api.watch(path, version=version, timeout_s=5)) as events:
+                await anext(events)
+
+
+async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
+    path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
+    async with FakeKubernetes() as cluster, client_of(cluster) as api:
+        cluster.put(endpoint_slice("s1"))
+        async with aclosing(api.watch(path, version="0", timeout_s=5)) as events:
+            event = await anext(events)
+            assert event.type == EventType.ADDED
+            assert cluster.num_watches == 1
+        await eventually(lambda: cluster.num_watches == 0)
+
+
+async def test_a_watch_ends_with_a_bookmark_when_its_time_is_over() -> None:
+    async with FakeKubernetes(revision=500) as cluster, client_of(cluster) as api:
+        seen = [event async for event in api.watch(PODS, version="500", timeout_s=1)]
+    assert [event.type for event in seen] == [EventType.BOOKMARK]
+    assert seen[0].object["metadata"]["resourceVersion"] == "500"
+
+
+async def test_a_server_that_says_nothing_is_given_up() -> None:
+    async with FakeKubernetes() as cluster:
+        cluster.delay_s = 60.0
+        access = ApiAccess(cluster.url, lambda: "")
+        async with KubernetesApi(lambda: access, timeout_s=0.1) as api:
+            with pytest.raises(ClusterError, match="TimeoutError"):
+                await asyncio.wait_for(api.read(PODS), 5)
+
+
+def test_a_gateway_in_a_pod_does_not_load_the_official_client() -> None:
+    modules = "kubernetes_source, leadership, deletion_cost"
+    code = (
+        f"import sys\nfrom ludus.services.gateway import {modules}\n"
+        "print([m for m in ('kubernetes', 'torch', 'ray') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr

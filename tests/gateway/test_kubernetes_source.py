@@ -1,0 +1,423 @@
+"""The pods behind a Service are known, whatever happens to the API server meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from cluster_objects import (
+    NAMESPACE,
+    SLICES,
+    client_of,
+    endpoint_slice,
+    eventually,
+    id_of,
+    member,
+)
+from fake_kubernetes import FakeKubernetes
+
+from ludus.env.session_ids import SessionKey, server_id_of
+from ludus.proto.errors import ConfigError
+from ludus.services.gateway.endpoints import Endpoint, Sequence
+from ludus.services.gateway.kubernetes_source import (
+    EndpointSliceSource,
+    SourceOptions,
+    merged,
+    slice_endpoints,
+)
+
+IMPATIENT = SourceOptions(first_retry_s=0.01, max_retry_s=0.05)
+
+
+@dataclass
+class Seen:
+    """What a source published."""
+
+    lists: list[Sequence[Endpoint]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def last(self) -> dict[str, Endpoint]:
+        return {endpoint.pod_name: endpoint for endpoint in self.lists[-1]}
+
+    async def until(self, *pods: str) -> None:
+        await eventually(lambda: self.task.done() or (self.lists and set(self.last) == set(pods)))
+        assert not self.task.done(), self.task
+
+
+@asynccontextmanager
+async def following(
+    cluster: FakeKubernetes, options: SourceOptions = IMPATIENT
+) -> AsyncIterator[Seen]:
+    seen = Seen()
+    async with client_of(cluster) as api:
+        source = EndpointSliceSource(api, NAMESPACE, "blackjack", options)
+        seen.task = asyncio.create_task(source.watch(seen.lists.append))
+        try:
+            yield seen
+            assert not seen.task.done(), seen.task
+        finally:
+            seen.task.cancel()
+            await asyncio.gather(seen.task, return_exceptions=True)
+            await source.close()
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[FakeKubernetes]:
+    async with FakeKubernetes() as cluster:
+        yield cluster
+
+
+async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids(
+    cluster: FakeKubernetes,
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a", "10.0.0.7")))
+    async with following(cluster) as seen:
+        await seen.until("a")
+    assert seen.last["a"] == Endpoint(
+        key=id_of("a"),
+        grpc_address="grpc://10.0.0.7:18000",
+        http_address="http://10.0.0.7:8000",
+        server_id=id_of("a"),
+        pod_name="a",
+    )
+
+
+async def test_pods_come_and_go_over_all_slices_of_the_service_alone(
+    cluster: FakeKubernetes,
+) -> None:
+    cluster.put(endpoint_slice("other", member("x"), service="chess"))
+    async with following(cluster) as seen:
+        await seen.until()
+        cluster.put(endpoint_slice("s1", member("a"), member("b")))
+        await seen.until("a", "b")
+        cluster.put(endpoint_slice("s2", member("c")))
+        cluster.put(endpoint_slice("more", member("y"), service="chess"))
+        await seen.until("a", "b", "c")
+        cluster.put(endpoint_slice("s1", member("b")))
+        await seen.until("b", "c")
+        cluster.remove(*SLICES, "s2")
+        await seen.until("b")
+
+
+async def test_nothing_is_published_before_the_first_list_succeeded(
+    cluster: FakeKubernetes,
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.fail(500, verb="list", times=2)
+    cluster.fail(403, verb="list", times=10**6)
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_requests("list") >= 4)
+        assert seen.lists == []
+        cluster.heal()
+        await seen.until("a")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "is_ready", "is_terminating"),
+    [
+        ({"ready": True}, True, False),
+        ({"ready": None, "serving": None, "terminating": None}, True, False),
+        ({"ready": False, "serving": False}, False, False),
+        ({"ready": True, "serving": False}, False, False),
+        ({"ready": False, "serving": True, "terminating": True}, False, True),
+        ({"ready": True, "serving": True, "terminating": True}, False, True),
+        ({"ready": False, "serving": False, "terminating": True}, False, True),
+    ],
+)
+def test_conditions_say_who_takes_new_sessions_and_who_keeps_theirs(
+    conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
+) -> None:
+    found = endpoint_slice("s1", member("a", **conditions))
+    (endpoint,) = slice_endpoints(found, SourceOptions()).endpoints
+    assert (endpoint.is_ready, endpoint.is_terminating) == (is_ready, is_terminating)
+
+
+def both(*objects: dict[str, object]) -> dict[str, Endpoint]:
+    return merged(slice_endpoints(one, SourceOptions()) for one in objects)
+
+
+def versioned(found: dict[str, object], version: int) -> dict[str, object]:
+    return {**found, "metadata": {**found["metadata"], "resourceVersion": str(version)}}
+
+
+def test_a_pod_in_two_slices_is_one_endpoint_as_the_newer_slice_tells_it() -> None:
+    older = versioned(endpoint_slice("s2", member("a", ready=False, serving=False)), 99)
+    newer = versioned(endpoint_slice("s1", member("a")), 100)
+    for order in ((older, newer), (newer, older)):
+        assert [e.is_ready for e in both(*order).values()] == [True]
+
+
+def test_a_pod_that_terminates_in_any_slice_takes_no_new_sessions() -> None:
+    stale = versioned(endpoint_slice("s1", member("a")), 100)
+    terminating = versioned(endpoint_slice("s2", member("a", ready=False, terminating=True)), 50)
+    (endpoint,) = both(stale, terminating).values()
+    assert (endpoint.is_ready, endpoint.is_terminating) == (False, True)
+
+
+def test_an_ipv6_address_is_bracketed_and_ipv4_preferred() -> None:
+    v6 = endpoint_slice("six", member("a", "fd00::7"), family="IPv6")
+    v4 = endpoint_slice("four", member("a", "10.0.0.7"), family="IPv4")
+    assert both(v6)[id_of("a")].grpc_address == "grpc://[fd00::7]:18000"
+    assert both(v6, v4)[id_of("a")].http_address == "http://10.0.0.7:8000"
+
+
+def test_an_endpoint_that_is_no_pod_is_known_by_its_address() -> None:
+    by_hand = {"addresses": ["10.9.9.9"]}
+    (endpoint,) = both(endpoint_slice("s1", by_hand)).values()
+    assert (endpoint.key, endpoint.server_id) == ("http://10.9.9.9:8000", "")
+    assert endpoint.is_ready
+
+
+def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
+    name = server_id_of("8C5F7A3E-0b1d-4c7e-9a55-2f7d1c0e4b6a")
+    key = SessionKey.random()
+    assert name == "8c5f7a3e0b1d4c7e9a552f7d1c0e4b6a"
+    assert key.read(key.sign("blackjack", name)).server_id == name
+    with pytest.raises(ConfigError, match="POD_UID"):
+        server_id_of("")
+
+
+@pytest.mark.parametrize(
+    ("ports", "http", "grpc"),
+    [
+        ({"http": 80, "grpc": 90}, 80, 90),
+        ({"http": 8000}, 8000, 18000),
+        ({"": 8000}, 8000, 18000),
+        ({"metrics": 9090, "http": 8000, "grpc": 18000}, 8000, 18000),
+    ],
+)
+def test_ports_are_found_by_name_or_as_a_server_chooses_them(
+    ports: dict[str, int], http: int, grpc: int
+) -> None:
+    found = endpoint_slice("s1", member("a"), ports=ports)
+    (endpoint,) = slice_endpoints(found, SourceOptions()).endpoints
+    assert endpoint.http_address.endswith(f":{http}")
+    assert endpoint.grpc_address.endswith(f":{grpc}")
+
+
+@pytest.mark.parametrize("ports", [{}, {"web": 8000}, {"": 8000, "grpc": 90}, {"http": 60_000}])
+def test_ports_that_cannot_be_the_servers_are_an_error_that_names_them(
+    ports: dict[str, int],
+) -> None:
+    with pytest.raises(ConfigError, match="ports named 'http' and 'grpc'"):
+        slice_endpoints(endpoint_slice("s1", member("a"), ports=ports), SourceOptions())
+
+
+async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
+    cluster: FakeKubernetes,
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80}))
+    async with client_of(cluster) as api:
+        source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT)
+        with pytest.raises(ConfigError, match="got web=80"):
+            await asyncio.wait_for(source.watch(lambda _: None), 5)
+
+
+@pytest.mark.parametrize("lists_again", [False, True])
+async def test_a_slice_that_becomes_unreadable_keeps_its_last_readable_state(
+    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture, lists_again: bool
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await seen.until("a")
+        cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80}))
+        if lists_again:
+            cluster.expire_watches()
+        cluster.put(endpoint_slice("s2", member("b")))
+        await seen.until("a", "b")
+    assert "name the Service's ports so" in caplog.text
+
+
+async def test_a_cut_watch_goes_on_where_it_was_without_a_new_list(
+    cluster: FakeKubernetes,
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        for pod in "bcdef":
+            cluster.cut_watches()
+            cluster.put(endpoint_slice(f"s-{pod}", member(pod)))
+            await eventually(lambda pod=pod: pod in seen.last)
+        await seen.until(*"abcdef")
+    assert cluster.num_requests("list") == 1
+
+
+@pytest.mark.parametrize("gone_as_status", [False, True])
+async def test_a_watch_that_is_too_old_lists_again_and_misses_nothing(
+    cluster: FakeKubernetes, gone_as_status: bool
+) -> None:
+    cluster.gone_as_status = gone_as_status
+    cluster.put(endpoint_slice("s1", member("a")))
+    cluster.put(endpoint_slice("s2", member("b")))
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        cluster.fail(503, verb="watch", times=1)
+        cluster.cut_watches()
+        cluster.remove(*SLICES, "s1")
+        cluster.put(endpoint_slice("s3", member("c")))
+        cluster.compact()
+        await seen.until("b", "c")
+    assert cluster.num_requests("list") == 2
+
+
+async def test_a_stream_that_says_it_is_too_old_is_listed_again(cluster: FakeKubernetes) -> None:
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        cluster.expire_watches()
+        await eventually(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
+        cluster.put(endpoint_slice("s1", member("a")))
+        await seen.until("a")
+
+
+async def test_a_bookmark_spares_a_quiet_service_the_new_list(
+    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        for number in range(5):  # others change the cluster meanwhile
+            cluster.put(endpoint_slice(f"o{number}", service="chess"))
+        cluster.send_bookmarks()
+        cluster.compact()
+        cluster.end_watches()
+        await eventually(lambda: cluster.num_requests("watch") == 2 and cluster.num_watches)
+        cluster.put(endpoint_slice("s2", member("b")))
+        await seen.until("a", "b")
+    assert cluster.num_requests("list") == 1
+    assert len(seen.lists) == 2
+    assert caplog.text == ""
+
+
+async def test_an_outage_keeps_the_last_list_and_ends_by_itself(cluster: FakeKubernetes) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await seen.until("a")
+        await eventually(lambda: cluster.num_watches)
+        await cluster.go_down()
+        cluster.put(endpoint_slice("s1", member("b")))
+        await eventually(lambda: not cluster.num_watches)
+        await asyncio.sleep(0.1)
+        assert len(seen.lists) == 1
+        await cluster.come_up()
+        await seen.until("b")
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500])
+async def test_refusals_keep_the_last_list(cluster: FakeKubernetes, status: int) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        cluster.fail(status, times=10**6)
+        cluster.expire_watches()
+        cluster.put(endpoint_slice("s1", member("b")))
+        num_before = len(cluster.requests)
+        await eventually(lambda: len(cluster.requests) > num_before + 3)
+        assert set(seen.last) == {"a"}
+        cluster.heal()
+        await seen.until("b")
+
+
+@pytest.mark.parametrize(
+    "line", [b"not json\n", b'{"type":"SURPRISE","object":{}}\n', b"[1]\n", b'{"type":"ADD']
+)
+async def test_a_broken_stream_is_begun_again(cluster: FakeKubernetes, line: bytes) -> None:
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        cluster.send_raw(line)
+        cluster.end_watches()
+        await eventually(lambda: cluster.num_requests("watch") == 2)
+        cluster.put(endpoint_slice("s1", member("a")))
+        await seen.until("a")
+
+
+async def test_a_large_slice_arrives_over_a_slow_stream(cluster: FakeKubernetes) -> None:
+    pods = [f"pod-{number}" for number in range(1000)]
+    async with following(cluster) as seen:
+        await eventually(lambda: cluster.num_watches)
+        cluster.bytes_per_write = 5_000
+        cluster.put(endpoint_slice("s1", *map(member, pods)))
+        await seen.until(*pods)
+
+
+async def test_watches_that_end_at_once_are_not_begun_in_a_busy_loop(
+    cluster: FakeKubernetes,
+) -> None:
+    async with following(cluster, SourceOptions(first_retry_s=0.1)) as seen:
+        await eventually(lambda: seen.lists)
+        end_s = time.monotonic() + 0.5
+        while time.monotonic() < end_s:
+            cluster.end_watches()
+            await asyncio.sleep(0.002)
+    assert 2 <= cluster.num_requests("watch") <= 6
+
+
+async def test_watches_ask_for_bookmarks_and_an_end_that_varies(cluster: FakeKubernetes) -> None:
+    async with following(cluster):
+        for number in range(1, 6):
+            await eventually(lambda number=number: cluster.num_requests("watch") >= number)
+            await eventually(lambda: cluster.num_watches)
+            cluster.put(endpoint_slice("s1", member(f"pod-{number}")))
+            cluster.end_watches()
+    asked = [request.query for request in cluster.requests if request.verb == "watch"]
+    assert {query["allowWatchBookmarks"] for query in asked} == {"true"}
+    ends_s = {int(query["timeoutSeconds"]) for query in asked}
+    assert len(ends_s) > 1
+    assert all(240 <= end_s <= 300 for end_s in ends_s)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_goes_wrong_the_list_becomes_what_the_cluster_holds(
+    cluster: FakeKubernetes, seed: int
+) -> None:
+    dice = random.Random(seed)
+    held: dict[str, tuple[str, ...]] = {}
+
+    def change() -> None:
+        name = f"s{dice.randrange(4)}"
+        if name in held and dice.random() < 0.3:
+            cluster.remove(*SLICES, name)
+            del held[name]
+            return
+        held[name] = tuple(dice.sample([f"pod-{n}" for n in range(8)], dice.randrange(4)))
+        cluster.put(endpoint_slice(name, *map(member, held[name])))
+
+    troubles = [
+        cluster.cut_watches,
+        cluster.end_watches,
+        cluster.expire_watches,
+        cluster.send_bookmarks,
+        lambda: cluster.send_raw(b"{\n"),
+        lambda: cluster.fail(500, verb="watch"),
+        lambda: cluster.fail(429, verb="list"),
+    ]
+    async with following(cluster) as seen:
+        for _ in range(60):
+            for _ in range(dice.randrange(3)):
+                change()
+            if dice.random() < 0.5:
+                dice.choice(troubles)()
+            await asyncio.sleep(dice.choice([0, 0, 0.002, 0.02]))
+        await seen.until(*{pod for pods in held.values() for pod in pods})
+
+
+def test_one_change_among_2000_pods_costs_milliseconds() -> None:
+    pods = [[f"pod-{part}-{number}" for number in range(100)] for part in range(20)]
+    slices = [
+        versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
+        for part, names in enumerate(pods)
+    ]
+    read = [slice_endpoints(one, SourceOptions()) for one in slices]
+    costs_s = []
+    for number in range(20):
+        began_s = time.process_time()
+        read[number] = slice_endpoints(slices[number], SourceOptions())
+        found = merged(read)
+        costs_s.append(time.process_time() - began_s)
+    assert len(found) == 2000
+    assert sorted(costs_s)[10] < 0.03

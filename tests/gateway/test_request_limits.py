@@ -1,0 +1,290 @@
+"""Requests that send too much or too slowly, and the id and trace that follow the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import httpx
+import pytest
+import websockets
+from fastapi import Body, FastAPI, Request, WebSocket
+from http_server import serving
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from ludus.env.tracing import current_request_id, current_traceparent
+from ludus.proto.errors import ConfigError
+from ludus.services.gateway.request_limits import (
+    AddRequestId,
+    LimitRequests,
+    RequestLimits,
+    TraceRequests,
+    request_id_of,
+    trace_carrier,
+)
+
+LIMITS = RequestLimits(
+    max_body_bytes=1000, body_timeout_s=0.3, max_headers=20, max_header_bytes=2000
+)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+_log = logging.getLogger("test.requests")
+
+
+def build_app() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/count")
+    async def count(request: Request) -> dict[str, int]:
+        return {"num_bytes": len(await request.body())}
+
+    @app.post("/parse")
+    async def parse(body: Annotated[dict[str, str], Body()]) -> dict[str, int]:
+        return {"num_keys": len(body)}
+
+    @app.post("/ignore")
+    async def ignore() -> str:
+        return "unread"
+
+    @app.get("/who")
+    async def who() -> dict[str, str]:
+        _log.warning("served")
+        return {"request_id": current_request_id(), "traceparent": current_traceparent()}
+
+    @app.websocket("/ws")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(current_request_id())
+        await websocket.close()
+
+    return app
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serving(TraceRequests(LimitRequests(build_app(), LIMITS))) as port:
+        yield port
+
+
+@pytest.fixture
+async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        yield client
+
+
+async def chunks(num: int, size: int = 100, pause_s: float = 0.0) -> AsyncIterator[bytes]:
+    for _ in range(num):
+        yield b"x" * size
+        await asyncio.sleep(pause_s)
+
+
+def code_of(response: httpx.Response) -> str:
+    assert response.headers["connection"] == "close"
+    return response.json()["detail"]["code"]
+
+
+async def raw(port: int, sent: bytes) -> bytes:
+    """Everything the server answers until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(5):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+# -- bodies ----------------------------------------------------------------------------------
+
+
+async def test_a_body_within_the_limit_arrives_whole(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/count", content=b"x" * 1000)).json() == {"num_bytes": 1000}
+    assert (await client.post("/count", content=chunks(10))).json() == {"num_bytes": 1000}
+    assert (await client.post("/count")).json() == {"num_bytes": 0}
+
+
+@pytest.mark.parametrize("path", ["/count", "/parse"])
+async def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    for content in (b"x" * 1001, chunks(11)):
+        response = await client.post(path, content=content)
+        assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+        assert "at most 1000 bytes" in response.text
+    assert (await client.get("/who")).status_code == 200
+
+
+async def test_a_large_body_that_is_still_being_sent_learns_why(client: httpx.AsyncClient) -> None:
+    response = await client.post("/count", content=chunks(200, size=65_536))
+    assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+    response = await client.post("/count", content=b"x" * 10_000_000)
+    assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
+
+
+async def test_a_declared_length_is_refused_before_the_body_is_sent(port: int) -> None:
+    for length in (b"1001", b"9" * 18):
+        head = b"POST /count HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: "
+        head += length + b"\r\n\r\n"
+        assert b"413 " in (await raw(port, head)).split(b"\r\n")[0]
+
+
+async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    with pytest.raises(ConnectionError):
+        async with asyncio.timeout(10):
+            while True:
+                writer.write(b"64\r\n" + b"x" * 100 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+    writer.close()
+
+
+async def test_a_body_that_drips_is_given_up_after_the_time_out(
+    client: httpx.AsyncClient, port: int
+) -> None:
+    response = await client.post("/count", content=chunks(40, size=1, pause_s=0.02))
+    assert (response.status_code, code_of(response)) == (408, "TIMEOUT")
+    assert "within 0.3 s" in response.text
+    head = b"POST /parse HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    assert b"408 " in (await raw(port, head)).split(b"\r\n")[0]
+
+
+async def test_a_slow_answer_is_not_a_slow_body() -> None:
+    app = FastAPI()
+
+    @app.post("/slow")
+    async def slow(request: Request) -> bool:
+        await request.body()
+        await asyncio.sleep(0.5)
+        return await request.is_disconnected()
+
+    async with (
+        serving(LimitRequests(app, LIMITS)) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        response = await client.post("/slow", content=b"x")
+        assert (response.status_code, response.json()) == (200, False)
+
+
+# -- headers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers", [{f"x-{n}": "1" for n in range(20)}, {"x-long": "y" * 2000}], ids=["many", "long"]
+)
+async def test_too_many_or_too_long_headers_are_refused(
+    client: httpx.AsyncClient, port: int, headers: dict[str, str]
+) -> None:
+    response = await client.get("/who", headers=headers)
+    assert (response.status_code, code_of(response)) == (431, "VALIDATION_ERROR")
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        await websockets.connect(f"ws://127.0.0.1:{port}/ws", additional_headers=headers)
+    assert caught.value.response.status_code == 431
+
+
+def test_limits_that_refuse_everything_are_no_limits() -> None:
+    with pytest.raises(ConfigError, match="max_body_bytes above 0, got 0"):
+        RequestLimits(max_body_bytes=0)
+
+
+# -- ids and traces --------------------------------------------------------------------------
+
+
+async def test_a_request_id_is_taken_echoed_and_logged(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.handler.addFilter(AddRequestId())
+    response = await client.get("/who", headers={"x-request-id": "run-7.step_12"})
+    assert response.headers["x-request-id"] == response.json()["request_id"] == "run-7.step_12"
+    records = [record for record in caplog.records if record.name == "test.requests"]
+    assert [record.request_id for record in records] == ["run-7.step_12"]  # type: ignore[attr-defined]
+    _log.warning("outside")
+    assert caplog.records[-1].request_id == "-"  # type: ignore[attr-defined]
+
+
+async def test_a_request_without_a_good_id_is_given_one(client: httpx.AsyncClient) -> None:
+    for headers in ({}, {"x-request-id": "a b"}, {"x-request-id": "a" * 129}):
+        first = await client.get("/who", headers=headers)
+        second = await client.get("/who", headers=headers)
+        assert first.headers["x-request-id"] == first.json()["request_id"]
+        assert first.headers["x-request-id"] != second.headers["x-request-id"]
+        assert len(first.headers["x-request-id"]) == 32
+
+
+async def test_refusals_and_sockets_carry_the_id_too(client: httpx.AsyncClient, port: int) -> None:
+    refused = await client.post("/count", content=b"x" * 1001, headers={"x-request-id": "r1"})
+    assert refused.headers["x-request-id"] == "r1"
+    headers = {"x-request-id": "r2"}
+    async with websockets.connect(
+        f"ws://127.0.0.1:{port}/ws", additional_headers=headers
+    ) as socket:
+        assert await socket.recv() == "r2"
+        assert socket.response is not None
+        assert socket.response.headers["x-request-id"] == "r2"
+
+
+async def test_a_trace_is_passed_on_and_ends_with_its_request(client: httpx.AsyncClient) -> None:
+    traced = await client.get("/who", headers={"traceparent": PARENT, "tracestate": "a=1"})
+    assert traced.json()["traceparent"] == PARENT
+    assert (await client.get("/who")).json()["traceparent"] == ""
+    for nonsense in ("00-0-0-00", "x" * 5000, "ff-" + PARENT[3:]):
+        limited = await client.get("/who", headers={"traceparent": nonsense[:1200]})
+        assert (limited.status_code, limited.json()["traceparent"]) == (200, "")
+
+
+async def test_spans_of_the_sdk_continue_the_callers_trace() -> None:
+    app = FastAPI()
+    tracer = TracerProvider().get_tracer("test")
+
+    @app.get("/span")
+    async def span() -> str:
+        with tracer.start_as_current_span("inner"):
+            return format(trace.get_current_span().get_span_context().trace_id, "032x")
+
+    async with (
+        serving(TraceRequests(app)) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        answer = await client.get("/span", headers={"traceparent": PARENT})
+        assert answer.json() == PARENT.split("-")[1]
+
+
+Headers = st.lists(
+    st.tuples(
+        st.sampled_from([b"x-request-id", b"traceparent", b"tracestate", b"content-length"]),
+        st.binary(max_size=200) | st.from_regex(rb"[0-9a-f-]{0,60}", fullmatch=True),
+    )
+)
+
+
+@given(Headers)
+def test_any_headers_give_an_id_that_is_fit_for_logs(headers: list[tuple[bytes, bytes]]) -> None:
+    made = request_id_of(headers)
+    assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", made)
+
+
+@given(Headers)
+async def test_any_headers_are_served_or_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    sent: list[int] = []
+
+    async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request"}
+
+    async def send(message) -> None:  # type: ignore[no-untyped-def]
+        if message["type"] == "http.response.start":
+            sent.append(message["status"])
+
+    scope = {"type": "http", "path": "/", "headers": headers}
+    await TraceRequests(LimitRequests(app, LIMITS))(scope, receive, send)
+    assert sent in ([200], [413], [431])
+    assert isinstance(trace_carrier(headers), dict)

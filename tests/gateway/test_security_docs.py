@@ -1,0 +1,58 @@
+"""What docs/security.md states, held against what the code says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ludus.env.bounded_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
+from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
+from ludus.proto.metrics import GatewayMetric
+from ludus.services.gateway.access import Access
+from ludus.services.gateway.config import GatewayConfig
+from ludus.services.gateway.request_limits import RequestLimits
+
+DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+
+
+def written_file(name: str) -> str:
+    """A file that the reader is told to write."""
+    found = re.search(rf"cat > {re.escape(name)} <<'END'\n(.*?)\nEND", DOCS, re.DOTALL)
+    assert found, name
+    return found[1]
+
+
+def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_A_TOKEN", "0123456789abcdef0123")
+    (tmp_path / "operator.token").write_text("abcdef0123456789abcd\n")
+    path = tmp_path / "tenants.toml"
+    path.write_text(written_file("tenants.toml"))
+    access = Access.from_file(path)
+    assert access.authenticate("Bearer 0123456789abcdef0123").limits.max_sessions == 512
+    assert access.authenticate("Bearer abcdef0123456789abcd").name == "operator"
+
+
+@pytest.mark.parametrize("name", ["gateway.toml", "fleet.toml"])
+def test_its_gateway_files_are_read(name: str) -> None:
+    GatewayConfig.of(tomllib.loads(written_file(name)))
+
+
+def test_its_bounds_are_those_of_the_code() -> None:
+    limits = RequestLimits()
+    for row in (
+        f"| request line and headers | {MAX_HEAD_BYTES // 1024} KiB, complete within"
+        f" {HEAD_TIMEOUT_S:g} s |",
+        f"| {limits.max_headers}, of {limits.max_header_bytes // 1024} KiB together |",
+        f"| {limits.max_body_bytes >> 20} MiB, complete within {limits.body_timeout_s:g} s |",
+        f"| gRPC message | {MAX_MESSAGE_BYTES >> 20} MiB |",
+    ):
+        assert row in DOCS
+
+
+def test_its_queries_name_metrics_that_are_exported() -> None:
+    named = set(re.findall(r"ludus_gateway_[a-z_]+", DOCS))
+    assert named
+    assert {name.removesuffix("_total") for name in named} <= set(GatewayMetric)

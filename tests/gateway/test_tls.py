@@ -1,0 +1,388 @@
+"""Certificates that are replaced under running servers, and files that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+import uvicorn
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from starlette.types import Receive, Scope, Send
+
+from ludus.env.tls import (
+    TlsFiles,
+    client_channel_credentials,
+    client_ssl_context,
+    grpc_server_credentials,
+    server_ssl_context,
+)
+from ludus.proto.errors import ConfigError
+
+CA = trustme.CA()
+OTHER_CA = trustme.CA()
+
+
+@pytest.fixture
+def ca_file(tmp_path: Path) -> Path:
+    path = tmp_path / "ca.pem"
+    CA.cert_pem.write_to_path(str(path))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TlsFiles:
+    tls = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.key")
+    issue(tls)
+    return tls
+
+
+def issue(tls: TlsFiles, ca: trustme.CA = CA) -> int:
+    """Writes a new certificate and key, replaced as a whole; its serial number."""
+    cert = ca.issue_cert("localhost", "127.0.0.1")
+    chain = b"".join(blob.bytes() for blob in cert.cert_chain_pems)
+    for path, content in ((tls.cert, chain), (tls.key, cert.private_key_pem.bytes())):
+        new = path.with_suffix(".new")
+        new.write_bytes(content)
+        os.replace(new, path)
+    return serial(chain)
+
+
+def serial(pem: bytes) -> int:
+    return x509.load_pem_x509_certificate(pem).serial_number
+
+
+# -- HTTPS -----------------------------------------------------------------------------------
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+    )
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+@asynccontextmanager
+async def https_server(tls: TlsFiles) -> AsyncIterator[int]:
+    config = uvicorn.Config(
+        hello,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ssl_context_factory=lambda config, default: server_ssl_context(tls),
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Https:
+    """One connection to a server."""
+
+    @classmethod
+    async def connect(cls, port: int, context: ssl.SSLContext) -> Https:
+        self = cls()
+        self.reader, self.writer = await asyncio.open_connection("localhost", port, ssl=context)
+        self.serial = serial(
+            ssl.DER_cert_to_PEM_cert(
+                self.writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            ).encode()
+        )
+        return self
+
+    async def get(self) -> bytes:
+        self.writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await self.reader.readuntil(b"\r\n\r\n")
+        return await self.reader.readexactly(2)
+
+    async def close(self) -> None:
+        self.writer.close()
+        await self.writer.wait_closed()
+
+
+async def test_https_serves_a_replaced_certificate_and_keeps_its_connections(
+    files: TlsFiles, ca_file: Path
+) -> None:
+    context = client_ssl_context(ca_file)
+    first_serial = issue(files)
+    async with https_server(files) as port:
+        old = await Https.connect(port, context)
+        assert (old.serial, await old.get()) == (first_serial, b"hi")
+        second_serial = issue(files)
+        new = await Https.connect(port, context)
+        assert new.serial == second_serial != first_serial
+        assert await new.get() == await old.get() == b"hi"
+        await old.close()
+        await new.close()
+
+
+async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_written(
+    files: TlsFiles, ca_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = client_ssl_context(ca_file)
+    first_serial = issue(files)
+    key = files.key.read_bytes()
+    async with https_server(files) as port:
+        second_serial = issue(files)
+        new_key = files.key.read_bytes()
+        files.key.write_bytes(key)  # the new certificate with the old key
+        for _ in range(2):
+            connection = await Https.connect(port, context)
+            assert connection.serial == first_serial
+            await connection.close()
+        assert caplog.text.count("the TLS certificate stays as it was") == 1
+        assert str(files.key) in caplog.text
+        files.key.write_bytes(new_key)
+        connection = await Https.connect(port, context)
+        assert connection.serial == second_serial
+        await connection.close()
+
+
+async def test_https_asks_for_a_clients_certificate_where_told_to(
+    files: TlsFiles, ca_file: Path, tmp_path: Path
+) -> None:
+    with_clients = replace(files, client_ca=ca_file)
+    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(known)
+    stranger = TlsFiles(tmp_path / "stranger.crt", tmp_path / "stranger.key")
+    issue(stranger, OTHER_CA)
+    async with https_server(with_clients) as port:
+        for _ in range(2):  # a second connection must not resume the first
+            connection = await Https.connect(port, client_ssl_context(ca_file, known))
+            assert await connection.get() == b"hi"
+            await connection.close()
+        for context in (client_ssl_context(ca_file), client_ssl_context(ca_file, stranger)):
+            with pytest.raises((OSError, EOFError)):
+                await (await Https.connect(port, context)).get()
+
+
+async def test_replaced_client_authorities_hold_for_the_next_handshake(
+    files: TlsFiles, ca_file: Path, tmp_path: Path
+) -> None:
+    clients = tmp_path / "clients.pem"
+    CA.cert_pem.write_to_path(str(clients))
+    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(known)
+    async with https_server(replace(files, client_ca=clients)) as port:
+        connection = await Https.connect(port, client_ssl_context(ca_file, known))
+        OTHER_CA.cert_pem.write_to_path(str(clients))
+        assert await connection.get() == b"hi"
+        await connection.close()
+        with pytest.raises((OSError, EOFError)):
+            await (await Https.connect(port, client_ssl_context(ca_file, known))).get()
+
+
+# -- gRPC ------------------------------------------------------------------------------------
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Answers every unary call and every stream with what it was sent."""
+
+    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return (
+            grpc.stream_stream_rpc_method_handler(echo_stream)
+            if call.method == "/test/Stream"
+            else grpc.unary_unary_rpc_method_handler(echo)
+        )
+
+
+async def echo(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    return request
+
+
+async def echo_stream(
+    requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+@asynccontextmanager
+async def grpc_server(tls: TlsFiles) -> AsyncIterator[int]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Echo(),))
+    port = server.add_secure_port("127.0.0.1:0", grpc_server_credentials(tls))
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.aio.Channel:
+    # A pool of its own: channels would share a connection otherwise.
+    return grpc.aio.secure_channel(
+        f"localhost:{port}",
+        client_channel_credentials(ca_file, identity),
+        options=[("grpc.use_local_subchannel_pool", 1)],
+    )
+
+
+async def say(to: grpc.aio.Channel, what: bytes) -> bytes:
+    return await to.unary_unary("/test/Say")(what, timeout=5)
+
+
+async def served_serial(port: int, ca_file: Path) -> int:
+    context = client_ssl_context(ca_file)
+    context.set_alpn_protocols(["h2"])
+    connection = await Https.connect(port, context)
+    connection.writer.transport.abort()
+    return connection.serial
+
+
+async def test_grpc_serves_a_replaced_certificate_and_keeps_its_streams(
+    files: TlsFiles, ca_file: Path
+) -> None:
+    first_serial = issue(files)
+    async with grpc_server(files) as port, channel(port, ca_file) as old:
+        stream = old.stream_stream("/test/Stream")()
+        await stream.write(b"before")
+        assert await stream.read() == b"before"
+        assert await served_serial(port, ca_file) == first_serial
+        second_serial = issue(files)
+        assert await served_serial(port, ca_file) == second_serial
+        await stream.write(b"after")
+        assert await stream.read() == b"after"
+        async with channel(port, ca_file) as new:
+            assert await say(new, b"hi") == b"hi"
+        stream.cancel()
+
+
+async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_bad(
+    files: TlsFiles, ca_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_serial = issue(files)
+    async with grpc_server(files) as port:
+        good = files.cert.read_bytes()
+        files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----")
+        assert await served_serial(port, ca_file) == first_serial
+        assert "the TLS certificate stays as it was" in caplog.text
+        files.cert.unlink()
+        async with channel(port, ca_file) as new:
+            assert await say(new, b"hi") == b"hi"
+        files.cert.write_bytes(good)
+        assert await served_serial(port, ca_file) == first_serial
+
+
+async def test_grpc_asks_for_a_clients_certificate_where_told_to(
+    files: TlsFiles, ca_file: Path, tmp_path: Path
+) -> None:
+    known = TlsFiles(tmp_path / "known.crt", tmp_path / "known.key")
+    issue(known)
+    async with grpc_server(replace(files, client_ca=ca_file)) as port:
+        async with channel(port, ca_file, known) as trusted:
+            assert await say(trusted, b"hi") == b"hi"
+        async with channel(port, ca_file) as nobody:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await say(nobody, b"hi")
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_client_does_not_trust_a_certificate_of_another_authority(
+    files: TlsFiles, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.pem"
+    OTHER_CA.cert_pem.write_to_path(str(other))
+    async with https_server(files) as port:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await Https.connect(port, client_ssl_context(other))
+    async with grpc_server(files) as port, channel(port, other) as wrong:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await say(wrong, b"hi")
+
+
+# -- files that cannot be used ---------------------------------------------------------------
+
+
+def missing_cert(tls: TlsFiles) -> TlsFiles:
+    tls.cert.unlink()
+    return tls
+
+
+def missing_key(tls: TlsFiles) -> TlsFiles:
+    tls.key.unlink()
+    return tls
+
+
+def key_of_another(tls: TlsFiles) -> TlsFiles:
+    cert = tls.cert.read_bytes()
+    issue(tls)
+    tls.cert.write_bytes(cert)
+    return tls
+
+
+def swapped(tls: TlsFiles) -> TlsFiles:
+    return TlsFiles(tls.key, tls.cert)
+
+
+def encrypted(tls: TlsFiles) -> TlsFiles:
+    key = load_pem_private_key(tls.key.read_bytes(), None)
+    tls.key.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"pass"))
+    )
+    return tls
+
+
+def nonsense(tls: TlsFiles) -> TlsFiles:
+    tls.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----")
+    return tls
+
+
+def no_authorities(tls: TlsFiles) -> TlsFiles:
+    empty = tls.cert.with_name("empty.pem")
+    empty.write_bytes(b"")
+    return replace(tls, client_ca=empty)
+
+
+def missing_authorities(tls: TlsFiles) -> TlsFiles:
+    return replace(tls, client_ca=tls.cert.with_name("absent.pem"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (missing_cert, r"as cert, got No such file or directory for .*tls\.crt; create it"),
+        (missing_key, r"as key, got No such file or directory for .*tls\.key; create it"),
+        (key_of_another, r"private key of the certificate .*tls\.crt, got another one in .*\.key"),
+        (swapped, r"a CERTIFICATE as cert, got something else in .*tls\.key; name the right"),
+        (encrypted, r"without a passphrase, got an encrypted one; decrypt it with: openssl"),
+        (nonsense, r"expected a certificate in .*tls\.crt and its private key in .*; write both"),
+        (no_authorities, r"a CERTIFICATE as client_ca, got something else in .*empty\.pem"),
+        (missing_authorities, r"as client_ca, got No such file or directory for .*absent\.pem"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_files_that_cannot_be_used_are_named_before_anything_listens(
+    files: TlsFiles, spoil: object, says: str
+) -> None:
+    spoiled = spoil(files)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=says):
+        server_ssl_context(spoiled)
+    with pytest.raises(ConfigError, match=says):
+        grpc_server_credentials(spoiled)
+
+
+def test_a_client_is_told_of_a_bad_authority_file(tmp_path: Path) -> None:
+    for make in (client_ssl_context, client_channel_credentials):
+        with pytest.raises(ConfigError, match=r"absent\.pem"):
+            make(tmp_path / "absent.pem")
