@@ -6,7 +6,7 @@ NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast conformance lint bench proto clean
+.PHONY: help setup demo test test-fast conformance lint bench bench-env proto clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ lint: setup ## ruff, import contracts, types
 
 bench: setup ## answers per second of both generators, side by side
 	@$(VENV)/python bench/generators.py
+
+bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
+	@$(VENV)/python bench/environments.py
 
 proto: setup ## generate the gRPC stubs anew
 	@$(VENV)/python dev/generate_proto.py

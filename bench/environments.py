@@ -3,9 +3,10 @@
     core 0: server (ours, and OpenEnv's own)  <---->  core 1: clients (and the gateway)
 
 Every contender plays blackjack with 64 sessions, episode after episode, any legal move, each
-session with its own seeds; steps are counted, resets beside them. The contenders alternate round
-by round, so that a machine that slows down slows down all of them. OpenEnv's own server and
-client come from the package index and run in a virtual environment of their own
+session with its own seeds; steps are counted, resets beside them. `StepMany` calls are over 64
+sessions each, and two are in flight, so that client and server work at once. The contenders
+alternate round by round, so that a machine that slows down slows down all of them. OpenEnv's own
+server and client come from the package index and run in a virtual environment of their own
 (`dev/stock_environment.py`, `bench/stock/`).
 """
 
@@ -17,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import socket
 import statistics
 import subprocess
@@ -41,6 +43,8 @@ SERVER_CORE, CLIENT_CORE = 0, 1
 NUM_SESSIONS = 64
 NUM_HELD = 2000
 MAX_SESSIONS = 4096
+SESSION_KEY = secrets.token_hex(32)
+"""Shared by gateway and server, for this run."""
 START_TIMEOUT_S = 120.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -90,6 +94,7 @@ def running(command: Sequence[str], core: int, **options: Any) -> Iterator[subpr
         command,
         text=True,
         cwd=ROOT,
+        env=os.environ | {"LUDUS_SESSION_KEY": SESSION_KEY},
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         **options,
     )
@@ -135,15 +140,19 @@ def all_servers(stock_python: Path, with_gateway: bool) -> Iterator[Servers]:
         stock = stack.enter_context(listening(stock_command, port, SERVER_CORE))
         ours, http, grpc = stack.enter_context(our_server(folder))
         _, _, isolated = stack.enter_context(our_server(folder, "--isolation", "process"))
-        gateway_grpc = ""
-        if with_gateway:
-            http_port, grpc_port = _free_port(), _free_port()
-            command = [str(Path(sys.executable).with_name("ludus")), "gateway"]
-            command += ["--env", f"blackjack={grpc}", "--port", str(http_port)]
-            command += ["--grpc-port", str(grpc_port)]
-            stack.enter_context(listening(command, grpc_port, CLIENT_CORE))
-            gateway_grpc = f"grpc://127.0.0.1:{grpc_port}"
+        gateway_grpc = stack.enter_context(gateway_to(grpc)) if with_gateway else ""
         yield Servers(stock, f"http://127.0.0.1:{port}", ours, http, grpc, isolated, gateway_grpc)
+
+
+@contextlib.contextmanager
+def gateway_to(grpc: str) -> Iterator[str]:
+    """The gRPC address of a gateway to the server."""
+    http_port, grpc_port = _free_port(), _free_port()
+    command = [str(Path(sys.executable).with_name("ludus")), "gateway"]
+    command += ["--env", f"blackjack={grpc}", "--port", str(http_port)]
+    command += ["--grpc-port", str(grpc_port)]
+    with listening(command, grpc_port, CLIENT_CORE):
+        yield f"grpc://127.0.0.1:{grpc_port}"
 
 
 def _free_port() -> int:
@@ -182,7 +191,8 @@ def contenders(servers: Servers, stock_python: Path) -> list[Contender]:
     """The rows of the table, in the order in which they alternate."""
     stock_client = [str(stock_python), "-I", str(STOCK / "blackjack_client.py")]
     ours, grpc, sessions = servers.ours, servers.grpc, str(NUM_SESSIONS)
-    many = [*LOAD, "many", grpc, "--groups", "2"]
+    in_two_groups = ["--groups", "2", "--sessions", str(2 * NUM_SESSIONS)]
+    many = [*LOAD, "many", grpc, *in_two_groups]
     rows = [
         Contender(
             "base",
@@ -208,25 +218,24 @@ def contenders(servers: Servers, stock_python: Path) -> list[Contender]:
             [*LOAD, "stream", grpc],
             ours,
         ),
-        Contender("grpc_step_many", "StepMany, 2 x 32 sessions", many, ours),
+        Contender("grpc_step_many", "StepMany over 64, two in flight", many, ours),
         Contender(
             "grpc_step_many_with_text",
-            "StepMany, 2 x 32 sessions, with text",
+            "StepMany over 64, two in flight, with text",
             [*many, "--with-text"],
             ours,
         ),
         Contender(
-            "grpc_step_many_128",
-            "StepMany, 2 x 64 sessions",
-            [*many, "--sessions", "128"],
+            "grpc_step_many_halves",
+            "StepMany over 32, two in flight",
+            [*LOAD, "many", grpc, "--groups", "2"],
             ours,
         ),
         Contender("pyspiel", "the game alone, in process", [*LOAD, "pyspiel"], None),
     ]
     if servers.gateway_grpc:
-        command = [*LOAD, "many", servers.gateway_grpc, "--groups", "2"]
-        label = "StepMany, 2 x 32 sessions, through the gateway"
-        rows.append(Contender("gateway_step_many", label, command, ours))
+        command = [*LOAD, "many", servers.gateway_grpc, *in_two_groups]
+        rows.append(Contender("gateway_step_many", "the same through the gateway", command, ours))
     return rows
 
 
@@ -337,7 +346,8 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "server_core": SERVER_CORE,
         "client_core": CLIENT_CORE,
         "gateway_core": CLIENT_CORE,
-        "step_many": "two groups in flight; a call mixes steps and resets; no text",
+        "step_many": "two groups of 64 sessions, one call each in flight, which mixes steps and"
+        " resets; no text",
     }
 
 

@@ -1,4 +1,4 @@
-"""Drawing chance events cheaply; each draw takes exactly one number from the stream."""
+"""Chance events drawn cheaply; each draw takes exactly one number from the stream."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyspiel
 
 _WORDS = struct.Struct("<8Q")
 _UNIT = 2.0**-53
+_PERSON = b"openspiel_env"  # other uses of a seed draw other numbers
 
 
 class ChanceStream:
@@ -30,20 +31,20 @@ class ChanceStream:
 
     def random(self) -> float:
         """The next number, from 0 up to but without 1."""
-        if not self._words:
-            block = b"%d/%d" % (self._seed, self._num_blocks)
-            self._num_blocks += 1
-            self._words = list(_WORDS.unpack(hashlib.blake2b(block).digest()))
-        return (self._words.pop() >> 11) * _UNIT
+        return ((self._words or self._next_words()).pop() >> 11) * _UNIT
+
+    def pick(self, events: list[int]) -> int:
+        """One of the events, all equally likely; it takes the next number."""
+        return events[(self._words or self._next_words()).pop() * len(events) >> 64]
+
+    def _next_words(self) -> list[int]:
+        block = b"%d/%d" % (self._seed, self._num_blocks)
+        self._num_blocks += 1
+        self._words = list(_WORDS.unpack(hashlib.blake2b(block, person=_PERSON).digest()))
+        return self._words
 
 
 Draws: TypeAlias = ChanceStream | random.Random
-
-
-def draw_uniform(state: pyspiel.State, draws: Draws) -> int:
-    """The chance event that happens where all are equally likely."""
-    events = state.legal_actions()
-    return events[int(draws.random() * len(events))]
 
 
 def draw_weighted(state: pyspiel.State, draws: Draws) -> int:

@@ -21,6 +21,10 @@ UNIFORM_CHANCE_GAMES = frozenset({"blackjack", "catch", "kuhn_poker", "leduc_pok
 """Games whose chance events are always equally likely: drawing by index spares OpenSpiel from
 listing a probability per event, which would be most of the cost of a step."""
 
+BINARY_TENSOR_GAMES = frozenset({"blackjack", "catch", "connect_four", "tic_tac_toe"})
+"""Games whose observation tensors hold only zeros and ones, and which have no tensor of the
+information state: what a seat sees can be kept as bytes."""
+
 PUBLIC_MOVE_GAMES = frozenset(
     {"kuhn_poker", "leduc_poker", "liars_dice", "repeated_leduc_poker", "universal_poker"}
 )
@@ -46,6 +50,7 @@ class LoadedGame:
     is_turn_based: bool
     """True where players who would move at once are asked one after another instead."""
     has_uniform_chance: bool
+    has_binary_tensor: bool
     has_perfect_information: bool
     shows_moves: bool
     """False where a player may not see what another one did."""
@@ -97,6 +102,7 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
         num_players=game.num_players(),
         is_turn_based=sequential_game is not game,
         has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
+        has_binary_tensor=short_name in BINARY_TENSOR_GAMES,
         has_perfect_information=has_perfect_information,
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_random_seed="rng_seed" in kind.parameter_specification,

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyspiel
+
+from ludus.env import Transition
 
 from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
+from .snapshots import Snapshots, SnapshotTransition
 
 
 class SeatView:
     """A seat's narrow window on states of one game: players and text faces see only this."""
 
-    __slots__ = ("_adds_text", "_loaded", "_reads_information_tensor", "_reads_tensor", "player")
+    __slots__ = (
+        "_adds_text",
+        "_loaded",
+        "_reads_information_tensor",
+        "_reads_tensor",
+        "_snapshots",
+        "player",
+    )
 
     def __init__(self, loaded: LoadedGame, player: int, *, adds_text: bool = False) -> None:
         self.player = player
         self._loaded = loaded
         self._adds_text = adds_text
+        self._snapshots: Snapshots | None = None  # one per seat: threads must not share it
+        if loaded.has_binary_tensor and not adds_text:
+            self._snapshots = Snapshots(loaded.game)
         kind = loaded.game.get_type()
         self._reads_information_tensor = kind.provides_information_state_tensor
         self._reads_tensor = kind.provides_observation_tensor or self._reads_information_tensor
@@ -32,12 +47,37 @@ class SeatView:
             {
                 "metadata": self._text(state) if self._adds_text else {},
                 "info_state": self._tensor(state),
-                "legal_actions": [] if phase == "terminal" else state.legal_actions(self.player),
-                "game_phase": phase,
-                "current_player_id": state.current_player(),
-                "opponent_last_action": opponent_last_action,
+                **self._rest(state, phase, opponent_last_action),
             }
         )
+
+    def transition(
+        self,
+        state: pyspiel.State,
+        phase: GamePhase,
+        opponent_last_action: int | None,
+        reward: float | None = None,
+    ) -> Transition[OpenSpielObservation]:
+        """What a move of the seat's player, or a deal, has led to."""
+        terminated = phase == "terminal"
+        snapshots = self._snapshots
+        if snapshots is None:
+            observation = self.observe(state, phase, opponent_last_action)
+            return Transition(observation, reward, terminated)
+        rest = self._rest(state, phase, opponent_last_action)
+        snapshot = snapshots.take(state, self.player)
+        return SnapshotTransition(snapshots, snapshot, rest, reward, terminated)
+
+    def _rest(
+        self, state: pyspiel.State, phase: GamePhase, opponent_last_action: int | None
+    ) -> dict[str, Any]:
+        """The fields after `info_state`, in their order."""
+        return {
+            "legal_actions": [] if phase == "terminal" else state.legal_actions(self.player),
+            "game_phase": phase,
+            "current_player_id": state.current_player(),
+            "opponent_last_action": opponent_last_action,
+        }
 
     def _tensor(self, state: pyspiel.State) -> list[float]:
         if not self._reads_tensor:

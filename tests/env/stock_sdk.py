@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
 REQUIREMENT_OF = {
     "0.1.1": "openenv-core==0.1.1",
+    "0.2.1": "openenv-core==0.2.1",
     "0.3.0": "openenv-core==0.3.0",
     "0.10.0": "openenv==0.10.0",
 }

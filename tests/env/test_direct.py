@@ -1,6 +1,7 @@
 """Direct mode: a gateway places sessions, their calls go straight to the servers."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 import grpc
@@ -9,6 +10,7 @@ from grpc_served import GrpcServed, grpc_served
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.direct_transport import DirectTransport
+from ludus.env.grpc_server import abort
 from ludus.env.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -16,6 +18,7 @@ from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,
     ConfigError,
+    RateLimitError,
     SessionLostError,
     UnavailableError,
 )
@@ -64,6 +67,11 @@ class Fleet:
     @property
     def num_sessions(self) -> list[int]:
         return [server.core.load.num_sessions for server in self.servers]
+
+
+@pytest.fixture(autouse=True)
+def _quick_to_give_up(monkeypatch):
+    monkeypatch.setattr("ludus.env.direct_transport._SERVER_PATIENCE_S", 0.5)
 
 
 @pytest.fixture
@@ -155,6 +163,34 @@ async def test_direct_is_for_grpc_and_for_gateways_only():
     ):
         with pytest.raises(ConfigError, match="no gateway"):
             await client.open()
+
+
+class RefusingGateway(env_pb2_grpc.GatewayServiceServicer):
+    """Has no room for the first callers."""
+
+    def __init__(self, placer: PlacingGateway, num_refusals: int) -> None:
+        self.placer = placer
+        self.num_refusals = num_refusals
+
+    async def Place(self, request, context):
+        if self.num_refusals:
+            self.num_refusals -= 1
+            await abort(context, RateLimitError("one at a time", retry_after_s=0.25))
+        return await self.placer.Place(request, context)
+
+
+async def test_a_refusal_says_when_to_come_back_and_an_open_does(stack):
+    fleet = Fleet(stack)
+    await fleet.start(1)
+    refusing = RefusingGateway(fleet.placer, num_refusals=2)
+    gateway = await stack.enter_async_context(grpc_served(gateway=refusing))
+    async with await AsyncEnvClient.connect(gateway.address, direct=True) as client:
+        with pytest.raises(RateLimitError) as caught:
+            await client.open()
+        assert caught.value.retry_after_s == 0.25
+        began_s = time.monotonic()
+        await client.open(wait_s=10)
+        assert 0.25 <= time.monotonic() - began_s < 5
 
 
 class TokenCollector(grpc.aio.ServerInterceptor):

@@ -25,6 +25,7 @@ from ludus.proto.errors import (
     EpisodeStateError,
     IllegalActionError,
     InvalidCallError,
+    NotFoundError,
 )
 
 SPACES = {
@@ -45,8 +46,6 @@ SPACES = {
 
 class MirrorEnv(gymnasium.Env):
     """Shows the last action again; the space is both what it takes and what it shows."""
-
-    metadata = {"render_modes": []}
 
     def __init__(self, space: str, mask: bool = False) -> None:
         self.action_space = self.observation_space = SPACES[space]
@@ -278,6 +277,17 @@ def test_a_server_of_it_keeps_the_rules_of_the_wire():
 def test_options_that_cannot_work_are_named(options, said):
     with pytest.raises(ConfigError, match=said):
         make("FrozenLake-v1", **options)()
+
+
+def test_a_module_before_the_id_is_imported_first(tmp_path, monkeypatch):
+    (tmp_path / "registers.py").write_text(
+        "import gymnasium\ngymnasium.register('Own-v0', 'gymnasium.envs.toy_text:FrozenLakeEnv')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = make("registers:Own-v0", is_slippery=False)()
+    assert environment.reset(seed=1).observation.legal_actions == [0, 1, 2, 3]
+    with pytest.raises(NotFoundError, match="needs the module 'no_such_module'"):
+        make("no_such_module:Own-v0")
 
 
 def test_a_space_without_a_json_form_is_refused():

@@ -14,6 +14,7 @@ from websockets.asyncio.client import connect
 from ludus.env.core import CoreOptions, SessionCore
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
+from ludus.env.sessions import OpenArgs
 
 
 def visitor(server) -> httpx.AsyncClient:
@@ -112,7 +113,7 @@ async def test_a_client_can_end_its_session(path):
 async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays():
     core = core_of(idle_timeout_s=60)
     sweeping = asyncio.create_task(core.close_idle_forever())
-    app = build_app(core, unused_timeout_s=0.3)
+    app = build_app(core, unused_timeout_s=1.0)
     async with in_process(app) as client:
         await client.post("/reset")
         await total_after(client, 1)
@@ -265,3 +266,38 @@ async def test_an_overlong_session_id_is_no_session():
     async with in_process(build_app(core_of())) as client:
         reply = await client.get("/state", headers={"x-session-id": "x" * 5000})
         assert (reply.status_code, len(reply.text) < 500) == (410, True)
+
+
+async def test_opens_on_other_wires_make_room_too():
+    core = core_of(max_sessions=2)
+    async with in_process(build_app(core)) as client:
+        for _ in range(2):
+            await client.post("/reset")
+            client.cookies.clear()
+        group = await core.open_group(OpenArgs(), 2)
+        assert core.load.num_sessions == 2
+        assert (await core.state(group[0].session_id)).startswith(b"{")
+
+
+class EventlessSessions:
+    """Sessions that tell nobody of anything, as a thin wrapper has them."""
+
+    def __init__(self, core: SessionCore) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str):
+        if name in ("events", "drain", "counts", "runs_inline"):
+            raise AttributeError(name)
+        return getattr(self._core, name)
+
+
+async def test_any_sessions_will_do():
+    core = core_of(max_sessions=1)
+    async with in_process(build_app(EventlessSessions(core))) as client:
+        for _ in range(3):
+            assert (await client.post("/reset")).status_code == 200
+            client.cookies.clear()
+        await client.post("/reset")
+        assert await total_after(client, 2) == 2
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/drain")).json()["is_draining"] is False

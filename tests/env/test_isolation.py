@@ -24,11 +24,11 @@ from counting_env import (
     die_while_being_built,
     fail_to_be_built,
 )
-from served import running, server_process
+from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.server import EnvServer
 from ludus.env.sessions import OpenArgs
 from ludus.env.worker_host import WorkerHost
 from ludus.proto.errors import (
@@ -63,8 +63,8 @@ def worked(factory: Any = UnrulyEnv, isolation: str = "pool", **options: Any) ->
 
 
 @asynccontextmanager
-async def client_of(server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
-    client = await AsyncEnvClient.connect(server.grpc_address)
+async def client_of(server: EnvServer, wire: str = "grpc") -> AsyncIterator[AsyncEnvClient]:
+    client = await AsyncEnvClient.connect(address_of(server, wire))
     try:
         yield client
     finally:
@@ -305,7 +305,7 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
         await until(lambda: all(not worker.sessions for worker in host._workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
-            with contextlib.suppress(SessionLostError):  # killed last, and not missed yet
+            with contextlib.suppress(InfrastructureError, ExecutionError):  # the last kills
                 sessions += await open_many(client, 1)
         assert server.core.load.num_sessions == max_sessions
         await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -348,13 +348,6 @@ async def test_a_memory_limit_below_what_a_worker_begins_with_is_refused():
         await worked(memory_limit_mb=20).start()
 
 
-async def test_a_factory_that_cannot_be_named_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"lambda.*isolation='inline'"):
-        await worked(lambda: CountingEnv()).start()
-    with pytest.raises(ConfigError, match="expected JSON values"):
-        await worked(partial(fail_to_be_built, reason=object())).start()
-
-
 # -- the end ---------------------------------------------------------------------------
 
 
@@ -376,7 +369,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
 
 
 async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
-    arguments = ("--unruly", "--isolation", isolation)
+    arguments = ("--unruly", "--isolation", isolation, "--no-determinism-check")
     with server_process(tmp_path, *arguments) as served:
         client = await AsyncEnvClient.connect(served.grpc_address)
         sessions = await open_many(client, 3)
@@ -386,7 +379,7 @@ async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
         served.process.kill()
         served.process.wait()
         await until(lambda: not any(map(lives, pids)))
-        with pytest.raises(SessionLostError):
+        with pytest.raises(InfrastructureError):
             await hanging
         await client.close()
 
@@ -409,10 +402,10 @@ async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path)
 # -- the same as elsewhere -------------------------------------------------------------
 
 
-async def transcript(server: EnvServer) -> list[Any]:
+async def transcript(server: EnvServer, wire: str) -> list[Any]:
     """Everything a client sees of seeded episodes of tensors, text, errors and tools."""
     seen: list[Any] = []
-    async with client_of(server) as client:
+    async with client_of(server, wire) as client:
         for seed in range(4):
             session, first = await client.open(seed=seed)
             results = [first]
@@ -437,7 +430,8 @@ def _plain(result: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_seeded_episodes_are_the_same_inline_and_in_workers(isolation, factory):
     async with running(factory) as inline, worked(factory, isolation) as isolated:
-        assert await transcript(inline) == await transcript(isolated)
+        for wire in WIRES:
+            assert await transcript(inline, wire) == await transcript(isolated, wire)
 
 
 async def test_workers_do_not_share_their_global_random_state(isolation):
@@ -484,21 +478,3 @@ async def test_a_server_says_whether_its_environment_was_seen_to_be_deterministi
             client_of(server) as client,
         ):
             assert (await client.describe()).is_deterministic is seen
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"isolation": "jail"}, "one of inline, pool, process; got 'jail'"),
-        ({"num_workers": 2}, "num_workers with isolation='pool' only"),
-        ({"isolation": "process", "num_workers": 2}, "num_workers with isolation='pool' only"),
-        ({"isolation": "pool", "num_workers": 0}, "num_workers >= 1, got 0"),
-        ({"memory_limit_mb": 100}, "memory_limit_mb with worker processes only"),
-        ({"isolation": "pool", "cpu_limit_s": 5}, "cpu_limit_s with isolation='process' only"),
-        ({"step_timeout_s": -1}, "step_timeout_s >= 0, got -1"),
-        ({"session_key": "short"}, "at least 16 bytes, got 5"),
-    ],
-)
-async def test_options_that_cannot_work_together_are_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
-        ServerOptions(**options)

@@ -176,8 +176,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
 
 
 async def test_every_way_a_session_ends_has_its_class():
-    core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.1)
-    sweeping = asyncio.create_task(core.close_idle_forever())
+    core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.25)
     closed = await core.open(OpenArgs())
     await core.close(closed.session_id)
     owner = Owner()
@@ -189,6 +188,7 @@ async def test_every_way_a_session_ends_has_its_class():
     with pytest.raises(EnvError):
         await core.step(slow.session_id, b'{"add":99}')
     await core.open(OpenArgs())
+    sweeping = asyncio.create_task(core.close_idle_forever())
     deadline_s = time.monotonic() + 5
     while core.load.num_sessions and time.monotonic() < deadline_s:
         await asyncio.sleep(0.01)

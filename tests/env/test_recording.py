@@ -210,19 +210,19 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
 async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_path, wire):
     path = tmp_path / "r.jsonl"
     async with running(record=path, first_seed=3) as server:
-        async with await AsyncEnvClient.connect(address_of(server, wire)) as client:
-            session, result = await client.open()
-            result = await session.step(text="ADD 1")
-            result = await session.step(DONE)
-            assert result.truncated
-            group = await client.open_group(3, seed=9)
-            for member, _ in group:
-                await member.step(DONE)
+        client = await AsyncEnvClient.connect(address_of(server, wire))
+        session, _ = await client.open()
+        await session.step(text="ADD 1")
+        assert (await session.step(DONE)).truncated
+        for member, _ in await client.open_group(3, seed=9):
+            await member.step(DONE)
+        await client.close()
     episodes = episodes_of(path)
     assert [episode.seed for episode in episodes] == [3, 9, 9, 9]
     async with running() as server:
-        async with await AsyncEnvClient.connect(address_of(server, wire)) as client:
-            replays = [await replay_episode(client, episode) for episode in episodes]
+        client = await AsyncEnvClient.connect(address_of(server, wire))
+        replays = [await replay_episode(client, episode) for episode in episodes]
+        await client.close()
     assert [one.difference for one in replays] == [""] * 4
 
 

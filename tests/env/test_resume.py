@@ -9,7 +9,7 @@ import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
 from flaky_proxy import FlakyProxy
 from grpc_served import GrpcServed, grpc_served
-from served import running
+from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient, Reset
 from ludus.env.replay import ResumeLimits
@@ -96,6 +96,27 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
             assert session.num_resumes == 1
 
 
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire, tmp_path):
+    with server_process(tmp_path) as first:
+        async with await AsyncEnvClient.connect(address_of(first, wire)) as client:
+            _, undisturbed = await play(client, 4)
+            session, opening = await client.open(seed=4, options={"start": 5}, resume=True)
+            results = [opening]
+            for action in ACTIONS[:2]:
+                results.append(await take(session, action))
+            first.process.kill()
+            first.process.wait()
+            stepping = asyncio.create_task(take(session, ACTIONS[2]))
+            await asyncio.sleep(0.1)
+            with server_process(tmp_path, *first.ports):
+                results.append(await stepping)
+                for action in ACTIONS[3:]:
+                    results.append(await take(session, action))
+            assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
+            assert session.num_resumes == 1
+
+
 async def test_without_a_seed_one_is_drawn_and_kept():
     async with behind_a_proxy() as (server, _, client):
         session, first = await client.open(resume=True)
@@ -147,8 +168,10 @@ async def test_resume_is_refused_where_determinism_was_not_shown():
 
 
 async def test_resume_over_websocket():
-    async with running() as server, await AsyncEnvClient.connect(server.http_address) as client:
-        client._transport._probed.metadata["ludus"]["is_deterministic"] = True
+    async with (
+        running(check_determinism=True) as server,
+        await AsyncEnvClient.connect(server.http_address) as client,
+    ):
         _, undisturbed = await play(client, 3)
 
         async def lose(number):

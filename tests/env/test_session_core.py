@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import MAX_REMEMBERED_SESSIONS, CoreOptions, SessionCore
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.hosts import local_host
+from ludus.env.hosts import ThreadHost, local_host
 from ludus.env.sessions import OpenArgs, Owner
 from ludus.proto.errors import (
     ActionParseError,
@@ -288,3 +289,28 @@ async def test_the_episode_id_asked_for_is_in_the_state(factory):
     assert await core.state(session_id) == b'{"episode_id":null,"step_count":0}'
     await core.reset(session_id, ResetArgs(episode_id="E"))
     assert await core.state(session_id) == b'{"episode_id":"E","step_count":0,"total":0}'
+
+
+class DyingHost(ThreadHost):
+    """Loses every session right after its first answer, before anybody knows its id."""
+
+    async def open(self, session_id, *, with_text, on_lost):
+        hosted = await super().open(session_id, with_text=with_text, on_lost=on_lost)
+        first_reset = hosted.reset
+
+        async def reset_and_die(args):
+            result = await first_reset(args)
+            on_lost("its worker was killed by SIGKILL")
+            return result
+
+        return SimpleNamespace(last=None, reset=reset_and_die, close=hosted.close, kill=hosted.kill)
+
+
+async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
+    described = local_host(ThreadedCountingEnv).description
+    core = SessionCore(DyingHost(ThreadedCountingEnv, described), CoreOptions(max_sessions=1))
+    for _ in range(MAX_REMEMBERED_SESSIONS + 3):
+        with pytest.raises(SessionLostError, match="killed by SIGKILL"):
+            await open_in(core, ResetArgs())
+    assert core.load.num_sessions == 0
+    assert len(core._departed) <= MAX_REMEMBERED_SESSIONS

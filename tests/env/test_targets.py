@@ -58,13 +58,13 @@ def test_a_target_that_names_nothing_says_what_would(target, kind, said):
 
 
 def test_options_that_the_environment_does_not_take_are_named():
-    with pytest.raises(ConfigError, match="cannot be built with {'num': 3}"):
+    with pytest.raises(ConfigError, match=r"cannot be built with \{'num': 3\}"):
         environment_factory("counting_env:CountingEnv", {"num": 3})()
 
 
 def test_a_function_that_makes_no_environment_is_refused():
     factory = environment_factory("json:loads", {"s": "{}"})
-    with pytest.raises(ConfigError, match="to make a ludus.env.Environment, got dict"):
+    with pytest.raises(ConfigError, match=r"to make a ludus\.env\.Environment, got dict"):
         factory()
 
 

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from served import running
 
 from ludus.env.client import AsyncEnvClient
+from ludus.env.sync_client import EnvClient
 from ludus.env.tracing import (
     MAX_REQUEST_ID_CHARS,
     current_request_id,
@@ -82,6 +83,19 @@ async def test_a_request_id_reaches_the_environment():
     assert SEEN_REQUEST_IDS == ["r-1", ""]
 
 
+async def test_the_synchronous_client_carries_what_its_callers_thread_has():
+    def step(address: str) -> None:
+        with EnvClient.connect(address) as client:
+            session, _ = client.open()
+            with request_id("r-4"):
+                session.step({"add": 1})
+            session.step({"add": 1})
+
+    async with grpc_served(ListeningEnv) as server:
+        await asyncio.to_thread(step, server.address)
+    assert SEEN_REQUEST_IDS == ["r-4", ""]
+
+
 async def test_calls_at_once_keep_their_request_ids_apart():
     async def step(session, name):
         with request_id(name):
@@ -117,6 +131,11 @@ async def test_a_call_without_span_and_request_id_carries_nothing_and_pays_nothi
     assert trace_headers() == {}
     per_check_s = min(timeit.repeat(is_traced, number=20_000, repeat=5)) / 20_000
     assert per_check_s < 5e-6
+
+
+async def test_a_request_id_cannot_smuggle_headers_or_log_lines():
+    with request_id("r-5\r\nauthorization: x\u00e9"):
+        assert current_request_id() == "r-5authorization:x"
 
 
 async def test_malformed_trace_context_is_ignored(spans):

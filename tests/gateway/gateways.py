@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from ludus.env.client import AsyncEnvClient
 from ludus.env.server import EnvServer, ServerOptions
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.endpoints import Endpoint
@@ -17,8 +20,8 @@ from ludus.services.gateway.gateway import Gateway
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "env"))
 
-from counting_env import CountingEnv, ThreadedCountingEnv  # noqa: E402, F401
-from served import server_process  # noqa: E402, F401
+from counting_env import CountingEnv, ThreadedCountingEnv
+from served import server_process
 
 KEY = "a-session-key-for-tests-0123456789"
 KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"
@@ -94,6 +97,19 @@ async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gat
             await server.stop()
 
 
+@asynccontextmanager
+async def client_of(place: Gateway | str, **options: Any) -> AsyncIterator[AsyncEnvClient]:
+    """A client of a gateway's gRPC port, or of an address."""
+    address = place if isinstance(place, str) else place.grpc_address
+    async with await AsyncEnvClient.connect(address, **options) as client:
+        yield client
+
+
+def http_of(gateway: Gateway) -> httpx.AsyncClient:
+    """A client of a gateway's HTTP port, to be entered with `async with`."""
+    return httpx.AsyncClient(base_url=gateway.http_address)
+
+
 async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
     """Returns when the condition holds; fails the test when it does not in time."""
     async with asyncio.timeout(timeout_s):
@@ -113,10 +129,12 @@ __all__ = [
     "CountingEnv",
     "ListedServers",
     "ThreadedCountingEnv",
+    "client_of",
     "config_of",
     "endpoint_of",
     "env_server",
     "gateway_to",
+    "http_of",
     "num_sessions",
     "served",
     "server_process",

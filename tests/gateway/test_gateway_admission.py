@@ -131,16 +131,18 @@ async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
 async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
     options = {"max_sessions": 10}
     limits = {"queue_timeout_s": 1.0}
-    async with served(2, server_options=options, sessions=limits) as (first, servers):
-        async with gateway_to(*servers, sessions=limits) as second:
-            outcomes = await asyncio.gather(
-                *(sessions_of(one).open(SEEDED) for one in (first, second) * 15),
-                return_exceptions=True,
-            )
-            refused = [one for one in outcomes if isinstance(one, BaseException)]
-            assert len(outcomes) - len(refused) == 20
-            assert all(isinstance(one, CapacityError) for one in refused)
-            assert [one.core.load.num_sessions for one in servers] == [10, 10]
+    async with (
+        served(2, server_options=options, sessions=limits) as (first, servers),
+        gateway_to(*servers, sessions=limits) as second,
+    ):
+        outcomes = await asyncio.gather(
+            *(sessions_of(one).open(SEEDED) for one in (first, second) * 15),
+            return_exceptions=True,
+        )
+        refused = [one for one in outcomes if isinstance(one, BaseException)]
+        assert len(outcomes) - len(refused) == 20
+        assert all(isinstance(one, CapacityError) for one in refused)
+        assert [one.core.load.num_sessions for one in servers] == [10, 10]
 
 
 async def test_sessions_are_spread_evenly():

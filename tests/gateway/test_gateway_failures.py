@@ -18,7 +18,7 @@ from gateways import (
 )
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs
+from ludus.env.sessions import OpenArgs, Owner
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
@@ -119,35 +119,50 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
 async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        async with cable.plugged_in() as address:
-            async with Gateway(config_of(address)) as gateway:
-                sessions = gateway.environments[NAME]
-                opened = await sessions.open(SEEDED)
-                cable.swallows_answers = True
-                stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
-                await until(lambda: b'"total":1' in state_of(server, opened.session_id))
-                cable.swallows_answers = False
-                cable.cut()
-                result = await asyncio.wait_for(stepping, 8)
-                assert (result.reward, result.step_index) == (1.0, 1)
-                assert (await sessions.step(opened.session_id, ADD_1, 2)).step_index == 2
+        async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
+            sessions = gateway.environments[NAME]
+            opened = await sessions.open(SEEDED)
+            cable.swallows_answers = True
+            stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
+            await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+            cable.swallows_answers = False
+            cable.cut()
+            result = await asyncio.wait_for(stepping, 8)
+            assert (result.reward, result.step_index) == (1.0, 1)
+            assert (await sessions.step(opened.session_id, ADD_1, 2)).step_index == 2
 
 
 async def test_an_unnumbered_step_is_never_sent_twice():
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        async with cable.plugged_in() as address:
-            async with Gateway(config_of(address)) as gateway:
-                sessions = gateway.environments[NAME]
-                opened = await sessions.open(SEEDED)
-                cable.swallows_answers = True
-                stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
-                await until(lambda: b'"total":1' in state_of(server, opened.session_id))
-                cable.swallows_answers = False
-                cable.cut()
-                with pytest.raises(SessionLostError):
-                    await asyncio.wait_for(stepping, 8)
-                assert b'"total":1' in state_of(server, opened.session_id)
+        async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
+            sessions = gateway.environments[NAME]
+            opened = await sessions.open(SEEDED)
+            cable.swallows_answers = True
+            stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
+            await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+            cable.swallows_answers = False
+            cable.cut()
+            with pytest.raises(SessionLostError):
+                await asyncio.wait_for(stepping, 8)
+            assert b'"total":1' in state_of(server, opened.session_id)
+
+
+async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke():
+    async with env_server() as server:
+        cable, lingering = Cable(server.grpc_address), {"linger_s": 1.0}
+        async with (
+            cable.plugged_in() as address,
+            Gateway(config_of(address, sessions=lingering)) as gateway,
+        ):
+            sessions = gateway.environments[NAME]
+            owner = Owner()
+            thinking = await sessions.open(SEEDED, owner)
+            cable.cut()
+            await asyncio.sleep(3.0)
+            assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
+            sessions.release(owner)
+            await until(lambda: server.core.load.num_sessions == 0)
 
 
 async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_time():
@@ -177,33 +192,31 @@ async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_t
 
 
 async def test_a_silent_server_gets_no_new_sessions(tmp_path):
-    env = {"LUDUS_SESSION_KEY": KEY}
-    with server_process(tmp_path, env=env) as frozen:
-        async with env_server() as other:
-            servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
-            config = config_of(frozen.grpc_address, other.grpc_address, servers=servers)
-            async with Gateway(config) as gateway:
-                sessions = gateway.environments[NAME]
-                frozen.process.send_signal(signal.SIGSTOP)
-                try:
-                    await until(lambda: sessions.environment_load.num_servers == 1)
-                    for _ in range(5):
-                        await sessions.open(SEEDED)
-                finally:
-                    frozen.process.send_signal(signal.SIGCONT)
-                await until(lambda: sessions.environment_load.num_servers == 2)
+    servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
+    with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen:
+        other = env_server()
+        async with other, gateway_to(frozen, other, servers=servers) as gateway:
+            sessions = gateway.environments[NAME]
+            frozen.process.send_signal(signal.SIGSTOP)
+            try:
+                await until(lambda: sessions.environment_load.num_servers == 1)
+                for _ in range(5):
+                    await sessions.open(SEEDED)
+            finally:
+                frozen.process.send_signal(signal.SIGCONT)
+            await until(lambda: sessions.environment_load.num_servers == 2)
 
 
 async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used():
-    async with env_server(session_key="another-key-0123456789") as wrong:
-        async with env_server(session_key=None) as keyless, env_server() as right:
-            async with gateway_to(wrong, keyless) as gateway:
-                with pytest.raises(UnavailableError, match="session key"):
-                    await gateway.environments[NAME].open(SEEDED)
-            async with gateway_to(wrong, keyless, right) as gateway:
-                for _ in range(6):
-                    await gateway.environments[NAME].open(SEEDED)
-                assert right.core.load.num_sessions == 6
+    wrong, keyless = env_server(session_key="another-key-0123456789"), env_server(session_key=None)
+    async with wrong, keyless, env_server() as right:
+        async with gateway_to(wrong, keyless) as gateway:
+            with pytest.raises(UnavailableError, match="session key"):
+                await gateway.environments[NAME].open(SEEDED)
+        async with gateway_to(wrong, keyless, right) as gateway:
+            for _ in range(6):
+                await gateway.environments[NAME].open(SEEDED)
+            assert right.core.load.num_sessions == 6
 
 
 async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again():

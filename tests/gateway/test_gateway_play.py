@@ -7,7 +7,16 @@ import grpc
 import httpx
 import pytest
 import websockets
-from gateways import NAME, config_of, env_server, num_sessions, served, until
+from gateways import (
+    NAME,
+    client_of,
+    config_of,
+    env_server,
+    http_of,
+    num_sessions,
+    served,
+    until,
+)
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -77,20 +86,19 @@ async def test_the_token_in_the_path_reaches_the_same_environment(monkeypatch):
 
 
 async def test_step_many_over_two_servers_answers_in_order():
-    async with served(2) as (gateway, servers):
-        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
-            sessions = [(await client.open(seed=n))[0] for n in range(24)]
-            assert all(server.core.load.num_sessions > 0 for server in servers)
-            gone = sessions[5]
-            for server in servers:
-                await server.core.close(gone.id)
-            steps = [(one, {"add": 1 + n % 3}) for n, one in enumerate(sessions)]
-            results = await client.step_many(steps)
-            for n, result in enumerate(results):
-                if sessions[n] is gone:
-                    assert result.code == "SESSION_LOST"
-                else:
-                    assert result.reward == 1 + n % 3, n
+    async with served(2) as (gateway, servers), client_of(gateway) as client:
+        sessions = [(await client.open(seed=n))[0] for n in range(24)]
+        assert all(server.core.load.num_sessions > 0 for server in servers)
+        gone = sessions[5]
+        for server in servers:
+            await server.core.close(gone.id)
+        steps = [(one, {"add": 1 + n % 3}) for n, one in enumerate(sessions)]
+        results = await client.step_many(steps)
+        for n, result in enumerate(results):
+            if sessions[n] is gone:
+                assert result.code == "SESSION_LOST"
+            else:
+                assert result.reward == 1 + n % 3, n
 
 
 async def test_step_many_on_one_server_is_passed_on_untouched():
@@ -125,59 +133,59 @@ async def test_direct_mode_opens_on_the_server_that_the_gateway_names():
 
 
 async def test_a_group_is_together_on_one_server_and_begins_alike():
-    async with served(2) as (gateway, servers):
-        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
-            group = await client.open_group(6)
-            firsts = {str(first.observation) for _, first in group}
-            assert len(firsts) == 1
-            loads = sorted(server.core.load.num_sessions for server in servers)
-            assert loads == [0, 6]
+    async with served(2) as (gateway, servers), client_of(gateway) as client:
+        group = await client.open_group(6)
+        firsts = {str(first.observation) for _, first in group}
+        assert len(firsts) == 1
+        loads = sorted(server.core.load.num_sessions for server in servers)
+        assert loads == [0, 6]
 
 
 async def test_two_environments_share_the_ports_and_are_told_apart():
-    async with env_server() as one, env_server() as other:
-        environments = {
+    one, other = env_server(), env_server()
+    async with one, other, Gateway(two_environments(one, other)) as gateway:
+        address = gateway.grpc_address
+        async with client_of(f"{address}/other") as client, client_of(f"{address}/one") as wrong:
+            session, _ = await client.open(seed=1)
+            assert (one.core.load.num_sessions, other.core.load.num_sessions) == (0, 1)
+            stranger = await wrong.open_session()
+            stranger._wire.session_id = session.id
+            with pytest.raises(InvalidCallError, match="environment 'one'"):
+                await stranger.reset(seed=1)
+        with pytest.raises(InvalidCallError, match="one, other"):
+            await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=3)
+
+
+def two_environments(one, other):
+    return config_of(
+        environments={
             "one": {"kind": "static", "addresses": [one.grpc_address]},
             "other": {"kind": "static", "addresses": [other.grpc_address]},
         }
-        config = config_of(environments=environments)
-        async with Gateway(config) as gateway:
-            address = gateway.grpc_address
-            async with await AsyncEnvClient.connect(f"{address}/other") as client:
-                session, _ = await client.open(seed=1)
-                assert other.core.load.num_sessions == 1
-                assert one.core.load.num_sessions == 0
-                async with await AsyncEnvClient.connect(f"{address}/one") as wrong:
-                    stranger = await wrong.open_session()
-                    stranger._wire.session_id = session.id
-                    with pytest.raises(InvalidCallError, match="environment 'one'"):
-                        await stranger.reset(seed=1)
-            with pytest.raises(InvalidCallError, match="one, other"):
-                await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=3)
+    )
 
 
 async def test_the_api_serves_clients_that_speak_nothing_but_http():
-    async with served() as (gateway, servers):
-        async with httpx.AsyncClient(base_url=gateway.http_address) as http:
-            listed = (await http.get("/v1/envs")).json()["environments"]
-            assert [one["name"] for one in listed] == [NAME]
-            sessions = f"/v1/envs/{NAME}/sessions"
-            opened = await http.post(sessions, json={"seed": 3, "group_size": 2})
-            assert opened.status_code == 201
-            ids = [one["session_id"] for one in opened.json()["sessions"]]
-            step = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
-            assert (step.json()["reward"], step.json()["step_index"]) == (2.0, 1)
-            both = await http.post(f"{sessions}/{ids[0]}/step", json={})
-            assert both.status_code == 422
-            state = await http.get(f"{sessions}/{ids[0]}/state")
-            assert state.json()["total"] == 2
-            again = await http.post(f"{sessions}/{ids[1]}/reset", json={"seed": 4})
-            assert again.json()["step_index"] == 0
-            for session_id in ids:
-                assert (await http.delete(f"{sessions}/{session_id}")).status_code == 204
-            assert num_sessions(servers) == 0
-            lost = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
-            assert (lost.status_code, lost.json()["detail"]["code"]) == (410, "SESSION_LOST")
+    async with served() as (gateway, servers), http_of(gateway) as http:
+        listed = (await http.get("/v1/envs")).json()["environments"]
+        assert [one["name"] for one in listed] == [NAME]
+        sessions = f"/v1/envs/{NAME}/sessions"
+        opened = await http.post(sessions, json={"seed": 3, "group_size": 2})
+        assert opened.status_code == 201
+        ids = [one["session_id"] for one in opened.json()["sessions"]]
+        step = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
+        assert (step.json()["reward"], step.json()["step_index"]) == (2.0, 1)
+        both = await http.post(f"{sessions}/{ids[0]}/step", json={})
+        assert both.status_code == 422
+        state = await http.get(f"{sessions}/{ids[0]}/state")
+        assert state.json()["total"] == 2
+        again = await http.post(f"{sessions}/{ids[1]}/reset", json={"seed": 4})
+        assert again.json()["step_index"] == 0
+        for session_id in ids:
+            assert (await http.delete(f"{sessions}/{session_id}")).status_code == 204
+        assert num_sessions(servers) == 0
+        lost = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
+        assert (lost.status_code, lost.json()["detail"]["code"]) == (410, "SESSION_LOST")
 
 
 @pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope/sessions", "/v1/envs/nope"])
@@ -210,9 +218,8 @@ async def test_metrics_exist_from_the_start_and_count_what_is_played():
 
 
 async def test_calls_in_flight_on_many_sessions_do_not_wait_for_each_other():
-    async with served(2) as (gateway, _):
-        async with await AsyncEnvClient.connect(gateway.grpc_address) as client:
-            sessions = [(await client.open(seed=n))[0] for n in range(64)]
-            for _ in range(3):
-                results = await asyncio.gather(*(one.step({"add": 2}) for one in sessions))
-                assert {result.reward for result in results} == {2.0}
+    async with served(2) as (gateway, _), client_of(gateway) as client:
+        sessions = [(await client.open(seed=n))[0] for n in range(64)]
+        for _ in range(3):
+            results = await asyncio.gather(*(one.step({"add": 2}) for one in sessions))
+            assert {result.reward for result in results} == {2.0}

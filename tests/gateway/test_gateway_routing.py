@@ -62,12 +62,16 @@ class Raw:
 
 
 async def test_a_session_opened_through_one_gateway_is_played_through_another():
-    async with served(3) as (first, servers), gateway_to(*servers) as second:
-        async with Raw(first) as one, Raw(second) as other:
-            ids = [await one.open() for _ in range(6)]
-            for step_index, raw in ((1, other), (2, one), (3, other)):
-                for session_id in ids:
-                    assert await raw.step(session_id, step_index) == 2.0
+    async with (
+        served(3) as (first, servers),
+        gateway_to(*servers) as second,
+        Raw(first) as one,
+        Raw(second) as other,
+    ):
+        ids = [await one.open() for _ in range(6)]
+        for step_index, raw in ((1, other), (2, one), (3, other)):
+            for session_id in ids:
+                assert await raw.step(session_id, step_index) == 2.0
 
 
 async def test_forged_ids_are_refused():
@@ -110,6 +114,7 @@ async def test_an_id_cannot_be_opened_twice():
                 await raw.open(session_id=placed.session_ids[0])
 
 
+RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
 TENANTS = """
 [[tenants]]
 name = "red"
@@ -124,29 +129,27 @@ token_env = "BLUE_TOKEN"
 
 @pytest.fixture
 def tenants(tmp_path: Path, monkeypatch) -> str:
-    monkeypatch.setenv("RED_TOKEN", "red-token-0123456789")
-    monkeypatch.setenv("BLUE_TOKEN", "blue-token-0123456789")
+    monkeypatch.setenv("RED_TOKEN", RED)
+    monkeypatch.setenv("BLUE_TOKEN", BLUE)
     path = tmp_path / "tenants.toml"
     path.write_text(TENANTS)
     return str(path)
 
 
 async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
-    async with served(tenants_file=tenants) as (gateway, _):
-        async with Raw(gateway, "red-token-0123456789") as red:
-            session_id = await red.open()
-            assert session_id.split("~")[2] == "red"
-            async with Raw(gateway, "blue-token-0123456789") as blue:
-                assert await blue.code_of_step(session_id) == "PERMISSION_DENIED"
-            assert await red.step(session_id) == 2.0
+    async with served(tenants_file=tenants) as (gateway, _), Raw(gateway, RED) as red:
+        session_id = await red.open()
+        assert session_id.split("~")[2] == "red"
+        async with Raw(gateway, BLUE) as blue:
+            assert await blue.code_of_step(session_id) == "PERMISSION_DENIED"
+        assert await red.step(session_id) == 2.0
 
 
 async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(tenants):
     async with served(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
-        token = "red-token-0123456789"
         address = gateway.grpc_address
-        client = await AsyncEnvClient.connect(address, token=token)
-        kept, _ = await client.open(seed=1)
+        client = await AsyncEnvClient.connect(address, token=RED)
+        await client.open(seed=1)
         done, _ = await client.open(seed=1, close_when_done=True)
         with pytest.raises(Exception, match="at most 2 sessions"):
             await client.open(seed=1)
@@ -163,7 +166,7 @@ async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(te
         await client.close()
         await until(lambda: num_sessions(servers) == 0)
         await until(lambda: gateway.num_held == 0, timeout_s=12)
-        async with await AsyncEnvClient.connect(address, token=token) as again:
+        async with await AsyncEnvClient.connect(address, token=RED) as again:
             await again.open(seed=1)
             await again.open(seed=1)
 
@@ -201,10 +204,12 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
 
 async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_linger():
     async with env_server() as server:
-        async with gateway_to(server, sessions={"linger_s": 0.3}) as gateway:
-            async with Raw(gateway) as raw:
-                await raw.open()
-                await raw.open()
+        async with (
+            gateway_to(server, sessions={"linger_s": 0.3}) as gateway,
+            Raw(gateway) as raw,
+        ):
+            await raw.open()
+            await raw.open()
         assert server.core.load.num_sessions == 2
         await until(lambda: server.core.load.num_sessions == 0)
 

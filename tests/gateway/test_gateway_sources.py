@@ -20,7 +20,7 @@ SEEDED = OpenArgs(ResetArgs(seed=1))
 def config_of(**fields) -> GatewayConfig:
     environment = {
         "kind": "subprocess",
-        "package": "openspiel_env",
+        "target": "openspiel_env",
         "options": {"game": "blackjack"},
         "drain_grace_s": 30.0,
         **fields,

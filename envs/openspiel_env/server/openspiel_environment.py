@@ -20,7 +20,7 @@ from ludus.proto.errors import (
     InvalidCallError,
 )
 
-from ..chance import ChanceStream, draw_uniform, draw_weighted
+from ..chance import ChanceStream, draw_weighted
 from ..games import is_slow, load_game
 from ..models import UNNAMED_GAME, GamePhase, OpenSpielAction, OpenSpielObservation, OpenSpielState
 from ..opponents import make_opponent
@@ -91,7 +91,6 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         self._text_style = text_style
         self.text_face = make_face(self._loaded, agent_player, text_style)
         self._view = SeatView(self._loaded, agent_player, adds_text=self.text_face.needs_text)
-        self._draw = draw_uniform if self._loaded.has_uniform_chance else draw_weighted
         self._state: pyspiel.State | None = None
         self._episode_id: str | None = None
         self._num_steps = 0
@@ -147,7 +146,7 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             state = self._deal()
             if self._play_others(state) == self._agent:
                 self._state = state
-                return Transition(self._view.observe(state, "initial", self._opponent_last_action))
+                return self._view.transition(state, "initial", self._opponent_last_action)
         raise ExecutionError(
             f"expected a deal of {self._loaded.name!r} in which seat {self._agent} moves, got "
             f"none in {_MAX_DEALS}; choose another agent_player"
@@ -168,17 +167,13 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             raise self._illegal(state, action.action_id)
         self._state = None  # an opponent that fails leaves no half-played episode behind
         state.apply_action(action.action_id)
-        terminated = self._play_others(state) == _TERMINAL
+        phase: GamePhase = "terminal" if self._play_others(state) == _TERMINAL else "playing"
         self._state = state
         self._num_steps += 1
         return_before = self._return
         self._return = state.player_return(self._agent)
-        phase: GamePhase = "terminal" if terminated else "playing"
-        return Transition(
-            self._view.observe(state, phase, self._opponent_last_action),
-            reward=self._return - return_before,
-            terminated=terminated,
-        )
+        reward = self._return - return_before
+        return self._view.transition(state, phase, self._opponent_last_action, reward)
 
     def _deal(self) -> pyspiel.State:
         self._state = None
@@ -190,11 +185,14 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
 
     def _play_others(self, state: pyspiel.State) -> int:
         """The agent's seat, or the end of the game, after chance and the others have moved."""
-        agent, draw, chance = self._agent, self._draw, self._chance
+        agent, chance, is_uniform = self._agent, self._chance, self._loaded.has_uniform_chance
         while True:
             player = state.current_player()
             if player == _CHANCE:
-                state.apply_action(draw(state, chance))
+                if is_uniform:
+                    state.apply_action(chance.pick(state.legal_actions()))
+                else:
+                    state.apply_action(draw_weighted(state, chance))
             elif player in (agent, _TERMINAL):
                 return player
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from ..models import OpenSpielObservation
 from .face import GameFace
@@ -73,7 +74,7 @@ class BlackjackFace(GameFace):
 
 
 def _cards(info_state: Sequence[float], start: int) -> list[int]:
-    return [card for card in range(_NUM_CARDS) if info_state[start + card]]
+    return list(compress(range(_NUM_CARDS), info_state[start : start + _NUM_CARDS]))
 
 
 def _names(info_state: Sequence[float], start: int) -> str:
@@ -81,6 +82,6 @@ def _names(info_state: Sequence[float], start: int) -> str:
 
 
 def _total(info_state: Sequence[float], start: int) -> int:
-    counts = [_COUNTS[card] for card in _cards(info_state, start)]
+    counts = list(compress(_COUNTS, info_state[start : start + _NUM_CARDS]))
     total = sum(counts)
     return total + 10 if 1 in counts and total <= 11 else total

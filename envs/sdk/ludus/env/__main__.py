@@ -1,4 +1,4 @@
-"""`python -m ludus.env PACKAGE [--options JSON] ...`: serves an installed environment package."""
+"""`python -m ludus.env TARGET [--options JSON] ...`: serves an environment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import orjson
 
-from ludus.env.packages import environment_factory
 from ludus.env.server import run_server
 from ludus.env.server_cli import add_server_arguments
+from ludus.env.targets import environment_factory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 

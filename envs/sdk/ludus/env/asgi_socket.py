@@ -25,6 +25,10 @@ class DirectConnection(Protocol):
         """Lets the handler see text frames first."""
         ...
 
+    def write_at_once(self, frame: bytes) -> bool:
+        """True when the text frame is on its way; False where that would take a wait."""
+        ...
+
     def when_gone(self, callback: Callable[[], None]) -> None:
         """Lets the callback know when the connection is lost."""
         ...
@@ -79,7 +83,8 @@ class AsgiSocket:
         Raises:
             SocketGone: the client has left, or does not read.
         """
-        await self._write({"type": "websocket.send", "text": frame.decode()})
+        if self.direct is None or not self.direct.write_at_once(frame):
+            await self._write({"type": "websocket.send", "text": frame.decode()})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         """Returns when the closing handshake has begun; a client that is gone is no error."""

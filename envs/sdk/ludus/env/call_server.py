@@ -157,7 +157,8 @@ class CallServer:
                 response, num_bytes = pb.ReplyBatch(), 0
             reply = response.replies.add()
             reply.call_id = call.call_id
-            if call.HasField("step") and not call.step.HasField("reset"):
+            is_traced = call.HasField("trace")
+            if call.HasField("step") and not (is_traced or call.step.HasField("reset")):
                 num_bytes += self._step_now(core, call.step, reply)
             else:
                 await self._answer(call, reply, owner)

@@ -97,14 +97,8 @@ class AsyncEnvClient:
             UnavailableError: the server did not answer within `connect_timeout_s`.
             AuthenticationError: the token is missing or wrong.
         """
-        parsed = parse_address(address)
-        if token and parsed.credentials:
-            raise ConfigError(
-                f"expected one way to authenticate at {parsed}, got a token and credentials in the"
-                " address; leave one of them out"
-            )
         options = ConnectOptions(
-            address=parsed,
+            address=parse_address(address),
             token=token,
             timeout_s=timeout_s,
             reconnect_timeout_s=reconnect_timeout_s,
@@ -402,10 +396,10 @@ class AsyncSession:
 
 def encode_action(action: Any) -> Any:
     """What travels for an action: a text or a reset as it is, anything else as JSON bytes."""
-    if isinstance(action, str | ResetArgs):
-        return action
     if isinstance(action, Action):
         return action.__pydantic_serializer__.to_json(action)
+    if isinstance(action, (str, ResetArgs)):  # a union would be built anew each time
+        return action
     return orjson.dumps(action, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

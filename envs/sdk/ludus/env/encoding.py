@@ -78,15 +78,16 @@ def encode_transition(
     transition: Transition[Any], face: TextFace[Any, Any] | None, step_index: int
 ) -> EncodedResult:
     """The transition with everything that varies turned into JSON, and its text view."""
-    observation = transition.observation
     text = None
     if face is not None:
+        observation = transition.observation
         messages = face.render(observation, first=step_index == 0)
         text = EncodedText(orjson.dumps(messages), face.legal_answers(observation))
-    reward, metadata, info = transition.reward, observation.metadata, transition.info
+    observation_json, metadata = transition.encoded_observation()
+    reward, info = transition.reward, transition.info
     return EncodedResult(
         step_index,
-        observation.to_json(),
+        observation_json,
         _json_of(metadata) if metadata else b"",
         _json_of(info) if info else b"",
         None if reward is None else float(reward),

@@ -10,11 +10,10 @@ is imported on the other side, never pickled.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
-import runpy
 import sys
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
 from typing import Any
 
 import orjson
@@ -76,7 +75,7 @@ def named(factory: EnvironmentFactory) -> FactoryName:
         options = {**made_by.keywords, **options}
         made_by = made_by.func
     module, qualname = getattr(made_by, "__module__", ""), getattr(made_by, "__qualname__", "")
-    if not module or not qualname or "<" in qualname:
+    if not qualname or _look_up(module, qualname) != made_by:
         raise ConfigError(
             f"expected an environment factory that worker processes can import, got {made_by!r};"
             f" {_WAY_OUT}"
@@ -85,6 +84,14 @@ def named(factory: EnvironmentFactory) -> FactoryName:
     if module == _MAIN:
         return _in_main(qualname, options)
     return FactoryName(f"{module}:{qualname}", options)
+
+
+def _look_up(module: str, qualname: str) -> object:
+    """What another process would find under that name; None where it finds nothing."""
+    found: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _json(name: str, options: JsonObject) -> JsonObject:
@@ -117,7 +124,9 @@ def _in_main(qualname: str, options: JsonObject) -> FactoryName:
 
 
 def _load_script(path: str) -> None:
-    module = ModuleType(_MAIN_ELSEWHERE)
-    module.__file__ = path
+    spec = importlib.util.spec_from_file_location(_MAIN_ELSEWHERE, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"expected a Python file that ends in .py, got {path}")
+    module = importlib.util.module_from_spec(spec)
     sys.modules[_MAIN_ELSEWHERE] = module
-    vars(module).update(runpy.run_path(path, run_name=_MAIN_ELSEWHERE))
+    spec.loader.exec_module(module)

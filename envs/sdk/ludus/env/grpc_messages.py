@@ -11,7 +11,7 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs
 from ludus.env.sessions import OpenArgs, Opened
-from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
+from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from_wire
 
@@ -97,21 +97,6 @@ def read_opened(message: pb.OpenResponse) -> Opened:
     """The new session that a message tells of."""
     first = read_encoded(message.first) if message.HasField("first") else None
     return Opened(message.session_id, first)
-
-
-def read_result(message: pb.StepResult) -> StepResult:
-    """What a client is given for a result message."""
-    info_json = message.info_json
-    return StepResult(
-        observation=orjson.loads(message.observation_json),
-        reward=message.reward if message.HasField("reward") else None,
-        terminated=message.terminated,
-        truncated=message.truncated,
-        info=orjson.loads(info_json) if info_json else {},
-        step_index=message.step_index,
-        text=_read_text(message.text) if message.HasField("text") else None,
-        tensors=read_tensors(message.tensors) if message.tensors else {},
-    )
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
@@ -235,7 +220,3 @@ def read_tensors(messages: Iterable[pb.Tensor]) -> dict[str, np.ndarray]:
 def _read_tensor(tensor: pb.Tensor) -> np.ndarray:
     dtype = np.dtype(tensor.dtype).newbyteorder("<")
     return np.frombuffer(tensor.data, dtype=dtype).reshape(tuple(tensor.shape))
-
-
-def _read_text(message: pb.TextView) -> TextView:
-    return TextView(orjson.loads(message.messages_json), list(message.legal_answers))

@@ -29,8 +29,8 @@ from ludus.env.grpc_messages import (
     fill_reset_args,
     read_description,
     read_error,
-    read_result,
 )
+from ludus.env.lazy_result import read_result
 from ludus.env.sessions import OpenArgs
 from ludus.env.tracing import is_traced, trace_headers
 from ludus.env.transport import ConnectOptions, Opened, StepCall, check_group, retry_until

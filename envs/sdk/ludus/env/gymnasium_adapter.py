@@ -10,6 +10,7 @@ Action and observation types follow from the spaces. Options go to `gymnasium.ma
 from __future__ import annotations
 
 import functools
+import importlib
 import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -169,7 +170,7 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         space = sample.action_space
         action_codec = codec_of(space, "action")
         observation_codec = codec_of(sample.observation_space, "observation")
-        base_name = env_id.rpartition("/")[2].rpartition("-v")[0]
+        base_name = env_id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0]
         known = KNOWN.get(base_name.removesuffix("8x8"), Play())
         play = Play(
             tuple(names) or known.names or _own_names(sample),
@@ -225,13 +226,18 @@ def _make(env_id: str, options: JsonObject) -> AnyGymnasium:
 
 
 def _spec_of(env_id: str) -> gymnasium.envs.registration.EnvSpec:
+    module, _, name = env_id.rpartition(":")
     try:
-        return gymnasium.spec(env_id)
+        if module:  # registers its environments while it is imported
+            importlib.import_module(module)
+        return gymnasium.spec(name)
     except ModuleNotFoundError as error:
-        raise NotFoundError(f"'{GYMNASIUM}:{env_id}' needs the module '{error.name}'") from error
+        raise NotFoundError(
+            f"'{GYMNASIUM}:{env_id}' needs the module '{error.name}', which is not installed"
+        ) from error
     except gymnasium.error.Error as error:
-        hint = did_you_mean(env_id, gymnasium.registry) or "see `gymnasium.pprint_registry()`"
-        raise NotFoundError(f"Gymnasium has no environment '{env_id}'; {hint} ({error})") from None
+        hint = did_you_mean(name, gymnasium.registry) or "see gymnasium.pprint_registry()"
+        raise NotFoundError(f"Gymnasium has no environment '{name}'; {hint} ({error})") from None
 
 
 def _with_text_rendering(env_id: str, options: JsonObject) -> JsonObject:

@@ -57,14 +57,18 @@ def forget_header(request: Request) -> dict[str, str]:
 
 
 class SpareSessions:
-    """Sessions that nobody has called since they were opened, oldest first."""
+    """Sessions that nobody has called since they were opened, oldest first.
+
+    The wires of this application make room before they open; where the sessions have events,
+    opens on other wires do so too.
+    """
 
     def __init__(self, sessions: Sessions, unused_timeout_s: float) -> None:
         self._sessions = sessions
         self._timeout_s = unused_timeout_s
         self._opened_s: dict[str, float] = {}
         events: SessionEvents | None = getattr(sessions, "events", None)
-        self._must_ask = events is None
+        self._is_told_of_ends = events is not None
         if events is not None:
             events.on_end.append(lambda session_id, reason: self.used(session_id))
             events.before_open.append(self.make_room)
@@ -72,7 +76,7 @@ class SpareSessions:
     def add(self, session_id: str) -> None:
         """Marks a session as one that can be spared until it is used."""
         horizon_s = time.monotonic() - 2 * self._timeout_s
-        while self._must_ask and self._opened_s:  # nobody says when one has ended
+        while self._opened_s and not self._is_told_of_ends:
             oldest = next(iter(self._opened_s))
             if self._opened_s[oldest] > horizon_s:
                 break
@@ -90,11 +94,6 @@ class SpareSessions:
         for session_id in list(itertools.islice(self._opened_s, max(excess, 0))):
             self.used(session_id)
             await self._sessions.close(session_id)
-
-    async def make_room_here(self) -> None:
-        """The same where the sessions do not ask for it themselves."""
-        if self._must_ask:
-            await self.make_room()
 
 
 class HttpSessions:
@@ -131,7 +130,7 @@ class HttpSessions:
             else:
                 self.use(named)
                 return named, result
-        await self._spare.make_room_here()
+        await self._spare.make_room()
         opened = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
@@ -152,7 +151,7 @@ class HttpSessions:
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.step(session_id, action, 0, timeout_s)
-        await self._spare.make_room_here()
+        await self._spare.make_room()
         session_id = (await self._sessions.open(OpenArgs(ResetArgs(), with_text=False))).session_id
         try:
             return await self._sessions.step(session_id, action, 0, timeout_s)
@@ -164,7 +163,7 @@ class HttpSessions:
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.state(session_id)
-        await self._spare.make_room_here()
+        await self._spare.make_room()
         session_id = (await self._sessions.open(OpenArgs(with_text=False))).session_id
         try:
             return await self._sessions.state(session_id)

@@ -278,7 +278,7 @@ class McpServer:
         return caller.session_id
 
     async def _open(self, args: OpenArgs, owner: Owner | None) -> str:
-        await self._spare.make_room_here()
+        await self._spare.make_room()
         return (await self._sessions.open(args, owner)).session_id
 
     async def _check_exists(self, session_id: str) -> None:

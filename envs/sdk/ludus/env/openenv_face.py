@@ -15,6 +15,8 @@ from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 
 _BESIDE = ("metadata", "legal_actions")
+_MAX_SHOWN = 4000
+"""Characters of one field; pixels as numbers say nothing to a reader."""
 
 
 class OpenEnvFace:
@@ -34,7 +36,7 @@ class OpenEnvFace:
         shown: JsonObject = observation.model_dump(mode="json")
         lines = [self._ask()] if first else []
         lines += [
-            f"{name}: {item if isinstance(item, str) else json.dumps(item)}"
+            f"{name}: {_shortened(item if isinstance(item, str) else json.dumps(item))}"
             for name, item in shown.items()
             if name not in _BESIDE and item is not None
         ]
@@ -92,3 +94,8 @@ class OpenEnvFace:
             return f"You play {self._name}. Answer with the {self._field}, JSON like {described}."
         properties = json.dumps(self._schema.get("properties", {}))
         return f"You play {self._name}. Answer with a JSON object of these fields: {properties}."
+
+
+def _shortened(text: str) -> str:
+    rest = len(text) - _MAX_SHOWN
+    return text if rest <= 0 else f"{text[:_MAX_SHOWN]}... ({rest} more characters)"

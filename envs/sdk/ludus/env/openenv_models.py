@@ -87,9 +87,9 @@ def foreign_model(kind: Any, read: Callable[[JsonObject], Any] | None = None) ->
     """How a foreign type is read and described; any object where there is no type.
 
     Args:
-        read: how OpenEnv itself reads it, where it has a way of its own.
+        read: where there is another way to read it than its own.
     """
-    if inspect_is_model(kind):
+    if is_model(kind):
         return ForeignModel(read or kind.model_validate, _schema_of(kind.model_json_schema))
     if dataclasses.is_dataclass(kind):
         try:
@@ -100,7 +100,7 @@ def foreign_model(kind: Any, read: Callable[[JsonObject], Any] | None = None) ->
     return ForeignModel(lambda data: data, _ANY_OBJECT)
 
 
-def inspect_is_model(kind: Any) -> bool:
+def is_model(kind: Any) -> bool:
     """True for classes of pydantic models."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 

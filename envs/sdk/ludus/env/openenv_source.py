@@ -7,7 +7,6 @@ application  --> the server object that `create_app` left in its routes
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import typing
@@ -18,7 +17,7 @@ from typing import Any
 from ludus.env.openenv_models import (
     ForeignModel,
     foreign_model,
-    inspect_is_model,
+    is_model,
     observation_schema,
 )
 from ludus.proto.errors import ConfigError
@@ -139,7 +138,7 @@ def _source(
     return OpenEnvSource(
         make=make,
         kind=kind,
-        action=foreign_model(action, _own_reader(action)),
+        action=foreign_model(action, _tool_reader(action, names)),
         observation=ForeignModel(observed.read, schema),
         state=foreign_model(state),
         list_tools=names.get("ListToolsAction"),
@@ -147,22 +146,17 @@ def _source(
     )
 
 
-def _own_reader(action: Any) -> Callable[[Any], Any] | None:
-    """OpenEnv's own way from JSON to an action, which also knows actions that call tools."""
-    root = _root_of(action)
-    if root is None or not inspect_is_model(action):
+def _tool_reader(action: Any, names: dict[str, Any]) -> Callable[[Any], Any] | None:
+    """What reads actions that list or call tools too; None where the type allows none."""
+    kinds = {"list_tools": names.get("ListToolsAction"), "call_tool": names.get("CallToolAction")}
+    if action not in (names.get("Action"), *kinds.values()) or not is_model(action):
         return None
-    try:
-        module = importlib.import_module(f"{root}.core.env_server.serialization")
-    except ModuleNotFoundError:
-        return None
-    return lambda data: module.deserialize_action(data, action)
 
+    def read(data: Any) -> Any:
+        kind = kinds.get(data.get("type")) or action
+        return kind.model_validate(data)
 
-def _root_of(kind: Any) -> str | None:
-    """The library that the type is derived from."""
-    modules = [base.__module__.partition(".")[0] for base in getattr(kind, "__mro__", ())]
-    return next((root for root in _ROOTS if root in modules), None)
+    return read
 
 
 def _kind_of(make: Callable[..., Any]) -> type[Any]:

@@ -81,7 +81,7 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
 async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
     """What differed this time; empty where nothing did."""
     if step.tool is not None:
-        return "expected no call of a tool, which cannot be replayed yet"
+        return f"expected steps alone, got a call of the tool {step.tool!r}: clients call none"
     try:
         if step.text is not None:
             result = await session.step(text=step.text)

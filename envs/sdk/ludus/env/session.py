@@ -12,7 +12,7 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
 from ludus.env.environment import AnyEnvironment, TextFace
-from ludus.env.types import JsonObject, Observation, State, Transition
+from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
     EnvError,
@@ -38,7 +38,7 @@ class Session:
         "_episode_id",
         "_face",
         "_last",
-        "_observation",
+        "_transition",
         "id",
     )
 
@@ -49,7 +49,7 @@ class Session:
         self._environment = environment
         self._face: TextFace[Any, Any] | None = environment.text_face if with_text else None
         self._episode_id: str | None = None
-        self._observation: Observation | None = None
+        self._transition: Transition[Any] | None = None
         self._last: EncodedResult | None = None
         """The latest answer of the running episode; None before the first reset."""
 
@@ -150,13 +150,15 @@ class Session:
             raise ActionParseError(
                 f"expected a JSON action: {type(self._environment).__name__} has no text face"
             )
-        return self._guarded("parse", lambda: face.parse(action, self._observation))
+        transition = self._transition
+        assert transition is not None, "steps come after a reset"
+        return self._guarded("parse", lambda: face.parse(action, transition.observation))
 
     def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
         # When encoding fails the step has happened but has no answer: nothing can be
         # repeated, so the episode is over for the client (NOT_RESET) rather than skewed.
         self._last = None
-        self._observation = transition.observation
+        self._transition = transition
         try:
             self._last = encoded = encode_transition(transition, self._face, step_index)
         except EnvError:

@@ -8,12 +8,14 @@ with EnvClient.connect("http://127.0.0.1:8000") as client:
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
 from ludus.env.replay import ResumeLimits
+from ludus.env.tracing import is_traced
 from ludus.env.types import Action, EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import EnvError
 
@@ -175,6 +177,8 @@ class _LoopThread:
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The call's value; an interrupt cancels the call before it goes on."""
+        if is_traced():
+            call = _in_context(call, contextvars.copy_context())
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
@@ -188,3 +192,8 @@ class _LoopThread:
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _in_context(call: Coroutine[Any, Any, ResultT], context: contextvars.Context) -> ResultT:
+    """The call's value, made under the span and the request id of the calling thread."""
+    return await asyncio.get_running_loop().create_task(call, context=context)

@@ -4,7 +4,7 @@
 |---------------------------|----------------------------------------------------------------|
 | `openspiel_env`           | an installed package with `make_environment`                   |
 | `module:Class`            | an `Environment` subclass, or anything that returns one        |
-| `gymnasium:CartPole-v1`   | what `gymnasium.make` knows by that id                         |
+| `gymnasium:CartPole-v1`   | what `gymnasium.make` knows by that id, also `module:id`       |
 | `openenv:module:Class`    | an environment class written for OpenEnv, unchanged            |
 | `openenv:module:app`      | the application that OpenEnv's `create_app` returned           |
 
@@ -49,6 +49,11 @@ class TargetFactory:
 
     target: str
     options: JsonObject = field(default_factory=dict)
+
+    @property
+    def one_per_process(self) -> bool:
+        """True when a process can hold only one of its environments at a time."""
+        return bool(getattr(_builder_of(self.target), "one_per_process", False))
 
     def __call__(self) -> AnyEnvironment:
         """A new environment.
@@ -198,6 +203,7 @@ def _gymnasium_builder(env_id: str) -> Builder:
         raise ConfigError(
             f"'{GYMNASIUM}:{env_id}' needs Gymnasium, which is not installed; pip install gymnasium"
         ) from None
+    _see_working_directory()
     return gymnasium_builder(env_id)
 
 

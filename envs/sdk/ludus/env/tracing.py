@@ -10,6 +10,7 @@ id, a call carries nothing and pays two look-ups.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,14 +26,18 @@ REQUEST_ID = "x-request-id"
 """Header and metadata key of the request id."""
 MAX_REQUEST_ID_CHARS = 128
 
+_UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 _request_id: ContextVar[str] = ContextVar("ludus_request_id", default="")
 _propagator = TraceContextTextMapPropagator()
 
 
 @contextmanager
 def request_id(value: str) -> Iterator[None]:
-    """Calls made inside carry this request id, through gateways and servers."""
-    token = _request_id.set(value[:MAX_REQUEST_ID_CHARS])
+    """Calls made inside carry this request id, through gateways and servers.
+
+    It travels in headers and stands in logs: what is not printable ASCII is left out.
+    """
+    token = _request_id.set(_UNPRINTABLE.sub("", value[:MAX_REQUEST_ID_CHARS]))
     try:
         yield
     finally:

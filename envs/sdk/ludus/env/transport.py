@@ -21,6 +21,7 @@ from ludus.env.sessions import OpenArgs
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
     CapacityError,
+    ConfigError,
     EnvError,
     ErrorCode,
     GroupMismatchError,
@@ -53,6 +54,13 @@ class ConnectOptions:
     """Lets seeds be given to servers that ignore them."""
     max_calls_per_message: int = 0
     """Over gRPC; 0 sends all calls that gather in one message."""
+
+    def __post_init__(self) -> None:
+        if self.token and self.address.credentials:
+            raise ConfigError(
+                f"expected one way to authenticate at {self.address}, got a token and credentials"
+                " in the address; leave one of them out"
+            )
 
     @property
     def authorization(self) -> str | None:

@@ -68,9 +68,13 @@ class TextView:
     """The legal actions as text; empty when they cannot be listed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transition(Generic[ObservationT]):
-    """What one `reset` or `step` of an environment returns."""
+    """What one `reset` or `step` of an environment returns; nobody changes one.
+
+    It is not frozen because there is one for every step, and making a frozen one takes three
+    times as long.
+    """
 
     observation: ObservationT
     reward: float | None = None
@@ -82,6 +86,11 @@ class Transition(Generic[ObservationT]):
     info: JsonObject = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     """Arrays too large for JSON, by name."""
+
+    def encoded_observation(self) -> tuple[bytes, JsonObject]:
+        """The observation as JSON, and its metadata."""
+        observation = self.observation
+        return observation.to_json(), observation.metadata
 
 
 @dataclass(frozen=True, slots=True)

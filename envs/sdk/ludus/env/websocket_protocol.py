@@ -24,6 +24,7 @@ from websockets.protocol import State
 from ludus.env.asgi_socket import DIRECT_EXTENSION
 
 GOING_AWAY = 1001
+_CUT_AFTER_S = 0.5  # the close frame may still arrive
 _SHUTTING_DOWN = "the server is shutting down"
 DirectHandler = Callable[[bytes], bytes | None]
 """The reply to a text frame, or None to let the connection's task answer it."""
@@ -43,6 +44,14 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
     def when_gone(self, callback: Callable[[], None]) -> None:
         """Lets the callback know when the connection is lost."""
         self._when_gone = callback
+
+    def write_at_once(self, frame: bytes) -> bool:
+        """True when the text frame is on its way; False where that would take a wait."""
+        if not self._can_write():
+            return False
+        self.conn.send_text(frame)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the connection's task, and whoever wants to know at once."""
@@ -66,13 +75,11 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             and event.fin
             and self._is_app_waiting
             and self.queue.empty()
-            and self.writable.is_set()
-            and not self.close_sent
+            and self._can_write()
         ):
             reply = self._direct(bytes(event.data))
             if reply is not None:
-                self.conn.send_text(reply)
-                self.transport.write(b"".join(self.conn.data_to_send()))
+                self.write_at_once(reply)
                 return
         super().handle_text(event)
 
@@ -98,10 +105,14 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
     def keepalive_timeout(self) -> None:
         """Cuts a connection whose peer answers no ping."""
         super().keepalive_timeout()
-        self.transport.abort()
+        self.loop.call_later(_CUT_AFTER_S, self.transport.abort)
 
     def on_task_complete(self, task: Task[None]) -> None:
         """Cuts the connection if it has not closed in time."""
         super().on_task_complete(task)
         if not self.disconnected:
             self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def _can_write(self) -> bool:
+        is_open = self.conn.state is State.OPEN and not self.disconnected
+        return is_open and self.writable.is_set()

@@ -59,6 +59,7 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 
+_MAX_SHOWN_CHARS = 200
 _MESSAGE_TYPES: dict[str, type[BaseModel]] = {
     "reset": ResetMessage,
     "step": StepMessage,
@@ -107,7 +108,7 @@ class WebSocketWire:
             self._sessions.release(owner)
 
     async def _open(self, socket: AsgiSocket, owner: Owner, with_text: bool) -> str:
-        await self._spare.make_room_here()
+        await self._spare.make_room()
         args = OpenArgs(with_text=with_text)
         return (await socket.unless_gone(self._sessions.open(args, owner))).session_id
 
@@ -130,7 +131,7 @@ class WebSocketWire:
             await self._sessions.state(session_id)
         except (SessionLostError, AuthenticationError):
             raise SessionLostError(
-                f"Unknown session_id: {session_id}", ErrorCode.SESSION_ERROR
+                f"Unknown session_id: {_shown(session_id)}", ErrorCode.SESSION_ERROR
             ) from None
         self._spare.used(session_id)
 
@@ -305,6 +306,6 @@ def _within_this_context(
     return lambda text: context.run(handler, text)
 
 
-def _shown(kind: Any) -> str:
-    shown = str(kind)
-    return shown if len(shown) <= 100 else f"{shown[:100]}..."
+def _shown(given: Any) -> str:
+    shown = str(given)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."

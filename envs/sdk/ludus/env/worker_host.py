@@ -142,6 +142,7 @@ class WorkerHost:
             UnavailableError: there is no worker to be had.
         """
         worker = await self._place(session_id, on_lost)
+        worker.was_asked = True
         session = WorkerSession(session_id, worker, self)
         limit_s = self.step_timeout_s or None
         try:
@@ -251,7 +252,7 @@ class WorkerHost:
             await worker.start(self._num_threads)
         except (ConfigError, UnavailableError, OSError) as error:
             self._workers.discard(worker)
-            self._failures.note(str(error))
+            self._failures.note(str(error), while_building=isinstance(error, ConfigError))
             return None
         except BaseException:
             self._workers.discard(worker)
@@ -288,7 +289,7 @@ class WorkerHost:
             self.num_ended += 1
             _log.warning("worker %s: %s", worker.process.pid, worker.end_reason)
             if not worker.has_opened:
-                self._failures.note(worker.end_reason)
+                self._failures.note(worker.end_reason, while_building=worker.was_asked)
         self._begin(self._forget_when_gone(worker))
         self._changed.set()
         self._refill()
@@ -334,6 +335,7 @@ class _Failures:
     def __init__(self) -> None:
         self._num = 0
         self._reason = ""
+        self._while_building = False
         self._retry_at_s = 0.0
 
     @property
@@ -341,10 +343,11 @@ class _Failures:
         """How long to wait before the next worker is started."""
         return max(0.0, self._retry_at_s - asyncio.get_running_loop().time())
 
-    def note(self, reason: str) -> None:
-        """Counts one more."""
+    def note(self, reason: str, *, while_building: bool) -> None:
+        """Counts one more, that was building an environment or not yet asked to."""
         self._num += 1
         self._reason = reason
+        self._while_building = while_building
         num_delays = self._num - _NUM_FREE_FAILURES
         delay_s = 0.0 if num_delays < 0 else min(_FIRST_DELAY_S * 2**num_delays, _MAX_DELAY_S)
         self._retry_at_s = asyncio.get_running_loop().time() + delay_s
@@ -357,11 +360,15 @@ class _Failures:
         """Returns unless the next worker is likely to fail as the last ones did.
 
         Raises:
-            ExecutionError: what became of them (code FACTORY_ERROR).
+            ExecutionError: the latest was building an environment (code FACTORY_ERROR).
+            UnavailableError: it had not been asked to yet, so this is not its doing.
         """
-        if self._num >= _NUM_FREE_FAILURES and self.delay_s > 0:
-            raise ExecutionError(
-                f"the last {self._num} workers ended before they held a session;"
-                f" the latest: {self._reason}",
-                ErrorCode.FACTORY_ERROR,
-            )
+        if self._num < _NUM_FREE_FAILURES or self.delay_s <= 0:
+            return
+        said = (
+            f"the last {self._num} workers ended before they held a session;"
+            f" the latest: {self._reason}"
+        )
+        if self._while_building:
+            raise ExecutionError(said, ErrorCode.FACTORY_ERROR)
+        raise UnavailableError(said, retry_after_s=self.delay_s)

@@ -45,8 +45,10 @@ class Worker:
         self.process = WorkerProcess(worker_id, self._on_exit)
         self.sessions: dict[str, OnLost] = {}
         """Whom to tell of its end, by session id."""
+        self.was_asked = False
+        """To build an environment."""
         self.has_opened = False
-        """A session was opened in it."""
+        """It has built one."""
         self.is_retired = False
         self.exited = asyncio.Event()
         """Set when the process is gone, as far as that can be known."""

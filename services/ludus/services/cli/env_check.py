@@ -90,9 +90,8 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.targets import environment_factory
 
     factory = environment_factory(target, options)
-    sample = factory()
-    sample.close()
-    isolation: Isolation = "process" if sample.one_per_process else "inline"
+    factory().close()  # bad options are a mistake, not a finding
+    isolation: Isolation = "process" if factory.one_per_process else "inline"
     with _status(f"checking {target}"):
         in_process = check_environment(factory, seeds=plan.seeds, num_steps=plan.num_steps)
         play_options = PlayOptions(

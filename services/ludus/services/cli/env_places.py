@@ -16,6 +16,7 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
+    from ludus.env.server_options import Isolation
     from ludus.env.sync_client import EnvClient
 
 TARGET_HELP = (
@@ -38,6 +39,8 @@ TokenEnv = Annotated[
 ]
 
 CONNECT_TIMEOUT_S = 3.0
+MAX_PROCESSES = 8
+"""Sessions at once, where each needs a process of its own."""
 
 
 def require_options_only_for_targets(place: str, options: dict[str, Any]) -> None:
@@ -67,8 +70,10 @@ def serving(place: str, options: dict[str, Any], max_sessions: int = 1024) -> It
     from ludus.env.local_server import LocalServer
     from ludus.env.targets import environment_factory
 
-    environment_factory(place, options)  # a mistake ends here, not in a child process
-    server = LocalServer(place, options, max_sessions=max_sessions)
+    factory = environment_factory(place, options)  # a mistake ends here, not in a child process
+    isolation: Isolation = "process" if factory.one_per_process else "inline"
+    num_sessions = min(max_sessions, MAX_PROCESSES) if factory.one_per_process else max_sessions
+    server = LocalServer(place, options, max_sessions=num_sessions, isolation=isolation)
     try:
         yield server.start().grpc
     finally:

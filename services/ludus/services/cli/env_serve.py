@@ -68,7 +68,7 @@ Isolation = Annotated[
     IsolationName | None,
     typer.Option(
         help="inline: in the server; pool: in worker processes; process: one process each.",
-        show_default="inline",
+        show_default="inline; process where one session is all a process can hold",
         rich_help_panel=_ISOLATION,
     ),
 ]
@@ -161,4 +161,7 @@ def _run(target: str, options: dict[str, Any], given: dict[str, Any]) -> None:
     from ludus.env.server import run_server
     from ludus.env.targets import environment_factory
 
-    run_server(environment_factory(target, options), given, DEFAULT_PORT)
+    factory = environment_factory(target, options)
+    if factory.one_per_process:
+        given = {"isolation": IsolationName.PROCESS.value, **given}
+    run_server(factory, given, DEFAULT_PORT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,40 +19,59 @@ if TYPE_CHECKING:
 _EXAMPLE = "for example --env blackjack=openspiel_env or --env cards=grpc://10.0.0.7:18000"
 
 
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="TOML file; options given beside it have precedence.")
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=TARGET",
+        help="A package or other target to run here, or grpc:// addresses with commas between;"
+        " may be repeated.",
+    ),
+]
+TargetOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME.KEY=VALUE", help="What NAME is built with; may be repeated."),
+]
+NumServers = Annotated[int, typer.Option(min=1, help="Servers of each target.")]
+MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions of each server.")]
+Isolation = Annotated[str, typer.Option(help="Where sessions run: inline, pool or process.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=65535, help="For HTTP and WebSocket; 0 takes any.", show_default="8000"
+    ),
+]
+GrpcPort = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="For gRPC.", show_default="port + 10000")
+]
+TenantsFile = Annotated[
+    Path | None, typer.Option(help="TOML file with tenants, their tokens and quotas.")
+]
+TokenEnv = Annotated[
+    str | None,
+    typer.Option(help="Variable with the one token of all.", show_default="LUDUS_GATEWAY_TOKEN"),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")
+]
+
+
 def gateway(
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file; options given beside it have precedence.")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=TARGET",
-            help="An environment package to run here, or grpc:// addresses with commas between;"
-            " may be repeated.",
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME.KEY=VALUE", help="What NAME is built with; may be repeated."),
-    ] = None,
-    servers: Annotated[int, typer.Option(min=1, help="Servers of each package.")] = 1,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of each server.")] = 256,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="For HTTP and WebSocket; 0 takes any.")
-    ] = None,
-    grpc_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="For gRPC; port + 10000 if not set.")
-    ] = None,
-    tenants: Annotated[
-        Path | None, typer.Option(help="TOML file with tenants, their tokens and quotas.")
-    ] = None,
-    token_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the one token of everybody.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")
-    ] = False,
+    config: ConfigFile = None,
+    env: Targets = None,
+    option: TargetOptions = None,
+    servers: NumServers = 1,
+    max_sessions: MaxSessions = 256,
+    isolation: Isolation = "inline",
+    host: Host = None,
+    port: Port = None,
+    grpc_port: GrpcPort = None,
+    tenants: TenantsFile = None,
+    token_env: TokenEnv = None,
+    insecure: Insecure = False,
 ) -> None:
     """Serve environments on one address until Ctrl-C; a second Ctrl-C does not wait for sessions.
 
@@ -70,7 +89,11 @@ def gateway(
         "insecure": insecure or None,
     }
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    environments = _environments(env or (), option or (), servers, max_sessions)
+    environments = _environments(
+        env or (),
+        option or (),
+        {"num_servers": servers, "max_sessions": max_sessions, "isolation": isolation},
+    )
     if environments:
         overrides["environments"] = environments
     if config is not None:
@@ -79,13 +102,12 @@ def gateway(
         chosen = GatewayConfig.of(overrides, "ludus gateway")
     else:
         raise ConfigError(f"expected --config or --env, got neither; {_EXAMPLE}")
-    _check_packages(chosen.model_dump()["environments"])
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     serve_gateway(chosen, _announce)
 
 
 def _environments(
-    targets: Sequence[str], options: Sequence[str], num_servers: int, max_sessions: int
+    targets: Sequence[str], options: Sequence[str], how: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """The `environments` of a configuration, from `--env` and `--option`."""
     by_name: dict[str, dict[str, Any]] = {}
@@ -101,32 +123,18 @@ def _environments(
         if "://" in target:
             by_name[name] = {"kind": "static", "addresses": target.split(",")}
         else:
-            by_name[name] = {
-                "kind": "subprocess",
-                "package": target,
-                "options": {},
-                "num_servers": num_servers,
-                "max_sessions": max_sessions,
-            }
+            by_name[name] = {"kind": "subprocess", "target": target, "options": {}, **how}
     for path, value in parse_options(options).items():
         name, separator, key = path.partition(".")
         environment = by_name.get(name)
         if not separator or not key or environment is None or "options" not in environment:
-            packages = [one for one, found in by_name.items() if "options" in found]
+            local = [one for one, found in by_name.items() if "options" in found]
             raise ConfigError(
-                f"--option expected NAME.KEY=VALUE with NAME one of {', '.join(packages) or '-'}"
+                f"--option expected NAME.KEY=VALUE with NAME one of {', '.join(local) or '-'}"
                 f" (environments that are run here), got '{path}'"
             )
         environment["options"][key] = value
     return by_name
-
-
-def _check_packages(environments: dict[str, dict[str, Any]]) -> None:
-    from ludus.env.packages import require_package
-
-    for environment in environments.values():
-        if environment["kind"] == "subprocess":
-            require_package(environment["package"])
 
 
 def _announce(running: Gateway) -> None:

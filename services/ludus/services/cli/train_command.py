@@ -134,7 +134,7 @@ def _check_environment(config: RunConfig) -> None:
     environment = config.environment
     if not isinstance(environment, LocalEnvironment):
         return
-    from ludus.env.packages import environment_factory
+    from ludus.env.targets import environment_factory
 
     environment_factory(environment.package, environment.options)().close()
 

@@ -170,6 +170,12 @@ class Admission:
         links = [link for link in self.fleet.links if link.takes_sessions]
         num_sessions = sum(link.num_sessions for link in links)
         capacity = sum(link.max_sessions for link in links)
+        if not capacity:
+            return CapacityError(
+                f"expected a server of environment '{self._environment}' that takes sessions, found"
+                " none; try again when one has started",
+                retry_after_s=self.options.retry_after_s,
+            )
         return CapacityError(
             f"Server at capacity: {num_sessions}/{capacity} sessions active."
             " Cannot accept new connections.",

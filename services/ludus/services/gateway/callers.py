@@ -43,6 +43,9 @@ ReadLoads = Callable[[], Sequence[EnvironmentLoad]]
 ANYONE = Tenant("")
 """The caller where no tenants are configured: may do everything."""
 
+ITSELF = Tenant("gateway itself")
+"""Who ends sessions that can be spared; no tenant's name has a space."""
+
 _CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant", default=ANYONE)
 
 

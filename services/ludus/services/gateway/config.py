@@ -56,8 +56,8 @@ class SubprocessEnvironment(_Section):
     """Servers on this machine that the gateway starts, watches and stops."""
 
     kind: Literal["subprocess"] = "subprocess"
-    package: Annotated[str, Field(min_length=1)]
-    """An environment package, for example openspiel_env."""
+    target: Annotated[str, Field(min_length=1)]
+    """An environment package or another target, for example gymnasium:CartPole-v1."""
     options: JsonObject = Field(default_factory=dict)
     """What the environment is built with."""
     num_servers: Annotated[int, Field(ge=1, le=256)] = 1
@@ -77,6 +77,9 @@ class KubernetesEnvironment(_Section):
     kind: Literal["kubernetes"] = "kubernetes"
     service: Annotated[str, Field(min_length=1, max_length=63)]
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
+    lease: str = Field(default="", max_length=63)
+    """A Lease of its own for each environment: the gateway that holds it tells the cluster
+    which pods a scale-in should remove first. Empty tells nothing."""
 
 
 Environment = Annotated[
@@ -110,7 +113,7 @@ class ServersSection(_Section):
     """A server that is silent for so long gets no new sessions."""
     retry_within_s: _Seconds = 5.0
     """How long a call waits for a connection that broke."""
-    call_timeout_s: _Seconds = 120.0
+    call_timeout_s: _Seconds = 600.0
 
 
 class TlsSection(_Section):
@@ -139,6 +142,9 @@ class GatewayConfig(_Section):
     """Tokens, scopes and quotas of several tenants."""
     session_key_env: str = SESSION_KEY_VARIABLE
     """Environment variable with the key that gateways and servers share."""
+    max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Older gRPC connections are ended, so that clients find gateways that were added; their
+    sessions go on. 0 lets them live."""
     drain_grace_s: _Seconds = 600.0
     """How long a gateway that is told to end waits for its sessions."""
     tls: TlsSection | None = None

@@ -19,6 +19,11 @@ from ludus.services.gateway.endpoints import Endpoint
 from ludus.services.gateway.server_link import LinkOptions, ServerLink
 
 _MAX_GONE = 4096
+_NUM_DRAWS = 4
+"""So often two servers are drawn blindly before all of them are looked at."""
+_HURRIED_POLL_S = 0.1
+_MAX_POLLS_PER_S = 200
+"""Of all servers together: each costs some tenths of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Fleet:
         self._in_a_hurry = in_a_hurry
         self._draw = draw or random.Random()
         self._links: dict[str, ServerLink] = {}
+        self._order: list[ServerLink] = []
+        """The same, to draw from."""
         self._by_server_id: dict[str, ServerLink] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._published = asyncio.Event()
@@ -85,6 +92,7 @@ class Fleet:
                 self._links[key] = self._new_link(endpoint)
             else:
                 link.endpoint = endpoint
+        self._order = list(self._links.values())
         self._published.set()
         self._on_change()
 
@@ -96,6 +104,14 @@ class Fleet:
         """Sessions on the server that the source lists under the key."""
         link = self._links.get(key)
         return link.num_sessions if link is not None else 0
+
+    def loads_of_pods(self) -> dict[str, tuple[int, int]]:
+        """Sessions and capacity by pod, of the servers in a cluster that were reached."""
+        return {
+            link.endpoint.pod_name: (link.num_sessions, link.max_sessions)
+            for link in self._links.values()
+            if link.endpoint.pod_name and link.max_sessions
+        }
 
     def reason_gone(self, server_id: str) -> str:
         """Why a server is not there."""
@@ -109,15 +125,20 @@ class Fleet:
         Args:
             excluded: links that refused just now.
         """
-        open_links = [link for link in self._links.values() if link.room and link not in excluded]
-        fitting = [link for link in open_links if link.room >= size]
-        one = [Share(self._less_loaded(fitting), size)] if fitting else []
-        shares = one or _split(size, open_links)
+        link = self._find(size, excluded)
+        if link is not None:
+            shares = [Share(link, size)]
+        else:
+            shares = _split(size, [one for one in self._order if one not in excluded])
         if not shares:
             return None
         for share in shares:
             share.link.reserve(share.num_sessions)
         return shares
+
+    def has_room(self, size: int) -> bool:
+        """True when so many sessions could be placed now."""
+        return self._find(size, ()) is not None or bool(_split(size, self._order))
 
     async def wait_settled(self, timeout_s: float) -> bool:
         """True when the servers are listed and each was tried once; waits at most so long."""
@@ -148,9 +169,7 @@ class Fleet:
     # -- links -------------------------------------------------------------------------
 
     def _new_link(self, endpoint: Endpoint) -> ServerLink:
-        link = ServerLink(
-            endpoint, self._options, lambda: self._link_changed(link), self._in_a_hurry
-        )
+        link = ServerLink(endpoint, self._options, lambda: self._link_changed(link), self._pause_s)
         if endpoint.server_id:
             self._by_server_id[endpoint.server_id] = link
         return link
@@ -178,16 +197,36 @@ class Fleet:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _less_loaded(self, links: Sequence[ServerLink]) -> ServerLink:
-        """The less loaded of two: nearly as even as the least of all, and no stampede."""
-        candidates = self._draw.sample(links, 2) if len(links) > 2 else links
-        return min(candidates, key=lambda link: link.num_sessions / link.max_sessions)
+    def _find(self, size: int, excluded: Collection[ServerLink]) -> ServerLink | None:
+        """The less loaded of two with room: nearly as even as the least of all, no stampede."""
+        order = self._order
+        for _ in range(_NUM_DRAWS if len(order) > _NUM_DRAWS else 0):
+            pair = self._draw.sample(order, 2)
+            if all(link.room >= size and link not in excluded for link in pair):
+                return _less_loaded(pair)
+        fitting = [link for link in order if link.room >= size and link not in excluded]
+        if not fitting:
+            return None
+        return _less_loaded(self._draw.sample(fitting, 2) if len(fitting) > 2 else fitting)
+
+    def _pause_s(self) -> float:
+        """Between two polls of a server: short while somebody waits, longer in a large fleet."""
+        wanted_s = self._options.poll_interval_s
+        if self._in_a_hurry():
+            wanted_s = min(wanted_s, _HURRIED_POLL_S)
+        return max(wanted_s, len(self._order) / _MAX_POLLS_PER_S) * self._draw.uniform(0.8, 1.2)
+
+
+def _less_loaded(links: Sequence[ServerLink]) -> ServerLink:
+    return min(links, key=lambda link: link.num_sessions / link.max_sessions)
 
 
 def _split(size: int, links: Sequence[ServerLink]) -> list[Share]:
     """Shares that together hold `size`, the roomiest servers first; empty if they cannot."""
     shares: list[Share] = []
     for link in sorted(links, key=lambda link: link.room, reverse=True):
+        if not link.room:
+            break
         num_sessions = min(link.room, size)
         shares.append(Share(link, num_sessions))
         size -= num_sessions

@@ -37,6 +37,7 @@ from ludus.services.gateway.config import (
     value_of,
 )
 from ludus.services.gateway.endpoints import EndpointSource
+from ludus.services.gateway.fleet import Fleet
 from ludus.services.gateway.gateway_app import Probes, build_gateway_app
 from ludus.services.gateway.gateway_metrics import GatewayMetrics
 from ludus.services.gateway.gateway_sessions import GatewaySessions, Seams, SessionOptions
@@ -105,6 +106,7 @@ class Gateway:
                 self._face.handlers(),
                 [AuthenticateCalls(self.access)],
                 tls,
+                config.max_connection_age_s,
             )
         except BaseException:
             listener.close()
@@ -205,10 +207,9 @@ class Gateway:
         """
         for name, environment in self.config.environments.items():
             if name not in self.sources:
-                self.sources[name] = _source_of(environment, key)
-            source, sessions = self.sources[name], self.environments[name]
-            if isinstance(source, SubprocessSource):
-                source.num_sessions_of = sessions.fleet.num_sessions_of
+                fleet = self.environments[name].fleet
+                self.sources[name] = _source_of(environment, key, fleet)
+            source = self.sources[name]
             self._watching[name] = asyncio.create_task(self._watch(name, source))
         settled = [
             asyncio.create_task(one.fleet.wait_settled(_SETTLE_TIMEOUT_S))
@@ -287,6 +288,12 @@ async def _serve_until_signal(gateway: Gateway, on_ready: OnReady | None) -> Non
             asyncio.create_task(told.wait()),
             asyncio.create_task(gateway.wait_empty(gateway.config.drain_grace_s)),
         ]
+        if gateway.num_held:
+            _log.warning(
+                "waiting for %d sessions to end, at most %g s; a second signal ends the wait",
+                gateway.num_held,
+                gateway.config.drain_grace_s,
+            )
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
@@ -320,7 +327,9 @@ def _secure_channel(credentials: Any, target: str, options: Any) -> grpc.aio.Cha
 
 
 def _source_of(
-    environment: StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment, key: str
+    environment: StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment,
+    key: str,
+    fleet: Fleet,
 ) -> EndpointSource:
     match environment:
         case StaticEnvironment():
@@ -330,18 +339,20 @@ def _source_of(
                 lambda: _local_server(environment, key),
                 environment.num_servers,
                 environment.drain_grace_s,
+                fleet.num_sessions_of,
             )
         case KubernetesEnvironment():
             # The cluster's client is loaded where there is a cluster only.
+            from ludus.services.gateway.cluster import ClusterPlace, ClusterSource
             from ludus.services.gateway.kubernetes_api import KubernetesApi
-            from ludus.services.gateway.kubernetes_source import EndpointSliceSource
 
-            return EndpointSliceSource(KubernetesApi(), environment.namespace, environment.service)
+            place = ClusterPlace(environment.namespace, environment.service, environment.lease)
+            return ClusterSource(KubernetesApi(), place, fleet.loads_of_pods)
 
 
 def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:
     return LocalServer(
-        environment.package,
+        environment.target,
         environment.options,
         max_sessions=environment.max_sessions,
         isolation=environment.isolation,

@@ -30,7 +30,7 @@ from ludus.env.openenv_messages import HTTP_STATUS_OF_CODE, ludus_payload
 from ludus.env.sessions import OpenArgs, Opened
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode
-from ludus.services.gateway.callers import EnvironmentLoad
+from ludus.services.gateway.callers import EnvironmentLoad, current_tenant
 from ludus.services.gateway.environments import UnknownEnvironmentError, find_environment
 from ludus.services.gateway.gateway_metrics import GatewayMetrics
 from ludus.services.gateway.gateway_sessions import GatewaySessions
@@ -112,12 +112,16 @@ def build_gateway_app(
 
 
 class EnvironmentMounts:
-    """The applications of the environments, each built when its first server has answered."""
+    """The applications of the environments, each built when its first server has answered.
+
+    Each tenant has its own: what one keeps in mind for its clients is none of the others'
+    business.
+    """
 
     def __init__(self, environments: Mapping[str, GatewaySessions], mcp_key: bytes) -> None:
         self._environments = environments
         self._mcp_key = mcp_key
-        self._apps: dict[str, ASGIApp] = {}
+        self._apps: dict[tuple[str, str], ASGIApp] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request below `/envs/<name>`."""
@@ -136,12 +140,13 @@ class EnvironmentMounts:
             raise UnknownEnvironmentError(
                 f"expected {rest} without an environment, got it below /envs/{name}"
             )
-        if name not in self._apps:
+        key = (sessions.environment, current_tenant().name)
+        if key not in self._apps:
             await sessions.admission.describe()
             app = build_app(sessions, mcp_key=self._mcp_key)
             app.router.redirect_slashes = False
-            self._apps.setdefault(name, app)
-        return self._apps[name]
+            self._apps.setdefault(key, app)
+        return self._apps[key]
 
 
 def _add_probes(

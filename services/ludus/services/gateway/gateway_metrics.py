@@ -150,17 +150,19 @@ class GatewayMetrics:
         self._registry.register(self)
 
     def called(
-        self, environment: str, call: str, code: str, seconds: float, num_calls: int = 1
+        self, environment: str, call: str, code: str, seconds: float | None, num_calls: int = 1
     ) -> None:
         """Calls that open nothing were answered together, each after `seconds`.
 
         Args:
             call: one of `Call`.
             code: `OK`, or the ErrorCode they failed with.
+            seconds: None where they were refused without a try, which says nothing of speed.
         """
         counters = self._environments[environment]
         counters.calls[call][code] += num_calls
-        counters.seconds[call].observe(seconds, num_calls)
+        if seconds is not None:
+            counters.seconds[call].observe(seconds, num_calls)
         if code == ErrorCode.RATE_LIMITED:
             counters.num_rate_limited += num_calls
 

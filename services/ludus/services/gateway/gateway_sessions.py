@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 
 import orjson
@@ -36,7 +37,12 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from ludus.services.gateway.admission import Admission, AdmissionOptions
-from ludus.services.gateway.callers import EnvironmentLoad, current_tenant
+from ludus.services.gateway.callers import (
+    ITSELF,
+    EnvironmentLoad,
+    current_tenant,
+    enter_tenant,
+)
 from ludus.services.gateway.gateway_metrics import OK, GatewayMetrics
 from ludus.services.gateway.held import Held, HeldSessions
 from ludus.services.gateway.openings import Openings, PlacedSession
@@ -110,7 +116,9 @@ class GatewaySessions:
         self._routes = seams.routes
         self._quotas = seams.quotas
         self._metrics = seams.metrics
-        self._held = HeldSessions(seams.quotas, self.events, self.options.idle_timeout_s)
+        self._held = HeldSessions(
+            seams.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
+        )
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
 
@@ -189,7 +197,7 @@ class GatewaySessions:
             CapacityError: no server had the room in time.
         """
         tenant = self._enter()
-        self._quotas.opening(tenant, num_sessions)
+        self._take_quota(tenant, num_sessions)
         try:
             link = await self.admission.room_on_one(num_sessions)
         except BaseException:
@@ -211,10 +219,11 @@ class GatewaySessions:
         self, args: OpenArgs, size: int, owner: Owner | None, *, is_group: bool
     ) -> list[Opened]:
         tenant = self._enter()
-        await self.events.make_room(size)
+        if self.events.before_open and not self.fleet.has_room(size):
+            await self._spare(size)
         linger_s = min(args.linger_s or self.options.linger_s, self.options.max_linger_s)
         args = dataclasses.replace(args, linger_s=linger_s)
-        self._quotas.opening(tenant, size)
+        self._take_quota(tenant, size)
         started_s = self._loop.time()
         try:
             placed = await self._openings.open(args, size, tenant, is_group=is_group)
@@ -230,6 +239,13 @@ class GatewaySessions:
         if owner is not None and owner.ended.is_set():
             self.release(owner)
         return [one.opened for one in placed]
+
+    def _take_quota(self, tenant: Tenant, num_sessions: int) -> None:
+        try:
+            self._quotas.opening(tenant, num_sessions)
+        except EnvError as error:
+            self._metrics.refused(self.environment, error.code, num_sessions)
+            raise
 
     def _hold(
         self, placed: PlacedSession, args: OpenArgs, owner: Owner | None, tenant: Tenant
@@ -261,7 +277,11 @@ class GatewaySessions:
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
         """The answer to an action; see `Sessions`."""
-        self._quotas.stepping(current_tenant(), 1)
+        try:
+            self._quotas.stepping(current_tenant(), 1)
+        except EnvError as error:
+            self._metrics.called(self.environment, "step", error.code, None)
+            raise
 
         def write(call: pb.Call) -> None:
             step = call.step
@@ -356,7 +376,7 @@ class GatewaySessions:
             EnvError: the id is forged, expired, or of another tenant or environment.
         """
         tenant = self._enter()
-        route = self._routes.find(session_id, tenant.name)
+        route = self._routes.find(session_id, None if tenant is ITSELF else tenant.name)
         if route.environment != self.environment:
             raise InvalidCallError(
                 f"expected a session of environment '{self.environment}', got one of"
@@ -456,6 +476,12 @@ class GatewaySessions:
         tenant = current_tenant()
         tenant.require(Scope.STEP)
         return tenant
+
+    async def _spare(self, size: int) -> None:
+        """Ends sessions that can be spared, whoever's they are."""
+        context = copy_context()
+        context.run(enter_tenant, ITSELF)
+        await self._loop.create_task(self.events.make_room(size), context=context)
 
     def _known_link(self, session_id: str) -> ServerLink | None:
         try:

@@ -4,8 +4,10 @@
                       |  its connection ends
                       +--disown--> lingers; the next call makes it its caller's
 
-Routing needs none of this. A session that its server ended without a word, because nobody
-called it any more, is forgotten by the sweep, so that quotas do not fill up with the dead.
+Routing needs none of this. The sweep forgets sessions that their servers ended without a
+word, because nobody called them any more, so that quotas do not fill up with the dead. And
+it keeps sessions whose clients are there but silent from ending after the link to their
+server broke: for the server they linger, and each `detach` lets the linger begin anew.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from ludus.services.gateway.quotas import Quotas
 from ludus.services.gateway.server_link import ServerLink
 from ludus.services.gateway.tenants import Tenant
 
-_SWEEP_EACH_S = 5.0
+_MIN_SWEEP_S = 0.1
+_MAX_SWEEP_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +44,16 @@ class HeldSessions:
 
     Args:
         idle_timeout_s: a session without a call for so long counts as ended.
+        linger_s: how long sessions outlive a broken link; sets the pace of the sweep.
     """
 
-    def __init__(self, quotas: Quotas, events: SessionEvents, idle_timeout_s: float) -> None:
+    def __init__(
+        self, quotas: Quotas, events: SessionEvents, idle_timeout_s: float, linger_s: float
+    ) -> None:
         self._quotas = quotas
         self._events = events
         self._idle_timeout_s = idle_timeout_s
+        self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
         self._held: dict[str, Held] = {}
         self._loop = asyncio.get_running_loop()
         self._sweeping = self._loop.create_task(self._sweep_forever())
@@ -111,11 +118,13 @@ class HeldSessions:
         self._sweeping.cancel()
 
     async def _sweep_forever(self) -> None:
-        """Never returns: forgets sessions that their servers must have ended by now."""
+        """Never returns."""
         while True:
-            await asyncio.sleep(_SWEEP_EACH_S)
+            await asyncio.sleep(self._sweep_each_s)
             now_s = self._loop.time()
             for session_id, held in list(self._held.items()):
                 lingered = held.detached_s and held.detached_s + held.linger_s < now_s
                 if lingered or held.used_s + self._idle_timeout_s < now_s:
                     self.forget(session_id, "nobody called it any more")
+                elif not held.detached_s and held.used_s < held.link.connected_s:
+                    held.link.send_detach(session_id)

@@ -16,10 +16,12 @@ from starlette.types import ASGIApp
 from ludus.env.bounded_http import BoundedHttp
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.tls import TlsFiles, grpc_server_credentials, server_ssl_context
+from ludus.env.websocket_protocol import DirectWebSocketProtocol
 from ludus.proto.errors import ConfigError, PortInUseError
 
 _HTTP_GRACE_S = 1.0
 _GRPC_GRACE_S = 0.3
+_AGE_GRACE_MS = 10_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two gateways share a port and split its calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,14 +63,22 @@ def build_grpc_server(
     handlers: Sequence[grpc.GenericRpcHandler],
     interceptors: Sequence[grpc.aio.ServerInterceptor],
     tls: TlsFiles | None,
+    max_connection_age_s: float = 0.0,
 ) -> tuple[grpc.aio.Server, int]:
     """A gRPC server that is to be started, and its port.
+
+    Args:
+        max_connection_age_s: ends connections that are older; 0 lets them live.
 
     Raises:
         PortInUseError: something else listens there.
     """
     bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
-    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=interceptors)
+    ages: list[tuple[str, int]] = []
+    if max_connection_age_s > 0:
+        ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
+        ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
     server.add_generic_rpc_handlers(tuple(handlers))
     place = authority(host, port)
     try:
@@ -144,7 +154,7 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
         app,
         loop="none",
         http=BoundedHttp,
-        ws="websockets-sansio",
+        ws=DirectWebSocketProtocol,
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,
         access_log=False,

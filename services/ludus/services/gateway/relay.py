@@ -63,7 +63,11 @@ class CallRelay:
         Raises:
             RateLimitError: too fast.
         """
-        self._quotas.stepping(current_tenant(), 1)
+        try:
+            self._quotas.stepping(current_tenant(), 1)
+        except EnvError as error:
+            self._metrics.called(self._sessions.environment, "step", error.code, None)
+            raise
 
     def settled(
         self, call: pb.Call, kind: str, outcome: pb.Reply | EnvError, took_s: float

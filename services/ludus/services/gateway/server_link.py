@@ -63,7 +63,7 @@ class LinkOptions:
     """A server that is silent for so long gets no new sessions."""
     retry_within_s: float = 5.0
     """How long a call waits for a connection that broke."""
-    call_timeout_s: float = 120.0
+    call_timeout_s: float = 600.0
     make_channel: Callable[[str, Any], grpc.aio.Channel] | None = None
     """Makes a channel from target and channel options; None makes one without TLS."""
 
@@ -73,7 +73,7 @@ class ServerLink:
 
     Args:
         on_change: called when the server takes sessions again, stops, or gets room.
-        in_a_hurry: True while somebody waits for room, which shortens the polls.
+        pause_s: how long until the next poll.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ServerLink:
         endpoint: Endpoint,
         options: LinkOptions,
         on_change: Callable[[], None],
-        in_a_hurry: Callable[[], bool],
+        pause_s: Callable[[], float],
     ) -> None:
         self.endpoint = endpoint
         self.description: EnvironmentDescription | None = None
@@ -92,6 +92,8 @@ class ServerLink:
         self.refusal = ""
         """Why the server did not take this gateway's last session; empty if it did."""
         self.is_draining = False
+        self.connected_s = 0.0
+        """Event loop time at which the present connection was made, or the last one."""
         self.max_sessions = 0
         self.num_opening = 0
         self._num_polled = 0
@@ -100,7 +102,7 @@ class ServerLink:
         self._is_silent = False
         self._options = options
         self._on_change = on_change
-        self._in_a_hurry = in_a_hurry
+        self._pause_s = pause_s
         self._closed_because = ""
         self._stream: CallStream | None = None
         self._up = asyncio.Event()
@@ -214,15 +216,21 @@ class ServerLink:
         *,
         is_repeatable: Callable[[], bool],
         timeout_s: float | None,
+        trace: tuple[tuple[str, str], ...] = (),
     ) -> bytes:
-        """The server's StepManyResponse, serialised as it came; raises as `call` does."""
+        """The server's StepManyResponse, serialised as it came; raises as `call` does.
+
+        Args:
+            trace: metadata that joins the spans of one call across processes.
+        """
+        metadata = (*self._metadata, *trace)
         deadline_s = asyncio.get_running_loop().time() + self._options.retry_within_s
         limit_s = min(timeout_s or self._options.call_timeout_s, self._options.call_timeout_s)
         while True:
             if self.live_stream(server_id) is None:
                 await self._connected_stream(server_id)
             try:
-                return await self._step_many(request, metadata=self._metadata, timeout=limit_s)
+                return await self._step_many(request, metadata=metadata, timeout=limit_s)
             except grpc.aio.AioRpcError as error:
                 failure = self._env_error(error)
             is_over = asyncio.get_running_loop().time() > deadline_s
@@ -304,16 +312,14 @@ class ServerLink:
             on_orphan=self._close_orphans,
             on_broken=self._on_broken,
         )
+        self.connected_s = asyncio.get_running_loop().time()
         self._up.set()
 
     async def _poll_until_broken(self) -> None:
         """Returns when the stream has broken; keeps the load fresh until then."""
         while not self._broken.is_set():
-            pause_s = self._options.poll_interval_s
-            if self._in_a_hurry():
-                pause_s = min(pause_s, 0.1)
             try:
-                await asyncio.wait_for(self._broken.wait(), pause_s)
+                await asyncio.wait_for(self._broken.wait(), self._pause_s())
             except TimeoutError:
                 await self._poll_or_note_silence()
 

@@ -16,6 +16,7 @@ import grpc
 from ludus.env.grpc_messages import CONNECTED_KEY
 from ludus.env.grpc_server import Context, EnvServicer, abort, or_abort
 from ludus.env.sessions import Owner
+from ludus.env.tracing import REQUEST_ID, TRACEPARENT
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.callers import current_tenant
@@ -25,7 +26,9 @@ from ludus.services.gateway.gateway_sessions import GatewaySessions
 from ludus.services.gateway.quotas import Quotas
 from ludus.services.gateway.relay import CallRelay
 from ludus.services.gateway.routes import RouteBook
-from ludus.services.gateway.step_many import StepManyRelay
+from ludus.services.gateway.step_many import StepManyContext, StepManyRelay
+
+_TRACE_KEYS = frozenset({TRACEPARENT, REQUEST_ID})
 
 
 class GatewayFace:
@@ -87,7 +90,10 @@ class GatewayFace:
         return answer
 
     async def _answer_step_many(self, raw: bytes, context: Context) -> bytes:
-        return await or_abort(context, self._step_many.step_many(raw, context.time_remaining()))
+        given = context.invocation_metadata() or ()
+        trace = tuple((key, value) for key, value in given if key in _TRACE_KEYS)
+        beside = StepManyContext(context.time_remaining(), trace)
+        return await or_abort(context, self._step_many.step_many(raw, beside))
 
     async def _connect(self, batches: Any, context: Context) -> None:
         try:

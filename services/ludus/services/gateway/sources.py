@@ -63,25 +63,26 @@ class _Child:
 
 
 class SubprocessSource:
-    """Servers of one environment package, as processes of this machine.
+    """Servers of one environment, as processes of this machine.
 
     Args:
         make_server: a server that is not started yet.
         num_servers: how many to run at first.
         drain_grace_s: how long a server that is scaled away may finish its sessions.
+        num_sessions_of: how many sessions the server of a key has.
     """
 
     def __init__(
         self,
         make_server: Callable[[], LocalServer],
         num_servers: int,
-        drain_grace_s: float = 600.0,
+        drain_grace_s: float,
+        num_sessions_of: Callable[[str], int],
     ) -> None:
-        self.num_sessions_of: Callable[[str], int] = lambda key: 0
-        """How many sessions the server of that key has; set by whoever counts them."""
         self._make_server = make_server
         self._num_wanted = num_servers
         self._drain_grace_s = drain_grace_s
+        self._num_sessions_of = num_sessions_of
         self._children: dict[str, _Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
@@ -106,7 +107,7 @@ class SubprocessSource:
         """Never returns: runs the servers, and publishes those that listen.
 
         Raises:
-            UserError: the first server refused its package, options or arguments.
+            UserError: the first server refused its target, options or arguments.
         """
         self._publish = publish
         self._failed = asyncio.get_running_loop().create_future()
@@ -127,7 +128,7 @@ class SubprocessSource:
             child = _Child(f"server-{next(self._numbers)}")
             self._children[child.key] = child
             self._keepers[child.key] = asyncio.create_task(self._keep(child))
-        by_load = sorted(staying, key=lambda one: self.num_sessions_of(one.key))
+        by_load = sorted(staying, key=lambda one: self._num_sessions_of(one.key))
         for child in by_load[: max(len(staying) - num_servers, 0)]:
             child.is_leaving = True
         self._tell()
@@ -210,7 +211,7 @@ class SubprocessSource:
                 continue
             now_s = loop.time()
             must_leave_s = must_leave_s or now_s + self._drain_grace_s
-            is_used = self.num_sessions_of(child.key) > 0
+            is_used = self._num_sessions_of(child.key) > 0
             empty_since_s = 0.0 if is_used else empty_since_s or now_s
             is_empty = empty_since_s and now_s - empty_since_s > _EMPTY_FOR_S
             if is_empty or now_s > must_leave_s:

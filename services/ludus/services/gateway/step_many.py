@@ -33,6 +33,16 @@ class _Part:
     session_ids: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class StepManyContext:
+    """What goes with a request beside its bytes."""
+
+    timeout_s: float | None
+    """How long the client waits; None for ever."""
+    trace: tuple[tuple[str, str], ...] = ()
+    """Metadata that joins the spans of one call across processes."""
+
+
 class StepManyRelay:
     """Passes StepMany on to the servers of the sessions, of all environments."""
 
@@ -48,7 +58,7 @@ class StepManyRelay:
         self._quotas = quotas
         self._metrics = metrics
 
-    async def step_many(self, raw: bytes, timeout_s: float | None) -> bytes:
+    async def step_many(self, raw: bytes, context: StepManyContext) -> bytes:
         """The serialised StepManyResponse to a serialised StepManyRequest.
 
         Raises:
@@ -61,12 +71,18 @@ class StepManyRelay:
             raise InvalidCallError(
                 f"expected a StepManyRequest, got other bytes: {error}"
             ) from None
-        self._quotas.stepping(current_tenant(), len(request.steps))
+        try:
+            self._quotas.stepping(current_tenant(), len(request.steps))
+        except EnvError as error:
+            for part in self._split(request)[0]:
+                name = part.route.environment
+                self._metrics.called(name, "step", error.code, None, len(part.indices))
+            raise
         parts, failures = self._split(request)
         if len(parts) == 1 and not failures:
-            return await self._forward(parts[0], request, raw, timeout_s)
+            return await self._forward(parts[0], request, raw, context)
         answers = await asyncio.gather(
-            *(self._forward(part, request, _subset(request, part), timeout_s) for part in parts)
+            *(self._forward(part, request, _subset(request, part), context) for part in parts)
         )
         replies: dict[int, pb.StepReply] = dict(failures)
         for part, answer in zip(parts, answers, strict=True):
@@ -98,7 +114,7 @@ class StepManyRelay:
         return list(parts.values()), failures
 
     async def _forward(
-        self, part: _Part, request: pb.StepManyRequest, raw: bytes, timeout_s: float | None
+        self, part: _Part, request: pb.StepManyRequest, raw: bytes, context: StepManyContext
     ) -> bytes:
         """The server's answer; if it cannot be had, an error for each step."""
         sessions = find_environment(self._environments, part.route.environment)
@@ -111,7 +127,8 @@ class StepManyRelay:
                 part.route.server_id,
                 raw,
                 is_repeatable=lambda: _is_repeatable(request, part),
-                timeout_s=timeout_s,
+                timeout_s=context.timeout_s,
+                trace=context.trace,
             )
         except EnvError as error:
             for session_id in part.session_ids:

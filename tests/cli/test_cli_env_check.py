@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from commands import RunCli
+
+from ludus.env.local_server import LocalServer, ServerAddresses
+
+
+@pytest.fixture(scope="module")
+def catch() -> Iterator[ServerAddresses]:
+    server = LocalServer("openspiel_env", {"game": "catch"}, max_sessions=6)
+    yield server.start()
+    server.stop()
+
+
+def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
+    result = ludus("env", "check", "gymnasium:FrozenLake-v1", "--seeds", "4", "--steps", "10")
+    assert result.code == 0, result.out
+    rows = [line.split() for line in result.out.splitlines()]
+    assert ["environment", "reset_has_no_reward", "ok"] in rows
+    assert ["wire", "a_repeated_step_gets_its_first_answer", "ok"] in rows
+    assert ["wire", "a_full_server_refuses_with_a_code", "ok"] in rows
+
+
+@pytest.mark.parametrize("wire", ["http", "grpc"])
+def test_a_running_server_is_checked_and_left_as_it_was(
+    ludus: RunCli, catch: ServerAddresses, wire: str
+) -> None:
+    for _ in range(2):
+        result = ludus("env", "check", getattr(catch, wire), "--json", "--seeds", "3")
+        assert result.code == 0, result.out
+        found = json.loads(result.out)
+        assert found["ok"]
+        assert {check["about"] for check in found["checks"]} == {"wire"}
+        assert {check["verdict"] for check in found["checks"]} == {"ok"}
+
+
+def test_a_broken_rule_is_in_the_json_with_what_was_found(
+    ludus: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
+
+    reset = OpenSpielEnvironment.reset
+    monkeypatch.setattr(
+        OpenSpielEnvironment, "reset", lambda self, *, seed=None, **options: reset(self)
+    )
+    arguments = ("openspiel_env", "--option", "game=blackjack", "--json", "--seeds", "3")
+    result = ludus("env", "check", *arguments)
+    assert result.code == 1
+    found = json.loads(result.out)
+    assert not found["ok"]
+    broken = {(c["about"], c["rule"]) for c in found["checks"] if c["verdict"] == "broken"}
+    assert ("environment", "same_seed_and_actions_give_the_same_episode") in broken
+    assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken
+
+
+def test_an_address_where_nothing_answers_is_named(ludus: RunCli) -> None:
+    result = ludus("env", "check", "grpc://127.0.0.1:1")
+    assert result.code == 2
+    assert result.err.startswith("error: ")
+    assert "ludus env serve" in result.err
+
+
+def test_options_are_for_targets(ludus: RunCli) -> None:
+    result = ludus("env", "check", "grpc://127.0.0.1:1", "--option", "game=catch")
+    assert result.code == 2
+    assert "got both" in result.err
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "play", "bench"])
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("gymnasium:CartPol-v1", "did you mean 'CartPole-v1'?"),
+        ("openspiel_env:OpenSpiel", "did you mean 'OpenSpielEnv'?"),
+        ("no_such_module:Class", "no module 'no_such_module'"),
+    ],
+)
+def test_every_command_names_what_is_wrong_with_a_target(
+    ludus: RunCli, command: str, target: str, said: str
+) -> None:
+    result = ludus("env", command, target)
+    assert result.code == 2
+    assert result.err.startswith("error: ")
+    assert said in result.err
+
+
+def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> None:
+    result = ludus("env", "bench", "gymnasium:Blackjack-v1", "--games", "100")
+    assert result.code == 0, result.err
+    assert "random" in result.out

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Outcome, RunCli
+
+from ludus.env.local_server import LocalServer
+from ludus.env.recorded_episode import read_recording
+
+FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
+TO_THE_GOAL = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
+Play = Callable[..., Outcome]
+
+
+class _Typist(io.StringIO):
+    """Lines, then Ctrl-C."""
+
+    def readline(self, size: int | None = -1) -> str:
+        line = super().readline()
+        if not line:
+            raise KeyboardInterrupt
+        return line
+
+
+@pytest.fixture
+def play(ludus: RunCli, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """`ludus env play ARGUMENTS` with lines on standard input."""
+
+    def run(lines: list[str], *arguments: str, stdin: type[io.StringIO] = io.StringIO) -> Outcome:
+        monkeypatch.setattr(sys, "stdin", stdin("".join(f"{line}\n" for line in lines)))
+        return ludus("env", "play", *arguments)
+
+    return run
+
+
+def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
+    result = play([*TO_THE_GOAL, "n"], *FROZEN_LAKE)
+    assert result.code == 0, result.err
+    assert "[S]FFF" in result.out
+    assert "legal: LEFT, DOWN, RIGHT, UP" in result.out
+    assert "reward 1, score 1" in result.out
+    assert "-- terminated after 6 steps, return 1" in result.out
+    assert "1 episodes, return 1, mean 1.000" in result.out
+
+
+def test_text_numbers_and_json_are_answers_and_others_are_refused(play: Play) -> None:
+    lines = ["2", "sideways", '{"action": 2}', '{"action": 9}', "", ":state", ":help"]
+    result = play(lines, *FROZEN_LAKE)
+    assert result.code == 0, result.err
+    assert "refused: expected one of LEFT, DOWN, RIGHT, UP; got 'sideways'" in result.out
+    assert "less than or equal to 3, got 9" in result.out
+    assert '"step_count": 2' in result.out
+    assert ":quit leaves" in result.out
+
+
+@pytest.mark.parametrize("stdin", [io.StringIO, _Typist])
+def test_the_end_of_input_and_an_interrupt_leave_without_a_traceback(
+    play: Play, stdin: type[io.StringIO]
+) -> None:
+    result = play(["RIGHT"], *FROZEN_LAKE, stdin=stdin)
+    assert result.code == 0
+    assert "Traceback" not in result.err
+    result = play([*TO_THE_GOAL, ""], *FROZEN_LAKE, stdin=stdin)
+    assert "1 episodes" in result.out
+    assert "-- episode 2, seed 4" in result.out
+
+
+def test_without_text_a_bare_value_is_the_only_required_field(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wordless.py").write_text(
+        "from openspiel_env.server.openspiel_environment import OpenSpielEnvironment\n"
+        "class Wordless(OpenSpielEnvironment):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('catch')\n"
+        "        self.text_face = None\n"
+    )
+    monkeypatch.delitem(sys.modules, "wordless", raising=False)
+    result = play(["1", "1", "7", ":quit"], "wordless:Wordless", "--seed", "1")
+    assert result.code == 0, result.err
+    assert "legal: 0, 1, 2" in result.out
+    assert '"legal_actions"' in result.out
+    assert "refused: " in result.out
+
+
+def test_a_recorded_game_replays_and_a_changed_one_is_found(
+    play: Play, ludus: RunCli, tmp_path: Path
+) -> None:
+    file = tmp_path / "games.jsonl"
+    recording = ("--record", str(file))
+    play([*TO_THE_GOAL, "y", "LEFT", ":new", "y", "UP"], *FROZEN_LAKE, *recording)
+    episodes = list(read_recording(file))
+    assert [(e.seed, e.end_reason) for e in episodes] == [
+        (3, "terminated"),
+        (4, "the player left"),
+        (5, "the player left"),
+    ]
+
+    result = ludus("env", "replay", str(file))
+    assert result.code == 0, result.out
+    assert "3 of 3 episodes went the same way" in result.out
+    assert len(ludus("env", "replay", str(file), "--limit", "1").out.splitlines()) < len(
+        result.out.splitlines()
+    )
+
+    other = ("gymnasium:FrozenLake-v1", "--option", "map_name=8x8")
+    result = ludus("env", "replay", str(file), *other)
+    assert result.code == 1
+    assert "0 of 3 episodes went the same way" in result.out
+    assert "first difference: episode 1, reset: expected observation" in result.out
+
+    server = LocalServer("gymnasium:FrozenLake-v1", {"is_slippery": False})
+    try:
+        addresses = server.start()
+        for address in (addresses.http, addresses.grpc):
+            result = ludus("env", "replay", str(file), "--address", address)
+            assert result.code == 0, result.out
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nothing.jsonl",), "no recording 'nothing.jsonl'"),
+        (("x", "openspiel_env", "--address", "grpc://127.0.0.1:1"), "got both"),
+        (("x", "--option", "game=catch"), "name the target"),
+    ],
+)
+def test_a_replay_that_cannot_work_says_why(
+    ludus: RunCli, arguments: tuple[str, ...], said: str
+) -> None:
+    result = ludus("env", "replay", *arguments)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_a_game_on_a_running_server_is_played_over_its_wire(play: Play) -> None:
+    server = LocalServer("openspiel_env", {"game": "blackjack"})
+    try:
+        result = play(["STAND", "n"], server.start().http, "--seed", "1")
+    finally:
+        server.stop()
+    assert result.code == 0, result.err
+    assert "-- terminated after 1 steps" in result.out

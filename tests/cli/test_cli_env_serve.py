@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from commands import RunCli
+
+from ludus.env.recorded_episode import read_recording
+from ludus.env.server_cli import server_parser
+from ludus.env.sync_client import EnvClient
+from ludus.services.cli.env_serve import DEFAULT_PORT, serve
+
+
+def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> None:
+    flags = {
+        flag
+        for action in server_parser(DEFAULT_PORT)._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+    help_text = ludus("env", "serve", "--help").out
+    assert {flag for flag in flags if flag not in help_text} == set()
+    assert len(inspect.signature(serve).parameters) == len(flags) + 1  # less --help
+
+
+def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),
+        *("env", "serve", "gymnasium:FrozenLake-v1", "--port=0", "--isolation=process"),
+        *("--step-timeout-s=20", "--max-sessions=2", "--record", str(tmp_path / "kept.jsonl")),
+        *("--first-seed=40", "--no-determinism-check"),
+    ]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    address = re.search(r"grpc://\S+", server.stderr.readline())
+    assert address is not None
+    with EnvClient.connect(address.group()) as client:
+        session, _ = client.open()
+        session.step(text="LEFT")
+    server.send_signal(signal.SIGINT)
+    server.communicate(timeout=20)
+    assert server.returncode == 0
+    (episode,) = read_recording(tmp_path / "kept.jsonl")
+    assert (episode.seed, len(episode.steps)) == (40, 1)
+    assert episode.environment.target == "gymnasium:FrozenLake-v1"
+
+
+def test_limits_that_need_workers_say_so(ludus: RunCli) -> None:
+    result = ludus("env", "serve", "openspiel_env", "--port", "0", "--memory-limit-mb", "100")
+    assert result.code == 2
+    assert "isolation" in result.err

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import RunCli
+
+SHAPE = {
+    "README.md",
+    "__init__.py",
+    "client.py",
+    "models.py",
+    "openenv.yaml",
+    "pyproject.toml",
+    "server/Dockerfile",
+    "server/__init__.py",
+    "server/app.py",
+    "server/grid_maze_environment.py",
+    "tests/test_grid_maze.py",
+}
+
+
+def run(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture
+def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
+    """The folder that `ludus env init grid_maze` writes."""
+    result = ludus("env", "init", "grid_maze")
+    assert result.code == 0, result.err
+    assert "ludus env check grid_maze_env" in result.out
+    return tmp_path / "grid_maze_env"
+
+
+def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
+    files = {str(path.relative_to(grid_maze)) for path in grid_maze.rglob("*") if path.is_file()}
+    assert files == SHAPE
+    assert not [path for path in files if "__NAME__" in path]
+    manifest = yaml.safe_load((grid_maze / "openenv.yaml").read_text())
+    assert manifest["name"] == "grid_maze_env"
+    assert manifest["app"] == "server.app:app"
+    image = (grid_maze / "server" / "Dockerfile").read_text()
+    assert "USER 10001" in image and "HEALTHCHECK" in image and '"8000"' in image
+    for path in grid_maze.rglob("*"):
+        if path.is_file():
+            assert not any(token in path.read_text() for token in ("__NAME__", "__CLASS__"))
+
+
+def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
+    ruff = Path(sys.executable).parent / "ruff"
+    for command in (("check",), ("format", "--check")):
+        linted = subprocess.run([ruff, *command, "."], cwd=grid_maze, capture_output=True)
+        assert linted.returncode == 0, linted.stdout
+    tested = run("-m", "pytest", "-q", "tests", cwd=grid_maze, path=grid_maze.parent)
+    assert tested.returncode == 0, tested.stdout
+    check = "import sys; sys.argv[1:] = ['env', 'check', 'grid_maze_env']\n"
+    check += "from ludus.services.cli.app import main; main()"
+    checked = run("-c", check, cwd=grid_maze.parent, path=grid_maze.parent)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "broken" not in checked.stdout
+
+
+def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    installed = run(
+        *install, "--disable-pip-version-check", "--target", str(target), str(grid_maze),
+        cwd=tmp_path, path=tmp_path,
+    )  # fmt: skip
+    assert installed.returncode == 0, installed.stderr
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    program = (
+        "from ludus.env.targets import environment_factory, installed_packages\n"
+        "print(environment_factory('grid_maze_env', {'highest': 5})().options)\n"
+        "print('grid_maze_env' in [one.name for one in installed_packages()])\n"
+        "from grid_maze_env.server.app import app\n"
+        "print(app.title)"
+    )
+    used = run("-c", program, cwd=elsewhere, path=target)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.splitlines() == [
+        "{'highest': 5, 'max_tries': 6}",
+        "True",
+        "grid_maze_env",
+    ]
+
+
+def test_nothing_is_overwritten(ludus: RunCli, grid_maze: Path) -> None:
+    (grid_maze / "models.py").write_text("mine")
+    result = ludus("env", "init", "grid_maze_env")
+    assert result.code == 2
+    assert "grid_maze_env' yet, but it holds README.md" in result.err
+    assert (grid_maze / "models.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["Maze", "2048", "../up", "a-b", "class", "_x", "x" * 60, "é"])
+def test_a_name_that_is_no_package_is_refused(ludus: RunCli, tmp_path: Path, name: str) -> None:
+    result = ludus("env", "init", name)
+    assert result.code == 2
+    assert "expected a name of lower-case words" in result.err
+    assert list(tmp_path.iterdir()) == []

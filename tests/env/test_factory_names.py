@@ -1,0 +1,92 @@
+"""Factories by name: what another process can find again, and what it cannot."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from counting_env import CountingEnv, fail_to_be_built
+
+from ludus.env.factory_names import FactoryName, named
+from ludus.env.targets import TargetFactory
+from ludus.proto.errors import ConfigError
+
+SCRIPT = """
+import sys
+from counting_env import CountingEnv
+from ludus.env.factory_names import named
+
+class ScriptedEnv(CountingEnv):
+    name = "scripted"
+
+if __name__ == "__main__":
+    sys.stdout.write(named(ScriptedEnv).to_json().decode())
+"""
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        CountingEnv,
+        TargetFactory("counting_env:CountingEnv"),
+        partial(partial(CountingEnv)),
+    ],
+)
+def test_a_named_factory_is_found_again(factory):
+    name = FactoryName.from_json(named(factory).to_json())
+    assert name == FactoryName("counting_env:CountingEnv")
+    assert isinstance(name.resolve()(), CountingEnv)
+
+
+def test_options_travel_with_the_name_the_outer_ones_first():
+    factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
+    name = FactoryName.from_json(named(factory).to_json())
+    with pytest.raises(RuntimeError, match="outer"):
+        name.resolve()()
+
+
+class Outer:
+    """Holds a class, which can be found through it."""
+
+    class InnerEnv(CountingEnv):
+        """A class within a class has a name that can be followed."""
+
+
+def test_a_class_within_a_class_is_named_by_its_path():
+    assert named(Outer.InnerEnv).target.endswith("test_factory_names:Outer.InnerEnv")
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (lambda: CountingEnv(), r"lambda.*isolation='inline'"),
+        (CountingEnv().reset, "expected an environment factory|isolation='inline'"),
+        (partial(fail_to_be_built, "positional"), "isolation='inline'"),
+        (partial(fail_to_be_built, reason=object()), "expected JSON values"),
+        (partial(fail_to_be_built, reason=(1, 2)), "expected JSON values"),
+    ],
+)
+def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, said):
+    with pytest.raises(ConfigError, match=said):
+        named(factory)
+
+
+def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    here = str(Path(__file__).parent)
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": here},
+        timeout=30,
+    )
+    try:
+        found = FactoryName.from_json(ended.stdout).resolve()()
+        assert found.name == "scripted"
+        assert isinstance(found, CountingEnv)
+    finally:
+        sys.modules.pop("__ludus_main__", None)

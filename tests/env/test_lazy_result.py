@@ -1,0 +1,91 @@
+"""Results whose JSON is parsed when somebody looks are StepResults in every respect."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from ludus.env.encoding import EncodedResult, EncodedText
+from ludus.env.grpc_messages import fill_result
+from ludus.env.lazy_result import read_result
+from ludus.env.types import StepResult, TextView
+from ludus.proto.env.v1 import env_pb2 as pb
+
+MESSAGES = [{"role": "user", "content": "Total 3."}]
+EAGER = StepResult(
+    observation={"total": 3},
+    reward=1.5,
+    truncated=True,
+    info={"added": 2},
+    step_index=4,
+    text=TextView(MESSAGES, ["ADD 1"]),
+)
+
+
+def lazy(**changes) -> StepResult:
+    encoded = EncodedResult(
+        step_index=4,
+        observation_json=b'{"total":3}',
+        metadata_json=b"",
+        info_json=b'{"added":2}',
+        reward=1.5,
+        terminated=False,
+        truncated=True,
+        tensors={},
+        text=EncodedText(b'[{"role":"user","content":"Total 3."}]', ["ADD 1"]),
+    )
+    message = pb.StepResult()
+    fill_result(message, "S", dataclasses.replace(encoded, **changes))
+    return read_result(message)
+
+
+def test_a_lazy_result_equals_the_eager_one_both_ways():
+    one, eager = lazy(), EAGER
+    assert one == eager
+    assert eager == one
+    assert one == lazy()
+    other = lazy(observation_json=b'{"total":4}')
+    assert other != eager
+    assert eager != other
+    assert lazy(reward=2.0) != eager
+    assert lazy() != "a result"
+
+
+def test_every_field_reads_as_on_the_eager_one():
+    for field in dataclasses.fields(StepResult):
+        assert getattr(lazy(), field.name) == getattr(EAGER, field.name)
+    assert lazy().done
+    assert repr(lazy()).removeprefix("Lazy") == repr(EAGER)
+
+
+def test_what_is_absent_is_none_or_empty():
+    bare = lazy(info_json=b"", reward=None, text=None, truncated=False)
+    assert (bare.info, bare.reward, bare.text, bare.tensors, bare.done) == (
+        {},
+        None,
+        None,
+        {},
+        False,
+    )
+
+
+def test_a_field_is_parsed_once():
+    result = lazy()
+    assert result.observation is result.observation
+    assert result.text is result.text
+    assert result.info is result.info
+
+
+def test_it_pickles_copies_and_can_be_replaced():
+    assert pickle.loads(pickle.dumps(lazy())) == EAGER
+    assert copy.deepcopy(lazy()) == EAGER
+    assert dataclasses.replace(lazy(), reward=9.0) == dataclasses.replace(EAGER, reward=9.0)
+    assert dataclasses.asdict(lazy()) == dataclasses.asdict(EAGER)
+
+
+def test_it_is_frozen_and_has_no_other_names():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lazy().reward = 2.0
+    with pytest.raises(AttributeError, match="'rewards'"):
+        lazy().rewards  # noqa: B018

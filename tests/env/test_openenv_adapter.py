@@ -1,0 +1,109 @@
+"""Environments that were written for OpenEnv run unchanged, beside its own published packages."""
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from stock_sdk import run_beside_stock, stock_python
+
+from ludus.env.check import check_server
+from ludus.env.client import AsyncEnvClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+GUESS = "openenv:stock_environments:GuessEnvironment"
+ASYNC_GUESS = "openenv:stock_environments:AsyncGuessEnvironment"
+ONE_THREAD = "openenv:stock_environments:OneThreadEnvironment"
+APP = "openenv:stock_environments:app"
+TOOLS = "openenv:stock_tools_environment:ToolsEnvironment"
+SUM = "openenv:stock_dataclass_environment:SumEnvironment"
+SUM_APP = "openenv:stock_dataclass_environment:app"
+STOCK_SERVER = Path(__file__).with_name("stock_server.py")
+
+
+def told_by(version: str, *targets: str) -> dict:
+    ended = run_beside_stock(version, "stock_adapter_program.py", *targets)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module", params=["0.2.1", "0.3.0", "0.10.0"])
+def told(request) -> dict:
+    return told_by(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
+
+
+@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, ONE_THREAD, APP])
+def test_an_environment_keeps_every_rule_in_process_and_over_the_wire(told, target):
+    assert told[target]["broken"] == {}
+    assert told[target]["broken_on_wire"] == {}
+
+
+@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
+def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target):
+    first, *steps = told[target]["played"]
+    assert first[1] is None
+    assert first[4] == {"reset_reward": 0.0}
+    assert first[0]["hint"] == "guess"
+    assert [step[3] for step in steps] == [False, False, False, False, True]
+    assert not any(step[2] for step in steps)
+
+
+def test_schema_state_and_models_are_those_of_the_foreign_types(told):
+    schema = told[GUESS]["action_schema"]
+    assert schema["properties"]["number"]["maximum"] == 9
+    assert schema["required"] == ["number"]
+    assert set(told[GUESS]["observation_schema"]["properties"]) == {"metadata", "hint", "thread"}
+    assert told[GUESS]["state"] == {"episode_id": "E", "step_count": 0, "secret": 3}
+
+
+def test_a_class_that_allows_one_session_gets_one_in_a_process(told):
+    assert told[ASYNC_GUESS]["second"] == "CAPACITY_REACHED"
+    assert told[GUESS]["second"] is None
+
+
+def test_each_environment_has_its_thread_or_all_share_one(told):
+    for target in (GUESS, ONE_THREAD):
+        threads = {step[0]["thread"] for step in told[target]["played"][1:]}
+        assert threads == {f"openenv {target}"}
+
+
+def test_tools_are_offered_called_and_refused(told):
+    assert told[TOOLS]["tools"] == ["echo"]
+    assert told[TOOLS]["echo"] == {"result": "hi"}
+    assert told[TOOLS]["no_tool"] == "TOOL_ERROR"
+    assert told[TOOLS]["listed"][0]["name"] == "echo"
+    assert told[TOOLS]["played"][1][0]["result"]["data"] == "hi"
+    assert told[TOOLS]["broken_on_wire"] == {}
+
+
+def test_dataclasses_of_the_first_generation_work_too():
+    told = told_by("0.1.1", SUM, SUM_APP)
+    for target in (SUM, SUM_APP):
+        assert told[target]["broken"] == {}
+        assert told[target]["broken_on_wire"] == {}
+        totals = [step[0]["total"] for step in told[target]["played"]]
+        assert totals == [0, 4, 8, 12]
+        assert told[target]["played"][-1][2]
+        assert told[target]["state"]["total"] == 0
+
+
+async def test_a_stock_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([stock_python("0.10.0"), "-I", STOCK_SERVER, str(port)])
+    try:
+        address = f"http://127.0.0.1:{port}"
+        async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:
+            report = await check_server(client, num_steps=8)
+    finally:
+        server.kill()
+        server.wait()
+    assert {c.name: c.detail for c in report.checks if c.verdict == "broken"} == {}
+    assert {c.name for c in report.checks if c.verdict == "not offered"} >= {
+        "a_step_before_the_reset_is_refused",
+        "a_step_after_the_end_is_refused",
+        "a_wrong_step_number_is_refused",
+        "a_repeated_step_gets_its_first_answer",
+    }

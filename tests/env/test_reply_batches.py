@@ -1,0 +1,80 @@
+"""How calls and replies share messages on a stream."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from counting_env import CountAction
+from grpc_served import grpc_served
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+
+pytestmark = pytest.mark.timeout(60)
+NUM_SESSIONS = 32
+
+
+async def open_sessions(call, num_sessions: int) -> list[str]:
+    opens = [pb.Call(call_id=n + 1, open=pb.OpenRequest()) for n in range(num_sessions)]
+    for one in opens:
+        one.open.reset.seed = 1
+    await call.write(pb.CallBatch(calls=opens))
+    replies: list[pb.Reply] = []
+    while len(replies) < num_sessions:
+        replies.extend((await call.read()).replies)
+    return [reply.open.session_id for reply in replies]
+
+
+def step(call_id: int, session_id: str) -> pb.CallBatch:
+    request = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}')
+    return pb.CallBatch(calls=[pb.Call(call_id=call_id, step=request)])
+
+
+async def test_replies_to_single_calls_of_many_sessions_travel_together_and_in_order() -> None:
+    async with grpc_served() as served, grpc.aio.insecure_channel(target_of(served)) as channel:
+        call = env_pb2_grpc.EnvServiceStub(channel).Connect()
+        session_ids = await open_sessions(call, NUM_SESSIONS)
+        wanted = list(range(100, 100 + NUM_SESSIONS))
+        for call_id, session_id in zip(wanted, session_ids, strict=True):
+            await call.write(step(call_id, session_id))
+        batches = []
+        while sum(len(batch.replies) for batch in batches) < NUM_SESSIONS:
+            batches.append(await call.read())
+        replies = [reply for batch in batches for reply in batch.replies]
+        assert [reply.call_id for reply in replies] == wanted
+        assert all(reply.result.step_index == 1 for reply in replies)
+        assert len(batches) < NUM_SESSIONS
+        call.cancel()
+
+
+async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_sending() -> None:
+    async with grpc_served() as served, grpc.aio.insecure_channel(target_of(served)) as channel:
+        call = env_pb2_grpc.EnvServiceStub(channel).Connect()
+        session_ids = await open_sessions(call, 3)
+        await call.write(pb.CallBatch())  # an empty batch is no end
+        for call_id, session_id in enumerate(session_ids, start=10):
+            await call.write(step(call_id, session_id))
+        await call.done_writing()
+        replies = [reply async for batch in call for reply in batch.replies]
+        assert [reply.call_id for reply in replies] == [10, 11, 12]
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_client_can_send_one_call_per_message() -> None:
+    async with (
+        grpc_served() as served,
+        await AsyncEnvClient.connect(served.address, max_calls_per_message=1) as client,
+    ):
+        opened = [await client.open(seed=n) for n in range(8)]
+        stream = client._transport._stream
+        num_before = stream.num_batches_sent
+        results = await asyncio.gather(*(s.step(CountAction(add=2)) for s, _ in opened))
+        assert stream.num_batches_sent - num_before == len(opened)
+        assert [result.step_index for result in results] == [1] * len(opened)
+
+
+def target_of(served) -> str:
+    return served.address.removeprefix("grpc://")

@@ -1,0 +1,225 @@
+"""`check_server` passes servers that keep the rules of the wire, and names those they break."""
+
+import random
+
+import pytest
+from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from served import WIRES, address_of, running
+
+from ludus.env.check import CheckReport, check_server
+from ludus.env.client import AsyncEnvClient
+from ludus.env.core import SessionCore
+from ludus.env.schema_values import fault_of, random_value
+from ludus.env.session import Session
+from ludus.env.types import Transition
+from ludus.proto.errors import CapacityError, ErrorCode, SessionLostError
+
+
+async def report_of(factory=CountingEnv, wire="grpc", max_sessions=6, **options) -> CheckReport:
+    async with (
+        running(factory, max_sessions=max_sessions) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        return await check_server(client, num_steps=8, seeds=range(4), **options)
+
+
+def broken(report: CheckReport) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_a_sound_server_keeps_every_rule(factory, wire):
+    report = await report_of(factory, wire)
+    report.raise_if_failed()
+    assert len(report.checks) == 18
+    assert [check.verdict for check in report.checks] == ["ok"] * 18
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
+    report = await report_of(wire=wire, max_sessions=1)
+    not_offered = [check.name for check in report.checks if check.verdict == "not offered"]
+    assert not_offered == [
+        "sessions_side_by_side_do_not_disturb_each_other",
+        "a_group_begins_alike",
+    ]
+    assert broken(report) == {}
+
+
+async def test_a_large_server_is_not_filled():
+    report = await report_of(max_sessions=200)
+    assert report.ok
+    assert report.checks[0].verdict == "not offered"
+
+
+class IgnoresItsSeed(CountingEnv):
+    def reset(self, *, seed=None):
+        return super().reset(seed=random.SystemRandom().randrange(2**32))
+
+
+class SharesItsTotal(CountingEnv):
+    totals: list[int] = []  # noqa: RUF012 - shared on purpose
+
+    def step(self, action: CountAction):
+        self.totals.append(action.add)
+        transition = super().step(action)
+        luck = len(self.totals)
+        return Transition(
+            transition.observation.model_copy(update={"luck": luck}),
+            transition.reward,
+            transition.terminated,
+            transition.truncated,
+        )
+
+
+class ShowsWhatIsNotInItsSchema(CountingEnv):
+    def reset(self, *, seed=None):
+        observation = super().reset(seed=seed).observation
+        return Transition(observation.model_copy(update={"total": "many"}))
+
+
+class FailsOnLegalActions(CountingEnv):
+    text_face = None
+
+    def step(self, action: CountAction):
+        raise RuntimeError("no")
+
+
+class ScoresAReset(CountingEnv):
+    def reset(self, *, seed=None):
+        return Transition(super().reset(seed=seed).observation, reward=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize(
+    ("factory", "rule"),
+    [
+        (IgnoresItsSeed, "same_seed_and_actions_give_the_same_episode"),
+        (IgnoresItsSeed, "a_group_begins_alike"),
+        (SharesItsTotal, "sessions_side_by_side_do_not_disturb_each_other"),
+        (ShowsWhatIsNotInItsSchema, "observations_fit_their_schema"),
+        (FailsOnLegalActions, "actions_of_the_schema_are_taken_or_refused_with_a_code"),
+        (ScoresAReset, "flags_and_rewards_are_sound"),
+    ],
+)
+async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory, rule):
+    found = broken(await report_of(factory))
+    assert rule in found
+    assert found[rule].startswith("expected ")
+
+
+def forget_numbers(monkeypatch):
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda self, action, step_index=0: step(self, action))
+
+
+def keep_closed_sessions(monkeypatch):
+    async def close(self, session_id):
+        return None
+
+    monkeypatch.setattr(SessionCore, "close", close)
+
+
+def refuse_without_the_code(monkeypatch):
+    monkeypatch.setattr(SessionCore, "_full", lambda self: SessionLostError("full"))
+
+
+def step_after_the_end(monkeypatch):
+    advance = Session._advance
+
+    def endless(self, transition, step_index):
+        result = advance(self, transition, step_index)
+        self._last = type(result)(
+            **{
+                name: getattr(result, name)
+                for name in result.__dataclass_fields__
+                if name not in ("terminated", "truncated")
+            },
+            terminated=False,
+            truncated=False,
+        )
+        self._environment._over = False
+        return result
+
+    monkeypatch.setattr(Session, "_advance", endless)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "rules"),
+    [
+        (
+            forget_numbers,
+            {"a_wrong_step_number_is_refused", "a_repeated_step_gets_its_first_answer"},
+        ),
+        (keep_closed_sessions, {"a_closed_session_is_gone"}),
+        (refuse_without_the_code, {"a_full_server_refuses_with_a_code"}),
+        (step_after_the_end, {"a_step_after_the_end_is_refused"}),
+    ],
+)
+async def test_a_server_that_breaks_a_rule_is_found(monkeypatch, sabotage, rules):
+    sabotage(monkeypatch)
+    found = broken(await report_of(max_sessions=12, timeout_s=10))
+    assert rules <= set(found)
+
+
+async def test_a_rule_without_an_end_is_broken_and_the_others_go_on():
+    class Hangs(ThreadedCountingEnv):
+        def step(self, action: CountAction):
+            return super().step(CountAction(add=99))
+
+    report = await report_of(Hangs, timeout_s=0.3)
+    assert "expected an end within 0.3 s" in broken(report)["seeds_are_not_ignored"]
+    assert len(report.checks) == 18
+
+
+def test_the_refusal_of_a_full_server_has_its_code():
+    assert CapacityError("full").code == ErrorCode.CAPACITY_REACHED
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"const": "move"},
+        "to": {"$ref": "#/$defs/Place"},
+        "how": {"anyOf": [{"type": "null"}, {"enum": ["walk", "run"]}]},
+        "path": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
+        "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "string"}]},
+        "note": {"type": "string"},
+    },
+    "required": ["kind", "to", "how", "path", "pair"],
+    "additionalProperties": False,
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {"x": {"type": "number", "minimum": 0, "exclusiveMaximum": 5}},
+            "required": ["x"],
+        }
+    },
+}
+
+
+def test_random_values_fit_their_schema():
+    generator = random.Random(1)
+    values = [random_value(SCHEMA, generator) for _ in range(50)]
+    assert {fault_of(value, SCHEMA) for value in values} == {""}
+    assert len({str(value) for value in values}) == 50
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"kind": "stay"}, "kind: expected 'move'"),
+        ({"to": {}}, "to: expected the field 'x'"),
+        ({"to": {"x": -1}}, "to.x: expected 0 to inf, got -1"),
+        ({"how": "swim"}, "how: expected null"),
+        ({"path": [1]}, "path: expected 2 to 4 items, got 1"),
+        ({"path": [1, "two"]}, "path.1: expected integer"),
+        ({"pair": [1, "a"]}, "pair.0: expected boolean"),
+        ({"more": 1}, "expected no field 'more'"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_place(change, fault):
+    sound = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
+    assert fault_of(sound, SCHEMA) == ""
+    assert fault in fault_of({**sound, **change}, SCHEMA)

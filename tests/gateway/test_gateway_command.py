@@ -1,0 +1,161 @@
+"""`ludus gateway` as a process: it says where it is, plays, and takes its servers along."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from gateways import until
+
+from ludus.env.client import AsyncEnvClient
+from ludus.services.gateway.config import GatewayConfig
+
+LUDUS = str(Path(sys.executable).with_name("ludus"))
+BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("LUDUS_")}
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A gateway and its gRPC address."""
+    process = subprocess.Popen(
+        [LUDUS, "gateway", *arguments, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        said = ""
+        while "all environments" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield process, re.search(r"(grpc://[0-9.:]+)", said)[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _parent_of(entry) == pid
+    ]
+
+
+def _parent_of(entry: Path) -> int:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
+    with running(*BLACKJACK, "--servers", "2") as (process, address):
+        await until(lambda: len(children_of(process.pid)) == 2)
+        children = children_of(process.pid)
+        async with await AsyncEnvClient.connect(address) as client:
+            session, first = await client.open(seed=3)
+            assert first.text is not None
+            assert (await session.step(text="STAND")).done
+        process.send_signal(end)
+        assert await asyncio.to_thread(process.wait, 15) == (0 if end == signal.SIGTERM else -9)
+        await until(lambda: not any(is_alive(pid) for pid in children))
+
+
+async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_again():
+    with running(*BLACKJACK) as (process, address):
+        async with await AsyncEnvClient.connect(address) as client:
+            session, _ = await client.open(seed=3)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(Exception, match="draining"):
+                await client.open(seed=4)
+            assert (await session.step(text="STAND")).done
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, 15) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "expected --config or --env"),
+        (("--env", "blackjack"), "expected NAME=TARGET"),
+        (("--env", "a=x_env", "--env", "a=y_env"), "each name once"),
+        (("--env", "a=grpc://nowhere"), "expected grpc://host:port"),
+        (("--env", "a=grpc://h:1", "--option", "a.game=x"), "run here"),
+        (("--env", "a=grpc://h:1"), "LUDUS_SESSION_KEY"),
+        (("--env", "a=nope_env", "--port", "0"), "no environment package 'nope_env'"),
+        (("--env", "a=openspiel_env", "--isolation", "some"), "'inline', 'pool' or 'process'"),
+        (("--env", "a=openspiel_env", "--host", "0.0.0.0"), "expected tenants or a token"),
+        (("--config", "/nowhere.toml"), "/nowhere.toml"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments, expected):
+    done = subprocess.run(
+        [LUDUS, "gateway", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_file_is_read_and_options_have_precedence(tmp_path):
+    path = tmp_path / "gateway.toml"
+    path.write_text(
+        """
+port = 9000
+[sessions]
+linger_s = 5.0
+[environments.cards]
+kind = "static"
+addresses = ["grpc://10.0.0.7:18000"]
+[environments.fleet]
+kind = "kubernetes"
+service = "cards"
+namespace = "arena"
+"""
+    )
+    config = GatewayConfig.read(path, {"port": 9100})
+    assert (config.port, config.bound_grpc_port) == (9100, 19_100)
+    assert config.sessions.linger_s == 5.0
+    assert {one.kind for one in config.environments.values()} == {"static", "kubernetes"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prot = 1\n[environments]", "prot"),
+        ("[environments.a]\nkind = 'statik'", "statik"),
+        ("[environments.'a b']\nkind = 'static'\naddresses = ['grpc://h:1']", "environments"),
+        ("[sessions]\nlinger_s = -1\n[environments]", "linger_s"),
+        ("x = ", "TOML"),
+    ],
+)
+def test_a_wrong_configuration_names_the_field(tmp_path, text, expected):
+    path = tmp_path / "gateway.toml"
+    path.write_text(text)
+    with pytest.raises(Exception, match=expected) as caught:
+        GatewayConfig.read(path)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,170 @@
+"""What stands around a gateway's sessions: TLS, tenants and their scopes, ages, traces."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+from gateways import NAME, client_of, config_of, env_server, http_of, num_sessions, served, until
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions import OpenArgs
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
+from ludus.services.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.asyncio
+
+RED, BLUE, ROOT = (f"{name}-token-0123456789" for name in ("red", "blue", "root"))
+
+
+@pytest.fixture
+def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    lines = []
+    for name, token, scope in (
+        ("red", RED, "step"),
+        ("blue", BLUE, "step"),
+        ("root", ROOT, "admin"),
+    ):
+        monkeypatch.setenv(f"{name.upper()}_TOKEN", token)
+        lines += ["[[tenants]]", f'name = "{name}"', f'token_env = "{name.upper()}_TOKEN"']
+        lines += [f'scopes = ["{scope}"]']
+    path = tmp_path / "tenants.toml"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def test_tls_on_both_ports(tmp_path):
+    authority = trustme.CA()
+    identity = authority.issue_cert("127.0.0.1", "localhost")
+    cert, key, ca = (tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem"))
+    identity.cert_chain_pems[0].write_to_path(cert)
+    identity.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    tls = {"cert": str(cert), "key": str(key)}
+    async with served(tls=tls) as (gateway, _):
+        assert gateway.grpc_address.startswith("grpcs://")
+        for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
+            async with client_of(address, ca_file=str(ca)) as client:
+                session, _ = await client.open(seed=1)
+                assert (await session.step({"add": 2})).reward == 2.0
+
+
+async def test_only_admins_drain_and_only_others_play(tenants):
+    async with served(tenants_file=tenants) as (gateway, _), http_of(gateway) as http:
+        assert (await http.get("/healthz")).status_code == 200
+        assert (await http.get("/v1/envs")).status_code == 401
+        assert (await http.post("/drain", headers=bearer(RED))).status_code == 403
+        opening = f"/v1/envs/{NAME}/sessions"
+        assert (await http.post(opening, json={}, headers=bearer(ROOT))).status_code == 403
+        assert (await http.post(opening, json={}, headers=bearer(RED))).status_code == 201
+        assert (await http.post("/drain", headers=bearer(ROOT))).status_code == 200
+        refused = await http.post(opening, json={}, headers=bearer(RED))
+        assert refused.json()["detail"]["code"] == "DRAINING"
+
+
+async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
+    one = {"max_sessions": 1}
+    async with (
+        served(tenants_file=tenants, server_options=one) as (gateway, servers),
+        http_of(gateway) as red,
+        http_of(gateway) as blue,
+    ):
+        reset = f"/envs/{NAME}/reset"
+        for _ in range(2):
+            for http, token in ((red, RED), (blue, BLUE)):
+                answer = await http.post(reset, json={"seed": 1}, headers=bearer(token))
+                assert answer.status_code == 200, answer.text
+                assert num_sessions(servers) == 1
+
+
+async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on():
+    async with served(max_connection_age_s=0.5) as (gateway, servers):
+        gateway_grace_s = 11.0
+        async with client_of(gateway) as client:
+            session, _ = await client.open(seed=1)
+            stream = client._transport._stream
+            await until(lambda: stream.broken is not None, timeout_s=gateway_grace_s + 5)
+            assert (await session.step({"add": 2})).step_index == 1
+            assert num_sessions(servers) == 1
+
+
+async def test_request_ids_of_step_many_reach_the_server():
+    seen: list[str] = []
+
+    class Spy(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, details):
+            if details.method.endswith("StepMany"):
+                seen.extend(value for key, value in details.invocation_metadata if key[0] in "xt")
+            return await continuation(details)
+
+    server = grpc.aio.server(interceptors=[Spy()])
+    async with env_server() as real:
+        from ludus.env.grpc_server import EnvServicer
+
+        env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(real.core), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
+            target = gateway.grpc_address.removeprefix("grpc://")
+            async with grpc.aio.insecure_channel(target) as channel:
+                stub = env_pb2_grpc.EnvServiceStub(channel)
+                opened = await stub.Open(pb.OpenRequest(reset=pb.ResetArgs(seed=1)))
+                step = pb.StepRequest(session_id=opened.session_id, action_json=b'{"add": 1}')
+                trace = (("x-request-id", "r-1"), ("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"))
+                reply = await stub.StepMany(pb.StepManyRequest(steps=[step]), metadata=trace)
+                assert reply.replies[0].result.reward == 1.0
+        await server.stop(None)
+    assert "r-1" in seen and any(one.startswith("00-aaa") for one in seen)
+
+
+async def test_beyond_this_machine_a_token_is_required():
+    with pytest.raises(ConfigError, match="tenants or a token"):
+        Gateway(config_of("grpc://127.0.0.1:1", host="0.0.0.0"))
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+async def test_a_port_in_use_is_named_and_nothing_is_started(name):
+    async with served() as (gateway, _):
+        address = gateway.http_address if name == "port" else gateway.grpc_address
+        ports = {"port": 0, "grpc_port": 0, name: int(address.rpartition(":")[2])}
+        with pytest.raises(PortInUseError, match=f"a free {name}"):
+            await Gateway(config_of("grpc://127.0.0.1:1", **ports)).start()
+
+
+async def test_without_servers_opens_wait_for_one_and_say_what_is_missing():
+    sessions = {"queue_timeout_s": 0.3}
+    async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
+        with pytest.raises(CapacityError, match="found none"):
+            await gateway.environments[NAME].open(OpenArgs(ResetArgs()))
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
+            assert answer.status_code == 503
+            assert answer.json()["detail"]["code"] == "UNAVAILABLE"
+
+
+async def test_a_client_that_comes_before_the_first_server_is_served_when_it_starts():
+    late = env_server()
+    port = _free_port()
+    async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
+        connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
+        await until(lambda: gateway.environments[NAME].load.num_waiting == 1)
+        late = env_server(grpc_port=port)
+        async with late, await connecting as client:
+            session, _ = await client.open(seed=1)
+            assert (await session.step({"add": 1})).reward == 1.0
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

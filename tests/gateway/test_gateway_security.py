@@ -1,0 +1,129 @@
+"""A whole gateway with tenants and TLS: every wire, revocation, and the metrics that show it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+import websockets
+from gateways import NAME, served
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.tls import client_ssl_context
+from ludus.proto.errors import AuthenticationError, RateLimitError
+from ludus.services.gateway.gateway import Gateway
+
+ALICE = "a11ce-a11ce-a11ce-a11ce"
+BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
+
+
+def write_tenants(path: Path, **limits: str) -> None:
+    """One tenant for each keyword: its name, and the rest of its table."""
+    tokens = {"alice": ALICE, "bob": BOB}
+    path.write_text(
+        "".join(
+            f'[[tenants]]\nname = "{name}"\n{rest}\n'
+            f'token_sha256 = "{hashlib.sha256(tokens[name].encode()).hexdigest()}"\n'
+            for name, rest in limits.items()
+        )
+    )
+
+
+@pytest.fixture
+def ca_file(tmp_path: Path) -> Path:
+    ca = trustme.CA()
+    cert = ca.issue_cert("localhost", "127.0.0.1")
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    cert.private_key_pem.write_to_path(str(tmp_path / "tls.key"))
+    (tmp_path / "tls.crt").write_bytes(b"".join(b.bytes() for b in cert.cert_chain_pems))
+    return tmp_path / "ca.pem"
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, ca_file: Path) -> AsyncIterator[Gateway]:
+    write_tenants(tmp_path / "tenants.toml", alice="", bob="")
+    tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
+    tenants = str(tmp_path / "tenants.toml")
+    async with served(host="127.0.0.1", tenants_file=tenants, tls=tls) as (gateway, _):
+        yield gateway
+
+
+def http_of(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
+    context = client_ssl_context(ca_file)
+    return httpx.AsyncClient(base_url=gateway.http_address, verify=context)
+
+
+async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
+    gateway: Gateway, ca_file: Path
+) -> None:
+    async with http_of(gateway, ca_file) as http:
+        assert (await http.get("/v1/envs")).status_code == 401
+        assert (await http.get(f"/t/{ALICE}/v1/envs")).status_code == 200
+    url = gateway.http_address.replace("https", "wss")
+    context = client_ssl_context(ca_file)
+    with pytest.raises(websockets.InvalidStatus):
+        await websockets.connect(f"{url}/envs/{NAME}/ws", ssl=context)
+    async with websockets.connect(f"{url}/t/{ALICE}/envs/{NAME}/ws", ssl=context) as socket:
+        await socket.send('{"type": "reset", "data": {}}')
+        assert '"observation"' in str(await socket.recv())
+    with pytest.raises(AuthenticationError):
+        await AsyncEnvClient.connect(gateway.grpc_address, ca_file=str(ca_file))
+    async with await AsyncEnvClient.connect(
+        gateway.grpc_address, token=ALICE, ca_file=str(ca_file)
+    ) as client:
+        assert (await client.open(seed=1))[1].observation is not None
+
+
+async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
+    gateway: Gateway, ca_file: Path, tmp_path: Path
+) -> None:
+    gateway.access._check_every_s = gateway.access._next_check_s = 0.0
+    alice, bob = [
+        await AsyncEnvClient.connect(gateway.grpc_address, token=token, ca_file=str(ca_file))
+        for token in (ALICE, BOB)
+    ]
+    session, _ = await alice.open(seed=1)
+    other, _ = await bob.open(seed=1)
+    await session.step({"add": 1})
+    write_tenants(tmp_path / "tenants.toml", bob="max_sessions = 1")
+    with pytest.raises(AuthenticationError, match="'alice', which was removed"):
+        await session.step({"add": 1})
+    with pytest.raises(AuthenticationError, match="'alice', which was removed"):
+        await alice.open(seed=1)
+    await other.step({"add": 1})
+    with pytest.raises(RateLimitError, match="at most 1 sessions"):
+        await bob.open(seed=1)
+    await alice.close()
+    await bob.close()
+
+
+async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
+    gateway: Gateway, ca_file: Path, tmp_path: Path
+) -> None:
+    gateway.access._check_every_s = gateway.access._next_check_s = 0.0
+    write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
+    async with (
+        http_of(gateway, ca_file) as http,
+        await AsyncEnvClient.connect(
+            gateway.grpc_address, token=ALICE, ca_file=str(ca_file)
+        ) as client,
+    ):
+        session, _ = await client.open(seed=1)
+        await session.step({"add": 1})
+        with pytest.raises(RateLimitError, match="steps a second"):
+            await session.step({"add": 1})
+        outcomes = await client.step_many([(session, {"add": 1})])
+        assert isinstance(outcomes[0], RateLimitError)
+        refused = await http.post(
+            f"/t/{ALICE}/v1/envs/{NAME}/sessions/{session.id}/step", json={"action": {"add": 1}}
+        )
+        assert (refused.status_code, refused.json()["detail"]["code"]) == (429, "RATE_LIMITED")
+        assert int(refused.headers["retry-after"]) > 100
+        text = (await http.get(f"/t/{BOB}/metrics")).text
+    assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 3.0' in text
+    for secret in (ALICE, BOB, "alice", "bob", session.id):
+        assert secret not in text
