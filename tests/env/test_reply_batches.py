@@ -58,7 +58,9 @@ async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_se
         for call_id, session_id in enumerate(session_ids, start=10):
             await call.write(step(call_id, session_id))
         await call.done_writing()
-        replies = [reply async for batch in call for reply in batch.replies]
+        replies: list[pb.Reply] = []
+        while (batch := await call.read()) is not grpc.aio.EOF:
+            replies.extend(batch.replies)
         assert [reply.call_id for reply in replies] == [10, 11, 12]
         assert await call.code() is grpc.StatusCode.OK
 
