@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import uvicorn
 from counting_env import CountingEnv
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.hosts import local_host
 from ludus.env.websocket_protocol import DirectWebSocketProtocol

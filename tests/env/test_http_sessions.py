@@ -11,7 +11,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from websockets.asyncio.client import connect
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
 from ludus.env.sessions import OpenArgs

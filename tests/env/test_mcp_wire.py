@@ -13,7 +13,8 @@ from tool_env import ToolEnv
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
 

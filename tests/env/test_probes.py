@@ -11,7 +11,8 @@ from counting_env import CountingEnv, ThreadedCountingEnv
 from prometheus_client.parser import text_string_to_metric_families
 from served import running
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import ResetArgs
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app

@@ -10,7 +10,8 @@ from counting_env import CountingEnv
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import ResetArgs
 from ludus.env.hosts import local_host
 from ludus.env.loopback import connected

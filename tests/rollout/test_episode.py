@@ -111,7 +111,7 @@ async def test_a_limit_on_turns_truncates_and_frees_the_session(
         player, _ = make_player(client, chat, iter(["HIT"]), limits)
         statuses.add((await player.play(seed, SAMPLING)).status)
     assert statuses == {RolloutStatus.TRUNCATED, RolloutStatus.TERMINATED}
-    assert server.core.num_sessions == 0
+    assert server.core.load.num_sessions == 0
 
 
 async def test_an_answer_cut_off_goes_on_with_an_unsampled_end_token(

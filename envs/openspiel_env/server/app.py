@@ -19,7 +19,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
 from ludus.env.server import ServerOptions, run_server

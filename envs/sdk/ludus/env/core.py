@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.hosts import HostedSession, InlineHost, InlineSession, SessionHost
 from ludus.env.session import Session
-from ludus.env.session_ids import IdDesk, SessionKey, new_server_id
+from ludus.env.session_ids import IdDesk
 from ludus.env.sessions import Load, OpenArgs, Opened, Owner, SessionEvents
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.env.waiting_line import WaitingLine
@@ -46,28 +47,6 @@ _MAX_SWEEP_PAUSE_S = 1.0
 _RETRY_AFTER_S = 1.0
 _CONNECTION_ENDED = "the connection that opened it ended"
 _EPISODE_ENDED = "its episode ended and it was opened with close_when_done"
-
-
-@dataclass(frozen=True, slots=True)
-class CoreOptions:
-    """Limits of the sessions of a server."""
-
-    max_sessions: int = 256
-    idle_timeout_s: float = 600.0
-    """A session without a call for so long is ended."""
-    step_timeout_s: float = 0.0
-    """A reset or step that takes longer ends its session; 0 waits for ever."""
-    wait_for_slot_s: float = 0.0
-    """How long an open waits for a free session."""
-    max_waiting: int = 1024
-    """Opens that may wait at once; more are refused."""
-    first_seed: int | None = None
-    """Resets without a seed take this one, then the next; None draws them."""
-    is_deterministic: bool = False
-    """What check_environment has shown."""
-    server_id: str = field(default_factory=new_server_id)
-    key: SessionKey | None = None
-    """Lets clients open sessions under ids that a gateway with the same key signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +161,10 @@ class SessionCore:
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
+        if self.runs_inline:
+            return self.reset_now(session_id, args)
         entry = self._find(session_id)
         args = self._seeded(args)
-        if entry.session is not None:
-            return entry.session.reset(args)
         return await self._timed(entry, lambda: entry.hosted.reset(args), "reset", 0.0)
 
     async def step(
@@ -203,6 +182,12 @@ class SessionCore:
             )
         except SessionLostError:  # an earlier call, waited for, ended the session
             return self._recall(session_id, step_index)
+
+    def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """The same without a wait, for environments that step on the event loop."""
+        entry = self._find(session_id)
+        assert entry.session is not None, "reset_now is for inline sessions"
+        return entry.session.reset(self._seeded(args))
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
         """The same without a wait, for environments that step on the event loop."""

@@ -12,7 +12,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ludus.env.core import CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.hosts import SessionHost
 from ludus.env.session_ends import SessionEnd, end_of

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import grpc
 import uvicorn
 
-from ludus.env.core import CoreOptions
+from ludus.env.core_options import CoreOptions
 from ludus.env.determinism import is_deterministic
 from ludus.env.factory_names import named
 from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
