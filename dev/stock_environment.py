@@ -47,7 +47,17 @@ def python_of(requirement: str, *, extra: Sequence[str] = ()) -> Path:
             raise StockEnvironmentError(
                 f"expected a requirement with its version, like openenv==0.10.0, got {one!r}"
             )
-    folder = CACHE / "stock-{}".format("+".join(one.replace("==", "-") for one in requirements))
+    name = "+".join(one.replace("==", "-") for one in requirements)
+    return python_in(f"stock-{name}", requirements)
+
+
+def python_in(name: str, requirements: Sequence[str]) -> Path:
+    """The interpreter of the virtual environment of that name, which holds the requirements.
+
+    Raises:
+        StockEnvironmentError: they cannot be installed.
+    """
+    folder = CACHE / name
     python = folder / "bin" / "python"
     complete = folder / "complete"
     if complete.exists():  # written last: what a killed build left behind has none
@@ -60,7 +70,7 @@ def python_of(requirement: str, *, extra: Sequence[str] = ()) -> Path:
     return python
 
 
-def _build(folder: Path, python: Path, requirements: list[str]) -> None:
+def _build(folder: Path, python: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Self
 
 import orjson
@@ -13,6 +14,9 @@ UNNAMED_GAME = "catch"
 """OpenEnv's clients send this game name when their user named none, whatever is played."""
 
 GamePhase = Literal["initial", "playing", "terminal"]
+
+_MAX_KEPT_BYTES = 64
+_MAX_KEPT_ACTIONS = 4096
 
 _set = object.__setattr__
 
@@ -26,6 +30,13 @@ class OpenSpielAction(Action):
     """The game this move is meant for; the default stands for the one that is played."""
     game_params: dict[str, Any] = Field(default_factory=dict)
     """The parameters this move is meant for; the default stands for those in force."""
+
+    @classmethod
+    def from_json(cls, action_json: bytes) -> OpenSpielAction:
+        """The move; a game has few, and the environment changes none, so they are kept."""
+        if cls is OpenSpielAction and len(action_json) <= _MAX_KEPT_BYTES:
+            return _kept_action(action_json)
+        return super().from_json(action_json)
 
 
 class OpenSpielObservation(Observation):
@@ -71,3 +82,8 @@ class OpenSpielState(State):
     opponent_policy: str = "random"
     game_params: dict[str, Any] = Field(default_factory=dict)
     num_players: int = 1
+
+
+@functools.lru_cache(maxsize=_MAX_KEPT_ACTIONS)
+def _kept_action(action_json: bytes) -> OpenSpielAction:
+    return OpenSpielAction.__pydantic_validator__.validate_json(action_json)

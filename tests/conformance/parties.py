@@ -103,14 +103,14 @@ def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -
 
 
 @contextmanager
-def our_server(folder: Path, game: str) -> Iterator[OurServer]:
+def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
     """Our server; resets without a seed count upwards from FIRST_SEED."""
     ready_file = folder / "ready.json"
     session_key = secrets.token_hex(32)
     command = [
         *(sys.executable, "-m", "ludus.env", "openspiel_env"),
         *("--options", json.dumps({"game": game}), "--port", "0"),
-        *("--first-seed", str(FIRST_SEED), "--ready-file", str(ready_file)),
+        *("--first-seed", str(FIRST_SEED), "--ready-file", str(ready_file), *arguments),
     ]
     environment = {**os.environ, "LUDUS_SESSION_KEY": session_key}
     with process(command, environment) as running:
@@ -136,11 +136,11 @@ def our_gateway(folder: Path, server: OurServer) -> Iterator[str]:
 
 
 @contextmanager
-def stock_server(version: str) -> Iterator[str]:
-    """The address of OpenEnv's own server of that version."""
+def stock_server(version: str, max_sessions: int = 512) -> Iterator[str]:
+    """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
     requirement, program = SERVERS[version]
     port = free_port()
-    arguments = [GAME, str(port), str(FIRST_SEED)]
+    arguments = [GAME, str(port), str(FIRST_SEED), str(max_sessions)]
     with process([str(stock_python(requirement)), "-I", str(STOCK / program), *arguments]) as own:
         address = f"http://127.0.0.1:{port}"
         wait_until(lambda: answers(f"{address}/health"), own)

@@ -1,13 +1,17 @@
 """OpenEnv's clients of every generation play on our server, and on a route of our gateway."""
 
 import functools
+import json
 import subprocess
 
 import pytest
 from parties import (
     CLIENTS,
     FIRST_SEED,
+    GAME,
     NUM_GAMES,
+    our_gateway,
+    our_server,
     play_with_our_client,
     play_with_stock_client,
     run_stock,
@@ -15,6 +19,8 @@ from parties import (
     verdict_of,
 )
 from stock_environment import python_of
+
+from ludus.env.sync_client import EnvClient
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
@@ -39,6 +45,35 @@ def test_the_games_are_no_trivial_ones(server):
     games = our_games(server.grpc_address)
     assert len({game["results"][-1][1] for game in games}) >= 3  # won, drawn and lost
     assert len({str(game["results"]) for game in games}) > NUM_GAMES / 2
+
+
+def play_actions(address: str, *actions: dict) -> None:
+    """Nothing; fails with what the newest stock client raises."""
+    python = stock_python(CLIENTS["0.10.0"][0])
+    run_stock(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
+
+
+def test_a_stock_client_is_told_of_a_bad_action(address):
+    play_actions(address)
+    with pytest.raises(AssertionError, match=r"got 99.*\(code: ILLEGAL_ACTION\)"):
+        play_actions(address, {"action_id": 99})
+    with pytest.raises(AssertionError, match=r"\(code: VALIDATION_ERROR\)"):
+        play_actions(address, {"action_id": "x"})
+
+
+def test_a_stock_client_is_told_of_a_full_server(tmp_path):
+    with (
+        our_server(tmp_path, GAME, "--max-sessions", "1") as server,
+        our_gateway(tmp_path, server) as gateway_address,
+        EnvClient.connect(server.grpc_address) as client,
+    ):
+        session, _ = client.open()
+        with pytest.raises(AssertionError, match=r"1/1 sessions active.*CAPACITY_REACHED"):
+            play_actions(server.http_address)
+        with pytest.raises(AssertionError, match="CAPACITY_REACHED"):
+            play_actions(gateway_address)
+        session.close()
+        play_actions(server.http_address)
 
 
 def test_openenvs_own_validator_passes(address):

@@ -1,7 +1,18 @@
 """Our client plays on OpenEnv's own servers, and sees what their own clients see."""
 
 import pytest
-from parties import NUM_GAMES, SERVERS, play_with_our_client, play_with_stock_client, stock_server
+from parties import (
+    FIRST_SEED,
+    NUM_GAMES,
+    SERVERS,
+    START_TIMEOUT_S,
+    play_with_our_client,
+    play_with_stock_client,
+    stock_server,
+)
+
+from ludus.env.sync_client import EnvClient
+from ludus.proto.errors import CapacityError, InvalidCallError
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 
@@ -16,3 +27,25 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
         ours = play_with_our_client(address, seeded=seeded)
     assert len(ours) == NUM_GAMES
     assert ours == theirs
+
+
+def test_our_client_says_what_a_stock_server_refuses_and_does_not_offer():
+    with (
+        stock_server("0.10.0", max_sessions=2) as address,
+        EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S) as client,
+    ):
+        assert "action_id" in client.describe().action_schema["properties"]
+        session, first = client.open(seed=FIRST_SEED, episode_id="E", close_when_done=True)
+        assert (first.reward, first.text) == (None, None)
+        with pytest.raises(InvalidCallError, match="Invalid message"):
+            session.step({"action_id": "x"})
+        with pytest.raises(InvalidCallError, match="reads no text"):
+            session.step(text="HIT")
+        assert session.state()["step_count"] == 0
+        other, seen = client.open(seed=FIRST_SEED)
+        assert seen == first
+        with pytest.raises(CapacityError, match="2/2"):
+            client.open()
+        last = session.step({"action_id": 1})  # stands
+        assert (last.terminated, last.truncated, last.step_index) == (True, False, 1)
+        assert other.step({"action_id": 1}) == last

@@ -6,14 +6,16 @@ Ours is found through PYTHONPATH, as in an editable installation.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "dev"))
+
+from stock_environment import python_in  # noqa: E402
+
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
 REQUIREMENT_OF = {
     "0.1.1": "openenv-core==0.1.1",
@@ -25,16 +27,8 @@ REQUIREMENT_OF = {
 
 def stock_python(version: str) -> Path:
     """The interpreter beside an OpenEnv of that version; its folder is made once, then kept."""
-    folder = ROOT / ".cache" / f"stock-sdk-openenv-{version}"
-    python, marker = folder / "bin" / "python", folder / "complete"
-    if not marker.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
-        subprocess.run([*install, *requirements], check=True, timeout=500)
-        marker.touch()
-    return python
+    requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
+    return python_in(f"stock-sdk-openenv-{version}", requirements)
 
 
 def run_beside_stock(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:

@@ -20,7 +20,7 @@ APP = "openenv:stock_environments:app"
 TOOLS = "openenv:stock_tools_environment:ToolsEnvironment"
 SUM = "openenv:stock_dataclass_environment:SumEnvironment"
 SUM_APP = "openenv:stock_dataclass_environment:app"
-STOCK_SERVER = Path(__file__).with_name("stock_server.py")
+HERE = Path(__file__).parent
 
 
 def told_by(version: str, *targets: str) -> dict:
@@ -92,7 +92,9 @@ def test_dataclasses_of_the_first_generation_work_too():
 async def test_a_stock_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([stock_python("0.10.0"), "-I", STOCK_SERVER, str(port)])
+    uvicorn = [stock_python("0.10.0"), "-I", "-m", "uvicorn", "--app-dir", HERE]
+    command = [*uvicorn, "stock_environments:app", "--port", str(port), "--log-level", "warning"]
+    server = subprocess.Popen(command)
     try:
         address = f"http://127.0.0.1:{port}"
         async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:

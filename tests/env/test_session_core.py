@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
-from ludus.env.core import MAX_REMEMBERED_SESSIONS, CoreOptions, SessionCore
+from ludus.env.core import SessionCore
+from ludus.env.core_options import CoreOptions
+from ludus.env.departed_sessions import MAX_REMEMBERED_SESSIONS
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.hosts import ThreadHost, local_host
 from ludus.env.sessions import OpenArgs, Owner

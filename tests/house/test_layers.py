@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "ray", "vllm", "transformers")
+HEAVY = ("torch", "ray", "vllm", "transformers", "kubernetes")
 
 
 def test_every_import_contract_holds() -> None:
@@ -19,7 +19,13 @@ def test_every_import_contract_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ludus.proto.config", "ludus.env.client", "ludus.services.cli.app"]
+    "module",
+    [
+        "ludus.proto.config",
+        "ludus.env.client",
+        "ludus.services.cli.app",
+        "ludus.services.gateway.gateway",
+    ],
 )
 def test_a_fresh_process_loads_no_heavy_package(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"

@@ -1,12 +1,18 @@
-"""The engines under test, each with an untied and a tied model."""
+"""The engines under test, each with an untied and a tied model; and what episodes need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
 import torch
 
+from ludus.env.client import AsyncEnvClient
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from openspiel_env import make_environment
 from tests.rollout.engine_pair import TRANSFORMERS, VLLM, EnginePair, open_pair
 
 
@@ -18,3 +24,20 @@ def pair(
     torch.set_num_threads(1)
     with open_pair(request.param, tmp_path_factory.mktemp("model")) as opened:
         yield opened
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[EnvServer]:
+    async with EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0)) as up:
+        yield up
+
+
+@pytest_asyncio.fixture
+async def client(server: EnvServer) -> AsyncIterator[AsyncEnvClient]:
+    async with await AsyncEnvClient.connect(server.grpc_address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(make_tokenizer(["hard 16 vs 10", "HIT", "STAND"] * 5, 320))

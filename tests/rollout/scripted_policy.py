@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.config import RolloutConfig
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.face import ServerFace
 from ludus.trainer.types import Completion, Sampling
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=8)
+LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)
 
 
 class ScriptedPolicy:
@@ -32,3 +39,16 @@ class ScriptedPolicy:
         stopped = not text.endswith("...")
         token_ids = token_ids if stopped else token_ids[:-1]
         return Completion(token_ids, [-1.0] * len(token_ids), self.version, stopped)
+
+
+def make_player(
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    script: Iterator[str],
+    limits: RolloutConfig = LIMITS,
+    on_call: Callable[[], None] | None = None,
+    max_sessions: int = 0,
+) -> tuple[Player, ScriptedPolicy]:
+    """A player that answers by script."""
+    policy = ScriptedPolicy(chat, script, on_call)
+    return Player(client, policy, chat, ServerFace(), limits, max_sessions), policy

@@ -19,10 +19,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ludus.env.core import SessionCore
 from ludus.env.core_options import CoreOptions
 from ludus.env.hosts import local_host
 from ludus.env.http_app import build_app
+from ludus.env.metered_core import MeteredCore
 from ludus.env.server import ServerOptions, run_server
 from ludus.env.server_cli import add_server_arguments
 from ludus.env.types import JsonObject
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> FastAPI:
     options, server_options = _parse([])
     factory = functools.partial(build_environment, **options)
     core_options = CoreOptions(max_sessions=server_options["max_sessions"])
-    return build_app(SessionCore(local_host(factory), core_options))
+    return build_app(MeteredCore(local_host(factory), core_options))
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:

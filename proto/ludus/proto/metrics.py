@@ -68,6 +68,8 @@ class EnvServerMetric(StrEnum):
     ERRORS = "env_server_errors"
     SESSION_ENDS = "env_server_session_ends"
     STEP_DURATION = "env_server_step_duration_seconds"
+    WORKERS = "env_server_workers"
+    WORKER_ENDS = "env_server_worker_ends"
 
 
 class GatewayMetric(StrEnum):

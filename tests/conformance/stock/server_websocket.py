@@ -1,6 +1,6 @@
 """OpenEnv's server of 0.2 and later (one WebSocket, one session) with a game.
 
-Arguments: game, port, first seed of resets that name none.
+Arguments: game, port, first seed of resets that name none, sessions at once.
 """
 
 import sys
@@ -47,6 +47,10 @@ class GameEnvironment(Environment):
 
 if __name__ == "__main__":
     app = create_app(
-        GameEnvironment, GameAction, GameObservation, env_name="game", max_concurrent_envs=512
+        GameEnvironment,
+        GameAction,
+        GameObservation,
+        env_name="game",
+        max_concurrent_envs=int(sys.argv[4]),
     )
     uvicorn.run(app, port=int(sys.argv[2]), log_level="warning")

@@ -16,15 +16,21 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.core_options import CoreOptions
+from ludus.env.departed_sessions import DepartedSessions
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.hosts import HostedSession, InlineHost, InlineSession, SessionHost
+from ludus.env.hosts import (
+    HostedSession,
+    InlineHost,
+    InlineSession,
+    SessionHost,
+    WorkerCounts,
+)
 from ludus.env.session import Session
 from ludus.env.session_ids import IdDesk
 from ludus.env.sessions import Load, OpenArgs, Opened, Owner, SessionEvents
@@ -42,19 +48,10 @@ from ludus.proto.errors import (
 
 ResultT = TypeVar("ResultT")
 
-MAX_REMEMBERED_SESSIONS = 1024
 _MAX_SWEEP_PAUSE_S = 1.0
 _RETRY_AFTER_S = 1.0
 _CONNECTION_ENDED = "the connection that opened it ended"
 _EPISODE_ENDED = "its episode ended and it was opened with close_when_done"
-
-
-@dataclass(frozen=True, slots=True)
-class _Departed:
-    """What is remembered of a session that is gone."""
-
-    reason: str
-    last: EncodedResult | None
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +80,8 @@ class SessionCore:
         self.events = SessionEvents()
         self._host = host
         self._entries: dict[str, _Entry] = {}
+        self.orphans: set[str] = set()
+        """Sessions that outlived their connection; what calls one may `adopt` it."""
         self._num_opening = 0
         self._line = WaitingLine(
             self._take_slots,
@@ -90,7 +89,7 @@ class SessionCore:
             timeout_s=self.options.wait_for_slot_s,
             max_waiting=self.options.max_waiting,
         )
-        self._departed: OrderedDict[str, _Departed] = OrderedDict()
+        self._departed = DepartedSessions()
         self._ids = IdDesk(self.options.server_id, self.options.key)
         self._next_seed = self.options.first_seed
         self._is_draining = False
@@ -103,6 +102,11 @@ class SessionCore:
         )
         self.runs_inline = isinstance(host, InlineHost)
         """True when `step_now` may be used."""
+
+    @property
+    def workers(self) -> WorkerCounts | None:
+        """Its worker processes; None where sessions run in this one."""
+        return self._host.workers
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -173,7 +177,7 @@ class SessionCore:
         """The answer to an action; see `Sessions`."""
         entry = self._entries.get(session_id)
         if entry is None:
-            return self._recall(session_id, step_index)
+            return self._departed.recall(session_id, step_index)
         if entry.session is not None:
             return self.step_now(session_id, action, step_index)
         try:
@@ -181,7 +185,7 @@ class SessionCore:
                 entry, lambda: entry.hosted.step(action, step_index), "step", timeout_s
             )
         except SessionLostError:  # an earlier call, waited for, ended the session
-            return self._recall(session_id, step_index)
+            return self._departed.recall(session_id, step_index)
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The same without a wait, for environments that step on the event loop."""
@@ -191,15 +195,25 @@ class SessionCore:
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
         """The same without a wait, for environments that step on the event loop."""
+        return self.take_step(session_id, action, step_index)
+
+    def take_step(self, session_id: str, action: bytes | str, step_index: int) -> EncodedResult:
+        """What `step_now` does; who takes many calls it and reports them to `count_steps`."""
         entry = self._entries.get(session_id)
         if entry is None:
-            return self._recall(session_id, step_index)
+            return self._departed.recall(session_id, step_index)
         entry.last_used_s = time.monotonic()
-        assert entry.session is not None, "step_now is for inline sessions"
+        assert entry.session is not None, "take_step is for inline sessions"
         result = entry.session.step(action, step_index)
         if entry.close_when_done and (result.terminated or result.truncated):
             self._depart(entry, _EPISODE_ENDED)
         return result
+
+    def count_steps(self, num_steps: int, took_s: float) -> None:
+        """Told of steps that were taken one by one in so many seconds together."""
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Told of a step that failed."""
 
     async def state(self, session_id: str) -> bytes:
         """The environment's state as JSON."""
@@ -229,6 +243,17 @@ class SessionCore:
         for session_id in list(owner.session_ids):
             self._detach(self._entries[session_id])
 
+    def adopt(self, session_id: str, owner: Owner) -> None:
+        """Gives an orphan to the connection that calls it; other sessions stay whose they are.
+
+        Without that a session would not end with its second connection, only when idle.
+        """
+        if session_id in self.orphans and not owner.ended.is_set():
+            self.orphans.discard(session_id)
+            entry = self._entries[session_id]
+            entry.owner, entry.detached_s = owner, None
+            owner.session_ids.add(session_id)
+
     # -- the server's side -------------------------------------------------------------
 
     def drain(self) -> None:
@@ -238,8 +263,7 @@ class SessionCore:
 
     def end_reason(self, session_id: str) -> str | None:
         """Why a session that was here has ended; None while it lives or where unknown."""
-        departed = self._departed.get(session_id)
-        return None if departed is None else departed.reason
+        return self._departed.reason(session_id)
 
     async def close_idle_forever(self) -> None:
         """Never returns: ends sessions that nobody calls any more."""
@@ -325,7 +349,7 @@ class SessionCore:
             if args.reset is not None:
                 first = await self._first_of(hosted, self._seeded(args.reset))
             if session_id in self._departed:  # its worker died before it was entered
-                raise self._lost(session_id)
+                raise self._departed.lost(session_id)
             self._enter(session_id, hosted, args, owner)
         finally:
             self._give_slots_back(1)
@@ -376,22 +400,9 @@ class SessionCore:
     def _find(self, session_id: str) -> _Entry:
         entry = self._entries.get(session_id)
         if entry is None:
-            raise self._lost(session_id)
+            raise self._departed.lost(session_id)
         entry.last_used_s = time.monotonic()
         return entry
-
-    def _lost(self, session_id: str) -> SessionLostError:
-        reason = self.end_reason(session_id) or (
-            "this server does not know it (it may have restarted)"
-        )
-        return SessionLostError(f"session {session_id!r} is gone: {reason}; open a new one")
-
-    def _recall(self, session_id: str, step_index: int) -> EncodedResult:
-        departed = self._departed.get(session_id)
-        last = None if departed is None else departed.last
-        if last is not None and 0 < step_index == last.step_index:
-            return last
-        raise self._lost(session_id)
 
     def _detach(self, entry: _Entry) -> None:
         if entry.owner is not None:
@@ -399,6 +410,7 @@ class SessionCore:
             entry.owner = None
         if entry.linger_s > 0:
             entry.detached_s = time.monotonic()
+            self.orphans.add(entry.id)
         else:
             self._depart(entry, _CONNECTION_ENDED)
 
@@ -406,7 +418,7 @@ class SessionCore:
         if entry := self._entries.get(session_id):
             self._remove(entry, reason)
         else:
-            self._remember(session_id, _Departed(reason, None))
+            self._departed.remember(session_id, reason, None)
 
     def _depart(self, entry: _Entry, reason: str) -> None:
         if not self._remove(entry, reason):
@@ -419,17 +431,13 @@ class SessionCore:
     def _remove(self, entry: _Entry, reason: str) -> bool:
         if self._entries.pop(entry.id, None) is None:
             return False
+        self.orphans.discard(entry.id)
         if entry.owner is not None:
             entry.owner.session_ids.discard(entry.id)
-        self._remember(entry.id, _Departed(reason, entry.hosted.last))
+        self._departed.remember(entry.id, reason, entry.hosted.last)
         self.events.ended(entry.id, reason)
         self._line.advance()
         return True
-
-    def _remember(self, session_id: str, departed: _Departed) -> None:
-        self._departed.setdefault(session_id, departed)
-        if len(self._departed) > MAX_REMEMBERED_SESSIONS:
-            self._departed.popitem(last=False)
 
     async def _timed(
         self,
@@ -452,7 +460,7 @@ class SessionCore:
     async def _locked(self, entry: _Entry, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         async with entry.lock:
             if entry.id not in self._entries:
-                raise self._lost(entry.id)
+                raise self._departed.lost(entry.id)
             result = await call()
             entry.last_used_s = time.monotonic()
         if entry.close_when_done and isinstance(result, EncodedResult) and result.done:

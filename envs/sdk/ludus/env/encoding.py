@@ -105,7 +105,7 @@ def decode_action(action_type: type[Action], action_json: bytes) -> Action:
         InvalidCallError: the JSON does not fit; the cause is pydantic's ValidationError.
     """
     try:
-        return action_type.__pydantic_validator__.validate_json(action_json)
+        return action_type.from_json(action_json)
     except ValidationError as error:
         raise _invalid_action(action_type, error) from error
 

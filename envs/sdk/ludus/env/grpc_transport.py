@@ -32,6 +32,7 @@ from ludus.env.grpc_messages import (
 )
 from ludus.env.lazy_result import read_result
 from ludus.env.sessions import OpenArgs
+from ludus.env.step_stream import StepStream
 from ludus.env.tracing import is_traced, trace_headers
 from ludus.env.transport import ConnectOptions, Opened, StepCall, check_group, retry_until
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -80,6 +81,7 @@ class GrpcTransport:
         self.channel = _open_channel(options)
         self._stub = env_pb2_grpc.EnvServiceStub(self.channel)
         self._stream: CallStream | None = None
+        self._steps: StepStream[pb.StepManyRequest, pb.StepManyResponse] | None = None
         self._is_closed = False
         self._connecting = asyncio.Lock()
         self._granted_linger_s: float | None = None
@@ -148,6 +150,8 @@ class GrpcTransport:
     async def close(self) -> None:
         """Ends the stream and with it all its sessions, those that would survive it too."""
         stream, self._is_closed = self._stream, True
+        if self._steps is not None:
+            await self._steps.close()
         if stream is not None:
             if stream.broken is None and self._surviving:
                 closing = [session.send_close(stream) for session in self._surviving]
@@ -181,12 +185,21 @@ class GrpcTransport:
             try:
                 call, future = stream.begin()
                 fill(call)
-                return stream, await future
+                return stream, await self._taken(future)
             except ConnectionLostError:
                 if self._is_closed or loop.time() >= deadline_s:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RESEND_PAUSE_S)
+
+    async def _taken(self, future: asyncio.Future[pb.Reply]) -> pb.Reply:
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # The reply may have come in the same turn of the loop as the cancellation.
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._close_orphan(future.result())
+            raise
 
     async def live_stream(self, patience_s: float) -> CallStream:
         """The stream, made anew when it broke; many callers wait for one attempt."""
@@ -210,12 +223,25 @@ class GrpcTransport:
         deadline_s = loop.time() + self._options.reconnect_timeout_s
         while True:
             try:
-                return await self.unary(self._stub.StepMany, request)
+                return await self._step_together(request)
             except UnavailableError:
                 if not self._surviving or loop.time() >= deadline_s:
                     raise
             await asyncio.sleep(_RESEND_PAUSE_S)
             await self.live_stream(deadline_s - loop.time())
+
+    async def _step_together(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
+        if is_traced():  # a stream's messages carry no trace of their own
+            return await self.unary(self._stub.StepMany, request)
+        if self._steps is None or self._steps.is_broken:
+            self._steps = StepStream(self._stub.StepStream(metadata=self._metadata))
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                return await self._steps.ask(request)
+        except grpc.aio.AioRpcError as error:
+            _raise(error, self._options)
+        except TimeoutError:
+            raise _too_slow(self._options) from None
 
     async def _new_stream(self, deadline_s: float) -> CallStream:
         call = self._stub.Connect(metadata=self._metadata)
@@ -427,9 +453,7 @@ def _raise(error: grpc.aio.AioRpcError, options: ConnectOptions) -> NoReturn:
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         raise AuthenticationError(details) from None
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        raise CallTimeoutError(
-            f"expected an answer from {options.address} within {options.timeout_s:g} s, got none"
-        ) from None
+        raise _too_slow(options) from None
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         raise UnavailableError(
             f"expected an environment server at {options.address}, could not reach it:"
@@ -438,3 +462,9 @@ def _raise(error: grpc.aio.AioRpcError, options: ConnectOptions) -> NoReturn:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         raise UnimplementedError(f"{options.address} does not offer this call: {details}") from None
     raise EnvError(f"{options.address} answered {error.code().name}: {details}") from error
+
+
+def _too_slow(options: ConnectOptions) -> CallTimeoutError:
+    return CallTimeoutError(
+        f"expected an answer from {options.address} within {options.timeout_s:g} s, got none"
+    )

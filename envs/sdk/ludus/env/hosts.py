@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
@@ -29,6 +30,16 @@ OnLost = Callable[[str], None]
 ResultT = TypeVar("ResultT")
 
 STEP_THREAD_NAME = "ludus-env-step"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """The worker processes of a host."""
+
+    num_workers: int
+    """That live now."""
+    num_ends: int
+    """That died or were killed since the host was started."""
 
 
 class HostedSession(Protocol):
@@ -77,6 +88,11 @@ class SessionHost(Protocol):
         """What the environment is; capacity and server are filled in by the core."""
         ...
 
+    @property
+    def workers(self) -> WorkerCounts | None:
+        """Its worker processes; None of a host that has none."""
+        ...
+
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
         """A new session, to be reset.
 
@@ -92,6 +108,8 @@ class SessionHost(Protocol):
 
 class InlineHost:
     """Sessions on the event loop, for environments that promise to answer at once."""
+
+    workers = None
 
     def __init__(self, factory: EnvironmentFactory, description: EnvironmentDescription) -> None:
         self.name = factory_name(factory, description)
@@ -149,6 +167,8 @@ class InlineSession:
 
 class ThreadHost:
     """Sessions in the server's threads; a thread cannot be stopped, only left behind."""
+
+    workers = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ludus.env.server_options import Isolation
+from ludus.env.server_options import Isolation, ServerAddresses
 from ludus.env.types import JsonObject
 from ludus.proto.errors import UnavailableError, UserError
 
@@ -20,14 +20,6 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.02
 _USER_ERROR_EXIT_CODE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAddresses:
-    """Where a running server listens."""
-
-    http: str
-    grpc: str
 
 
 @dataclass(slots=True)
@@ -39,8 +31,8 @@ class LocalServer:
     max_sessions: int = 1024
     log_file: Path | None = None
     """Where the server's output goes; None discards it unless the start fails."""
-    isolation: Isolation = "inline"
-    """Where its sessions run; see `ServerOptions`."""
+    isolation: Isolation | None = None
+    """Where its sessions run; see `ServerOptions`. None is what fits the environment."""
     extra_arguments: list[str] = field(default_factory=list)
     """Further options of `python -m ludus.env`; everybody on this machine can read them."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
@@ -85,7 +77,7 @@ class LocalServer:
                 )
             self._wait_until_ready(ready_file, self.log_file or errors_file)
             ready = json.loads(ready_file.read_text())
-        self._addresses = ServerAddresses(ready["http"], ready["grpc"])
+        self._addresses = ServerAddresses(ready["http"], ready["grpc"], ready.get("admin", ""))
         return self._addresses
 
     def restart(self) -> ServerAddresses:
@@ -120,7 +112,7 @@ class LocalServer:
             *("--port", str(urlsplit(ports.http).port) if ports else "0"),
             *("--grpc-port", str(urlsplit(ports.grpc).port) if ports else "0"),
             *("--max-sessions", str(self.max_sessions)),
-            *("--isolation", self.isolation),
+            *(("--isolation", self.isolation) if self.isolation else ()),
             *self.extra_arguments,
             *("--ready-file", str(ready_file)),
             "--exit-with-parent",

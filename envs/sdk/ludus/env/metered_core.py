@@ -49,6 +49,12 @@ class SessionCounts:
         self.step_seconds += duration_s
         self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
 
+    def stepped_together(self, num_steps: int, took_s: float) -> None:
+        """Counts steps that were taken one by one, each with its share of the time."""
+        self.num_steps += num_steps
+        self.step_seconds += took_s
+        self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, took_s / num_steps)] += num_steps
+
     def ended(self, session_id: str, reason: str) -> None:
         """Counts a session's end."""
         self.num_ends[end_of(reason)] += 1
@@ -80,6 +86,8 @@ class MeteredCore(SessionCore):
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
+        if self.runs_inline:
+            return self.reset_now(session_id, args)
         result = await self._counting(super().reset(session_id, args))
         self.counts.num_resets += 1
         return result
@@ -106,6 +114,24 @@ class MeteredCore(SessionCore):
             raise
         self.counts.stepped(time.perf_counter() - begun_s)
         return result
+
+    def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """The same without a wait, for environments that step on the event loop."""
+        try:
+            result = super().reset_now(session_id, args)
+        except EnvError as error:
+            self.counts.num_errors[error.code] += 1
+            raise
+        self.counts.num_resets += 1
+        return result
+
+    def count_steps(self, num_steps: int, took_s: float) -> None:
+        """Told of steps that were taken one by one in so many seconds together."""
+        self.counts.stepped_together(num_steps, took_s)
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Told of a step that failed."""
+        self.counts.num_errors[code] += 1
 
     async def state(self, session_id: str) -> bytes:
         """The environment's state as JSON."""

@@ -2,7 +2,7 @@
 
     kubelet ----> /healthz /readyz     say nothing but yes or no
     preStop ----> /drain               no new sessions from now on; ?wait=S waits for the old
-    Prometheus -> /metrics             counts of `MeteredCore`, and the load
+    Prometheus -> /metrics             counts of `MeteredCore`, workers, and the load
 
 A draining server stays ready: its open sessions still need its address. With a token the
 main port gives `/drain` and `/metrics` to its holders only; `build_probe_app` serves all four
@@ -31,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ludus.env.hosts import WorkerCounts
 from ludus.env.metered_core import STEP_BUCKETS_S, SessionCounts
 from ludus.env.sessions import Sessions
 from ludus.proto.metrics import EnvServerMetric
@@ -129,6 +130,12 @@ class SessionCollector(Collector):
         counts: SessionCounts | None = getattr(self._sessions, "counts", None)
         if counts is not None:
             yield from self._counted(counts)
+        workers: WorkerCounts | None = getattr(self._sessions, "workers", None)
+        if workers is not None:
+            text = "Worker processes that live."
+            yield gauge(EnvServerMetric.WORKERS, text, workers.num_workers)
+            text = "Worker processes that died or were killed."
+            yield self._counter(EnvServerMetric.WORKER_ENDS, text, "", {"": workers.num_ends})
 
     def _counted(self, counts: SessionCounts) -> Iterator[Metric]:
         for metric, text, value in (

@@ -184,6 +184,11 @@ class RecordingSessions:
         return getattr(self._inner, "counts", None)
 
     @property
+    def workers(self) -> Any:
+        """Worker processes; None where sessions run in the server itself."""
+        return getattr(self._inner, "workers", None)
+
+    @property
     def num_running(self) -> int:
         """Episodes that have begun and not ended."""
         return len(self._running)

@@ -1,52 +1,55 @@
-"""One process that serves an environment over HTTP, WebSocket and gRPC."""
+"""One process that serves an environment over HTTP, WebSocket and gRPC.
+
+    port, grpc_port --Sessions--> SessionCore <--probes-- admin_port, without token and TLS
+
+SIGTERM drains: no new sessions, and an end as soon as the last one has ended, at most
+`drain_grace_s` later. SIGINT and a second SIGTERM end the server at once. `/drain` stops
+admission and nothing else: a container that ended by itself would be started again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import errno
 import logging
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
-
-import grpc
-import uvicorn
 
 from ludus.env.core_options import CoreOptions
 from ludus.env.determinism import is_deterministic
 from ludus.env.factory_names import named
-from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
 from ludus.env.grpc_server import EnvServicer, TokenInterceptor
 from ludus.env.hosts import EnvironmentFactory, SessionHost, local_host
 from ludus.env.http_app import build_app
+from ludus.env.listening import (
+    HttpListener,
+    add_grpc_port,
+    authority,
+    bind,
+    build_grpc_server,
+    stop_grpc_server,
+)
 from ludus.env.metered_core import MeteredCore
+from ludus.env.probes import build_probe_app
 from ludus.env.recording import RecordingOptions, RecordingSessions
 from ludus.env.server_cli import command_of, leave_stuck_threads_behind, server_parser
-from ludus.env.server_options import ServerOptions
+from ludus.env.server_options import ServerAddresses, ServerOptions
 from ludus.env.sessions import Sessions
 from ludus.env.targets import TargetFactory
-from ludus.env.websocket_protocol import DirectWebSocketProtocol
 from ludus.env.worker_host import WorkerHost
 from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import ConfigError, PortInUseError, UserError
+from ludus.proto.errors import UserError
 
 __all__ = ["EnvServer", "ServerOptions", "run_server", "run_server_cli", "serve"]
 
-_HTTP_GRACE_S = 1.0
-_GRPC_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two servers share a port and split its calls
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
+_log = logging.getLogger(__name__)
 
-OnReady = Callable[[str, str], None]
-"""Called with the HTTP and the gRPC address once both listen."""
+_DRAIN_POLL_S = 0.05
+
+OnReady = Callable[[ServerAddresses], None]
+"""Called once every port listens."""
 
 
 class EnvServer:
@@ -55,56 +58,91 @@ class EnvServer:
     def __init__(self, factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
         self._factory = factory
-        self._tasks: list[asyncio.Task[None]] = []
-        self.http_address = ""
-        """For example http://127.0.0.1:8000."""
-        self.grpc_address = ""
-        """For example grpc://127.0.0.1:18000."""
+        self._listeners: list[HttpListener] = []
+        self._addresses = ServerAddresses("", "")
 
     async def start(self) -> None:
-        """Returns when both ports listen.
+        """Returns when every port listens.
 
         Raises:
             PortInUseError: something else listens there; nothing was started.
-            ConfigError: the host or port cannot be bound.
+            ConfigError: the host or a port cannot be bound, or a file of TLS cannot be used.
         """
         options = self.options
-        http_socket = _bind(options.host, options.port, "port")
+        sockets = [bind(options.host, options.port, "port")]
         host: SessionHost | None = None
         try:
-            _bind(options.host, options.bound_grpc_port, "grpc_port").close()
+            if options.admin_port is not None:
+                sockets.append(bind(options.host, options.admin_port, "admin_port"))
+            # A port in use is found before an environment is built.
+            bind(options.host, options.bound_grpc_port, "grpc_port").close()
             host = await self._new_host()
             self.core = MeteredCore(host, self._core_options(host))
             self._recording = self._new_recording()
             sessions: Sessions = self._recording or self.core
-            self._grpc_server, grpc_port = _build_grpc_server(sessions, options)
+            grpc_port = self._build_grpc_server(sessions)
+            app = build_app(sessions, token=options.token)
+            self._listeners = [HttpListener(app, sockets[0], options.tls)]
+            if options.admin_port is not None:
+                self._listeners.append(HttpListener(build_probe_app(sessions), sockets[1]))
         except BaseException:
-            http_socket.close()
+            for one in sockets:
+                one.close()
             if host is not None:
                 await host.shut_down()
             raise
         await self._grpc_server.start()
-        self._http_server = _HttpServer(_http_config(sessions, options))
-        self._tasks = [
-            asyncio.create_task(self._http_server.serve(sockets=[http_socket])),
-            asyncio.create_task(self.core.close_idle_forever()),
-        ]
-        while not self._http_server.started:
-            if self._tasks[0].done():
-                await self._tasks[0]
-            await asyncio.sleep(0.005)
-        self.http_address = f"http://{_authority(options.host, http_socket.getsockname()[1])}"
-        self.grpc_address = f"grpc://{_authority(options.host, grpc_port)}"
+        await asyncio.gather(*(listener.start() for listener in self._listeners))
+        self._sweeping = asyncio.create_task(self.core.close_idle_forever())
+        self._addresses = self._find_addresses(grpc_port)
+
+    @property
+    def addresses(self) -> ServerAddresses:
+        """Where it listens; empty until it does."""
+        return self._addresses
+
+    @property
+    def http_address(self) -> str:
+        """For example http://127.0.0.1:8000."""
+        return self._addresses.http
+
+    @property
+    def grpc_address(self) -> str:
+        """For example grpc://127.0.0.1:18000."""
+        return self._addresses.grpc
 
     async def stop(self) -> None:
         """Returns within a few seconds, when everything is closed and no worker is left."""
-        http_serving, sweeping = self._tasks
-        sweeping.cancel()
-        self._http_server.stop()
-        await asyncio.gather(self._grpc_server.stop(grace=0.3), http_serving)
+        self._sweeping.cancel()
+        await asyncio.gather(
+            stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
+        )
         await self.core.shut_down()
         if self._recording is not None:
             self._recording.finish()
+
+    async def drain(self) -> None:
+        """Returns when no session is left; new ones are refused from now on."""
+        self.core.drain()
+        while self.core.load.num_sessions:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _find_addresses(self, grpc_port: int) -> ServerAddresses:
+        options = self.options
+        secure = "s" if options.tls is not None else ""
+        http, *admin = (authority(options.host, one.port) for one in self._listeners)
+        return ServerAddresses(
+            f"http{secure}://{http}",
+            f"grpc{secure}://{authority(options.host, grpc_port)}",
+            f"http://{admin[0]}" if admin else "",
+        )
+
+    def _build_grpc_server(self, sessions: Sessions) -> int:
+        options = self.options
+        interceptors = [TokenInterceptor(options.token)] if options.token else []
+        self._grpc_server = build_grpc_server(interceptors)
+        env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), self._grpc_server)
+        return add_grpc_port(self._grpc_server, options.host, options.bound_grpc_port, options.tls)
 
     async def _new_host(self) -> SessionHost:
         options = self.options
@@ -181,6 +219,8 @@ def run_server(
     """The same, from a namespace of `add_server_arguments`; other names in it are ignored."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
+        if isinstance(factory, TargetFactory):
+            given = {"isolation": factory.isolation, **given}
         command = command_of(given, default_port)
         try:
             serve(factory, command.options, on_ready=command.announce)
@@ -194,93 +234,29 @@ def run_server(
 
 
 async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> None:
-    stop = asyncio.Event()
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    def on_sigterm() -> None:
+        (told if asked.is_set() else asked).set()
+
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+    loop.add_signal_handler(signal.SIGINT, told.set)
     async with server:
         if on_ready is not None:
-            on_ready(server.http_address, server.grpc_address)
-        await stop.wait()
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn that stops when told, not when it next looks, and leaves signals to `serve`."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stop = asyncio.Event()
-
-    def stop(self) -> None:
-        """Lets `serve` return."""
-        self._stop.set()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)  # fills the default headers
-        await self._stop.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listener in self.servers:
-            listener.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=_HTTP_GRACE_S)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _http_config(sessions: Sessions, options: ServerOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(sessions, token=options.token),
-        loop="none",
-        http="httptools",
-        ws=DirectWebSocketProtocol,
-        ws_per_message_deflate=False,
-        ws_max_size=MAX_MESSAGE_BYTES,
-        access_log=False,
-        date_header=False,
-        server_header=False,
-        log_config=None,
-        log_level="warning",
-        lifespan="off",
-    )
-
-
-def _build_grpc_server(sessions: Sessions, options: ServerOptions) -> tuple[grpc.aio.Server, int]:
-    interceptors = [TokenInterceptor(options.token)] if options.token else []
-    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=interceptors)
-    env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), server)
-    try:
-        port = server.add_insecure_port(_authority(options.host, options.bound_grpc_port))
-    except RuntimeError as error:
-        raise _port_in_use("grpc_port", options.host, options.bound_grpc_port) from error
-    return server, port
-
-
-def _bind(host: str, port: int, name: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _port_in_use(name, host, port) from error
-        raise ConfigError(
-            f"expected a host and {name} to listen on, got {host}:{port}: {error.strerror}"
-        ) from error
-
-
-def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
-    return PortInUseError(
-        f"expected a free {name}, got {port}: something else listens on {host}:{port};"
-        f" stop it or choose another {name} (0 takes a free one)"
-    )
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            on_ready(server.addresses)
+        waits = [asyncio.create_task(one.wait()) for one in (asked, told)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        grace_s = server.options.drain_grace_s
+        if grace_s > 0 and not told.is_set():
+            _log.info("draining %d sessions, at most %g s", server.core.load.num_sessions, grace_s)
+            draining = asyncio.create_task(server.drain())
+            await asyncio.wait(
+                (draining, waits[1]), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            waits.append(draining)
+        for wait in waits:
+            wait.cancel()
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

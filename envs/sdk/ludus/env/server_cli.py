@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ludus.env.hosts import STEP_THREAD_NAME
-from ludus.env.server_options import WORKER_STEP_TIMEOUT_S, Isolation, ServerOptions
+from ludus.env.server_options import (
+    WORKER_STEP_TIMEOUT_S,
+    Isolation,
+    ServerAddresses,
+    ServerOptions,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +37,13 @@ class ServerCommand:
     options: ServerOptions
     ready_file: Path | None
 
-    def announce(self, http_address: str, grpc_address: str) -> None:
+    def announce(self, addresses: ServerAddresses) -> None:
         """Logs where the server listens, and writes the ready file whole."""
-        _log.info("listening on %s and %s", http_address, grpc_address)
+        found = {name: url for name, url in dataclasses.asdict(addresses).items() if url}
+        _log.info("listening on %s", ", ".join(found.values()))
         if self.ready_file is None:
             return
-        ready = {"http": http_address, "grpc": grpc_address, "pid": os.getpid()}
+        ready = {**found, "pid": os.getpid()}
         unfinished = self.ready_file.with_name(f"{self.ready_file.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(ready))
         unfinished.replace(self.ready_file)
@@ -55,7 +61,9 @@ def add_server_arguments(parser: argparse.ArgumentParser, default_port: int) -> 
     _add(where, "--host", str, f"default: {defaults.host}")
     _add(where, "--port", int, f"0 takes a free port; default: {default_port}")
     _add(where, "--grpc-port", int, "default: port + 10000")
+    _add(where, "--admin-port", int, "probes and metrics without a token; default: none")
     _add(where, "--max-sessions", int, f"default: {defaults.max_sessions}")
+    _add(where, "--drain-grace-s", float, "how long SIGTERM lets sessions go on; default: 0")
     _add(where, "--idle-timeout-s", float, f"default: {defaults.idle_timeout_s:g}")
     _add(where, "--wait-for-slot-s", float, "how long an open waits when full; default: 0")
     _add(where, "--first-seed", int, "for resets without a seed, then the next; default: random")
@@ -73,8 +81,11 @@ def add_server_arguments(parser: argparse.ArgumentParser, default_port: int) -> 
         default=argparse.SUPPRESS,
         help="listen beyond this machine without a token",
     )
+    _add(where, "--tls-cert", Path, "PEM file with the certificate; serves TLS only")
+    _add(where, "--tls-key", Path, "PEM file with the certificate's private key")
+    _add(where, "--tls-client-ca", Path, "asks clients for certificates of this authority")
     _add(where, "--record", Path, "write every episode to this .jsonl file or folder")
-    _add(where, "--ready-file", Path, "written as JSON (http, grpc, pid) once it listens")
+    _add(where, "--ready-file", Path, "written as JSON (http, grpc, admin, pid) once it listens")
     _add_isolation(parser, defaults)
     parser.epilog = (
         f"{SESSION_KEY_VARIABLE}, where it is set, lets clients open sessions under ids that a"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from ludus.env.session_ids import SessionKey, new_server_id, server_id_of
+from ludus.env.tls import TlsFiles
 from ludus.env.worker_frames import WorkerLimits
 from ludus.env.worker_host import WorkerOptions
 from ludus.proto.errors import ConfigError
@@ -26,6 +27,16 @@ def _own_server_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerAddresses:
+    """Where a running server listens."""
+
+    http: str
+    grpc: str
+    admin: str = ""
+    """Empty where there is no admin port."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where and how a server listens, and where its sessions run."""
 
@@ -34,6 +45,17 @@ class ServerOptions:
     """HTTP and WebSocket; 0 takes a free port."""
     grpc_port: int | None = None
     """None means port + 10000, or a free port when `port` is 0."""
+    admin_port: int | None = None
+    """Probes, `/drain` and `/metrics` over HTTP, without token and TLS: for a port that only
+    the cluster reaches. 0 takes a free one, None opens none."""
+    tls_cert: Path | None = None
+    """PEM file, that may be replaced while the server runs; with `tls_key`, both ports speak
+    TLS only."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """Asks clients for certificates of this authority."""
+    drain_grace_s: float = 0.0
+    """How long SIGTERM lets sessions go on, none new; it ends when the last one has."""
     max_sessions: int = 256
     idle_timeout_s: float = 600.0
     """A session without a call for so long is ended."""
@@ -75,19 +97,37 @@ class ServerOptions:
                 f"expected a token to listen on {self.host}, which other machines can reach,"
                 " got none; give one, listen on 127.0.0.1, or allow it as insecure"
             )
-        for name, port in (("port", self.port), ("grpc_port", self.bound_grpc_port)):
-            if not 0 <= port <= 65_535:
-                raise ConfigError(
-                    f"expected {name} between 0 and 65535, got {port}; set port and grpc_port"
-                )
+        self._check_ports()
+        self._check_tls()
         self._check_numbers()
         self._check_isolation()
         _ = self.key
 
+    def _check_ports(self) -> None:
+        ports = {"port": self.port, "grpc_port": self.bound_grpc_port}
+        if self.admin_port is not None:
+            ports["admin_port"] = self.admin_port
+        for name, port in ports.items():
+            if not 0 <= port <= 65_535:
+                raise ConfigError(
+                    f"expected {name} between 0 and 65535, got {port}; set port and {name}"
+                )
+
+    def _check_tls(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(
+                f"expected tls_cert and tls_key together, got {given} alone; give {missing} too"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError(
+                "expected tls_client_ca with tls_cert and tls_key, got it alone; give all three"
+            )
+
     def _check_numbers(self) -> None:
         lowest = {
             **dict.fromkeys(("max_sessions", "num_workers", "num_threads"), 1),
-            **dict.fromkeys(("wait_for_slot_s", "step_timeout_s"), 0),
+            **dict.fromkeys(("wait_for_slot_s", "step_timeout_s", "drain_grace_s"), 0),
             **dict.fromkeys(("memory_limit_mb", "cpu_limit_s", "first_seed"), 0),
         }
         for name, least in lowest.items():
@@ -122,6 +162,13 @@ class ServerOptions:
                 f" of a whole process; got {self.cpu_limit_s:g} with '{isolation}';"
                 " set isolation='process', or bound single steps by step_timeout_s"
             )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files of TLS; None speaks none."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def bound_grpc_port(self) -> int:

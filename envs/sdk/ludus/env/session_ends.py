@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 
@@ -17,6 +18,8 @@ class SessionEnd(StrEnum):
     LOST = "lost"
 
 
+# Another session of its worker may have hung instead: then the worker was killed.
+_OWN_TIMEOUT = re.compile(r"an? \w+ took longer than ")
 _CLASS_OF_BEGINNING = {
     "it was closed": SessionEnd.CLOSED,
     "the connection that opened it ended": SessionEnd.CONNECTION_ENDED,
@@ -31,7 +34,7 @@ def end_of(reason: str) -> SessionEnd:
     for beginning, end in _CLASS_OF_BEGINNING.items():
         if reason.startswith(beginning):
             return end
-    return SessionEnd.TIMEOUT if " took longer than " in reason else SessionEnd.LOST
+    return SessionEnd.TIMEOUT if _OWN_TIMEOUT.match(reason) else SessionEnd.LOST
 
 
 _CLOSE_CODES = {

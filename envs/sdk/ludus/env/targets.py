@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from ludus.env.environment import AnyEnvironment, Environment
 from ludus.env.types import JsonObject
@@ -54,6 +54,11 @@ class TargetFactory:
     def one_per_process(self) -> bool:
         """True when a process can hold only one of its environments at a time."""
         return bool(getattr(_builder_of(self.target), "one_per_process", False))
+
+    @property
+    def isolation(self) -> Literal["inline", "process"]:
+        """Where a server runs its sessions unless it is told."""
+        return "process" if self.one_per_process else "inline"
 
     def __call__(self) -> AnyEnvironment:
         """A new environment.

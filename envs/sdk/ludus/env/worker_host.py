@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ludus.env.factory_names import FactoryName
-from ludus.env.hosts import OnLost
+from ludus.env.hosts import OnLost, WorkerCounts
 from ludus.env.types import EnvironmentDescription
 from ludus.env.worker import memory_mb
 from ludus.env.worker_frames import WorkerLimits
@@ -127,6 +127,11 @@ class WorkerHost:
     def pids(self) -> list[int]:
         """The process ids of workers that may live."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    @property
+    def workers(self) -> WorkerCounts:
+        """How many there are, and how many ended without being told to."""
+        return WorkerCounts(sum(one.is_usable for one in self._workers), self.num_ended)
 
     @property
     def spawner_pid(self) -> int | None:

@@ -91,11 +91,10 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
 
     factory = environment_factory(target, options)
     factory().close()  # bad options are a mistake, not a finding
-    isolation: Isolation = "process" if factory.one_per_process else "inline"
     with _status(f"checking {target}"):
         in_process = check_environment(factory, seeds=plan.seeds, num_steps=plan.num_steps)
         play_options = PlayOptions(
-            max_sessions=_MAX_SESSIONS, timeout_s=plan.timeout_s, isolation=isolation
+            max_sessions=_MAX_SESSIONS, timeout_s=plan.timeout_s, isolation=factory.isolation
         )
         on_the_wire = asyncio.run(_check_on_wire(factory, plan, play_options))
     return [*_rows(in_process, _IN_PROCESS), *_rows(on_the_wire, _ON_THE_WIRE)]

@@ -16,7 +16,6 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
-    from ludus.env.server_options import Isolation
     from ludus.env.sync_client import EnvClient
 
 TARGET_HELP = (
@@ -71,9 +70,8 @@ def serving(place: str, options: dict[str, Any], max_sessions: int = 1024) -> It
     from ludus.env.targets import environment_factory
 
     factory = environment_factory(place, options)  # a mistake ends here, not in a child process
-    isolation: Isolation = "process" if factory.one_per_process else "inline"
     num_sessions = min(max_sessions, MAX_PROCESSES) if factory.one_per_process else max_sessions
-    server = LocalServer(place, options, max_sessions=num_sessions, isolation=isolation)
+    server = LocalServer(place, options, max_sessions=num_sessions)
     try:
         yield server.start().grpc
     finally:

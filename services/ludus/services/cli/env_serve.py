@@ -23,6 +23,7 @@ class IsolationName(StrEnum):
 
 
 _ISOLATION = "Where sessions run"
+_TLS = "TLS"
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="For HTTP and WebSocket; 0 takes a free one.")
@@ -30,6 +31,16 @@ Port = Annotated[
 GrpcPort = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help="For gRPC.", show_default="port + 10000"),
+]
+AdminPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Probes and metrics without a token.", show_default="none"),
+]
+DrainGrace = Annotated[
+    float | None,
+    typer.Option(
+        "--drain-grace-s", min=0, help="How long SIGTERM lets sessions go on.", show_default="0"
+    ),
 ]
 MaxSessions = Annotated[int | None, typer.Option(min=1, help="At once.", show_default="256")]
 IdleTimeout = Annotated[
@@ -57,12 +68,23 @@ TokenEnv = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")
 ]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(help="PEM file; serves TLS only.", rich_help_panel=_TLS),
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(help="PEM file, the certificate's own.", rich_help_panel=_TLS)
+]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(help="Asks clients for certificates of this CA.", rich_help_panel=_TLS),
+]
 Record = Annotated[
     Path | None,
     typer.Option(help="Write every episode to this .jsonl file or folder; see `env replay`."),
 ]
 ReadyFile = Annotated[
-    Path | None, typer.Option(help="Written as JSON (http, grpc, pid) once it listens.")
+    Path | None, typer.Option(help="Written as JSON (http, grpc, admin, pid) once it listens.")
 ]
 Isolation = Annotated[
     IsolationName | None,
@@ -112,6 +134,8 @@ def serve(
     host: Host = None,
     port: Port = DEFAULT_PORT,
     grpc_port: GrpcPort = None,
+    admin_port: AdminPort = None,
+    drain_grace_s: DrainGrace = None,
     max_sessions: MaxSessions = None,
     idle_timeout_s: IdleTimeout = None,
     wait_for_slot_s: WaitForSlot = None,
@@ -119,6 +143,9 @@ def serve(
     no_determinism_check: NoDeterminismCheck = False,
     token_env: TokenEnv = None,
     insecure: Insecure = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     record: Record = None,
     ready_file: ReadyFile = None,
     isolation: Isolation = None,
@@ -138,6 +165,8 @@ def serve(
         "host": host,
         "port": port,
         "grpc_port": grpc_port,
+        "admin_port": admin_port,
+        "drain_grace_s": drain_grace_s,
         "max_sessions": max_sessions,
         "idle_timeout_s": idle_timeout_s,
         "wait_for_slot_s": wait_for_slot_s,
@@ -145,6 +174,9 @@ def serve(
         "check_determinism": False if no_determinism_check else None,
         "token_env": token_env,
         "insecure": insecure or None,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
         "record": record,
         "ready_file": ready_file,
         "isolation": None if isolation is None else isolation.value,
@@ -161,7 +193,4 @@ def _run(target: str, options: dict[str, Any], given: dict[str, Any]) -> None:
     from ludus.env.server import run_server
     from ludus.env.targets import environment_factory
 
-    factory = environment_factory(target, options)
-    if factory.one_per_process:
-        given = {"isolation": IsolationName.PROCESS.value, **given}
-    run_server(factory, given, DEFAULT_PORT)
+    run_server(environment_factory(target, options), given, DEFAULT_PORT)

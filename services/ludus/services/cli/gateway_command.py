@@ -36,7 +36,13 @@ TargetOptions = Annotated[
 ]
 NumServers = Annotated[int, typer.Option(min=1, help="Servers of each target.")]
 MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions of each server.")]
-Isolation = Annotated[str, typer.Option(help="Where sessions run: inline, pool or process.")]
+Isolation = Annotated[
+    str | None,
+    typer.Option(
+        help="Where sessions run: inline, pool or process.",
+        show_default="what fits the environment",
+    ),
+]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
 Port = Annotated[
     int | None,
@@ -65,7 +71,7 @@ def gateway(
     option: TargetOptions = None,
     servers: NumServers = 1,
     max_sessions: MaxSessions = 256,
-    isolation: Isolation = "inline",
+    isolation: Isolation = None,
     host: Host = None,
     port: Port = None,
     grpc_port: GrpcPort = None,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.tenants import Tenant
 
 
@@ -41,17 +42,27 @@ ReadLoads = Callable[[], Sequence[EnvironmentLoad]]
 
 
 ANYONE = Tenant("")
-"""The caller where no tenants are configured: may do everything."""
+"""The caller where no tenants are configured, which Access says: may do everything."""
 
 ITSELF = Tenant("gateway itself")
 """Who ends sessions that can be spared; no tenant's name has a space."""
 
-_CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant", default=ANYONE)
+_CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
 
 
 def current_tenant() -> Tenant:
-    """Who is behind the request that is being served."""
-    return _CURRENT.get()
+    """Who is behind the request that is being served.
+
+    Raises:
+        AuthenticationError: nobody was asked; a wire lacks its check of tokens.
+    """
+    try:
+        return _CURRENT.get()
+    except LookupError:
+        raise AuthenticationError(
+            "expected a request that was checked for a token, got one that was not; put the"
+            " wire behind Authenticate or AuthenticateCalls"
+        ) from None
 
 
 def enter_tenant(tenant: Tenant) -> None:

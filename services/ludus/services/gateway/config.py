@@ -45,8 +45,8 @@ class StaticEnvironment(_Section):
     def _are_grpc(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
             scheme, separator, rest = address.partition("://")
-            if scheme != "grpc" or not separator or ":" not in rest:
-                raise ValueError(f"expected grpc://host:port, got {address!r}")
+            if scheme not in ("grpc", "grpcs") or not separator or ":" not in rest:
+                raise ValueError(f"expected grpc://host:port or grpcs://, got {address!r}")
         if len(set(addresses)) != len(addresses):
             raise ValueError("expected each address once, got one twice")
         return addresses
@@ -63,8 +63,8 @@ class SubprocessEnvironment(_Section):
     num_servers: Annotated[int, Field(ge=1, le=256)] = 1
     max_sessions: Annotated[int, Field(ge=1)] = 256
     """For each server."""
-    isolation: Isolation = "inline"
-    """Where a server's sessions run: in its process, or in worker processes."""
+    isolation: Isolation | None = None
+    """Where a server's sessions run; None is what fits the environment."""
     arguments: tuple[str, ...] = ()
     """Further arguments for each server, for example ["--idle-timeout-s", "60"]."""
     drain_grace_s: _Seconds = 600.0

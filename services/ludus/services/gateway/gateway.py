@@ -20,6 +20,14 @@ from typing import Any
 
 import grpc
 
+from ludus.env.listening import (
+    HttpListener,
+    add_grpc_port,
+    authority,
+    bind,
+    build_grpc_server,
+    stop_grpc_server,
+)
 from ludus.env.local_server import LocalServer
 from ludus.env.session_ids import SessionKey
 from ludus.env.tls import TlsFiles, client_channel_credentials
@@ -41,13 +49,6 @@ from ludus.services.gateway.fleet import Fleet
 from ludus.services.gateway.gateway_app import Probes, build_gateway_app
 from ludus.services.gateway.gateway_metrics import GatewayMetrics
 from ludus.services.gateway.gateway_sessions import GatewaySessions, Seams, SessionOptions
-from ludus.services.gateway.listening import (
-    HttpListener,
-    authority,
-    bind,
-    build_grpc_server,
-    stop_grpc_server,
-)
 from ludus.services.gateway.quotas import Quotas
 from ludus.services.gateway.request_limits import LimitRequests, TraceRequests
 from ludus.services.gateway.routes import RouteBook
@@ -100,23 +101,20 @@ class Gateway:
         listener = bind(config.host, config.port, "port")
         try:
             self._build_environments(key)
-            self._grpc_server, grpc_port = build_grpc_server(
-                config.host,
-                config.bound_grpc_port,
-                self._face.handlers(),
-                [AuthenticateCalls(self.access)],
-                tls,
-                config.max_connection_age_s,
+            self._grpc_server = build_grpc_server(
+                [AuthenticateCalls(self.access)], config.max_connection_age_s
             )
+            self._grpc_server.add_generic_rpc_handlers(tuple(self._face.handlers()))
+            grpc_port = add_grpc_port(self._grpc_server, config.host, config.bound_grpc_port, tls)
+            self._http = HttpListener(self._application(key), listener, tls)
         except BaseException:
             listener.close()
             await self._shut_down()
             raise
         await self._grpc_server.start()
-        self._http = HttpListener(self._application(key), listener, tls)
         await self._http.start()
         scheme, grpc_scheme = ("https", "grpcs") if tls else ("http", "grpc")
-        self.http_address = f"{scheme}://{authority(config.host, listener.getsockname()[1])}"
+        self.http_address = f"{scheme}://{authority(config.host, self._http.port)}"
         self.grpc_address = f"{grpc_scheme}://{authority(config.host, grpc_port)}"
         try:
             await self._begin_watching(key)

@@ -21,6 +21,7 @@ import grpc
 from ludus.env.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc_messages import CONNECTED_KEY, read_description
 from ludus.env.grpc_transport import GrpcDuplex
+from ludus.env.step_stream import StepStream
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -36,6 +37,7 @@ from ludus.services.gateway.endpoints import Endpoint
 _log = logging.getLogger(__name__)
 
 _STEP_MANY_PATH = "/ludus.env.v1.EnvService/StepMany"
+_STEP_STREAM_PATH = "/ludus.env.v1.EnvService/StepStream"
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _CHANNEL_OPTIONS = (
@@ -48,6 +50,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -65,7 +69,8 @@ class LinkOptions:
     """How long a call waits for a connection that broke."""
     call_timeout_s: float = 600.0
     make_channel: Callable[[str, Any], grpc.aio.Channel] | None = None
-    """Makes a channel from target and channel options; None makes one without TLS."""
+    """Makes a channel from target and channel options; None makes one
+    with TLS for grpcs:// addresses and one without for the others."""
 
 
 class ServerLink:
@@ -109,11 +114,13 @@ class ServerLink:
         self._broken = asyncio.Event()
         metadata = (("authorization", options.authorization),) if options.authorization else ()
         self._metadata = metadata
-        target = endpoint.grpc_address.removeprefix("grpc://").rstrip("/")
-        make_channel = options.make_channel or _insecure_channel
+        scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
+        make_channel = options.make_channel or _MAKE_CHANNEL[scheme == "grpcs"]
         self._channel = make_channel(target, _CHANNEL_OPTIONS)
         self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
         self._step_many = self._channel.unary_unary(_STEP_MANY_PATH)
+        self._step_stream = self._channel.stream_stream(_STEP_STREAM_PATH)
+        self._steps: StepStream[bytes, bytes] | None = None
         self._task = asyncio.create_task(self._run())
 
     # -- placement ---------------------------------------------------------------------
@@ -230,13 +237,26 @@ class ServerLink:
             if self.live_stream(server_id) is None:
                 await self._connected_stream(server_id)
             try:
-                return await self._step_many(request, metadata=metadata, timeout=limit_s)
+                if trace:  # a stream's messages carry no trace of their own
+                    return await self._step_many(request, metadata=metadata, timeout=limit_s)
+                async with asyncio.timeout(limit_s):
+                    return await self._live_steps().ask(request)
+            except TimeoutError:
+                failure: EnvError = CallTimeoutError(
+                    f"expected an answer from {self.endpoint.grpc_address} within {limit_s:g} s,"
+                    " got none"
+                )
             except grpc.aio.AioRpcError as error:
                 failure = self._env_error(error)
             is_over = asyncio.get_running_loop().time() > deadline_s
             if not isinstance(failure, UnavailableError) or is_over or not is_repeatable():
                 raise failure
             await asyncio.sleep(_FIRST_BACKOFF_S)
+
+    def _live_steps(self) -> StepStream[bytes, bytes]:
+        if self._steps is None or self._steps.is_broken:
+            self._steps = StepStream(self._step_stream(metadata=self._metadata))
+        return self._steps
 
     def send_close(self, session_id: str) -> None:
         """Ends a session without waiting; a broken stream leaves it to the server's linger."""
@@ -254,6 +274,8 @@ class ServerLink:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._stream is not None:
             await self._stream.close()
+        if self._steps is not None:
+            await self._steps.close()
         await self._channel.close()
 
     # -- the connection ----------------------------------------------------------------
@@ -399,6 +421,13 @@ class ServerLink:
 
 def _insecure_channel(target: str, options: Any) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, options=options)
+
+
+def _secure_channel(target: str, options: Any) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options=options)
+
+
+_MAKE_CHANNEL = {False: _insecure_channel, True: _secure_channel}
 
 
 async def _accepted(connect: Any) -> None:

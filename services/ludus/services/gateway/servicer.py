@@ -16,6 +16,7 @@ import grpc
 from ludus.env.grpc_messages import CONNECTED_KEY
 from ludus.env.grpc_server import Context, EnvServicer, abort, or_abort
 from ludus.env.sessions import Owner
+from ludus.env.step_stream import answer_in_order
 from ludus.env.tracing import REQUEST_ID, TRACEPARENT
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError
@@ -59,6 +60,7 @@ class GatewayFace:
             for method in methods
         }
         env_service["StepMany"] = grpc.unary_unary_rpc_method_handler(self._answer_step_many)
+        env_service["StepStream"] = grpc.stream_stream_rpc_method_handler(self._stream_steps)
         env_service["Connect"] = grpc.stream_stream_rpc_method_handler(
             self._connect, pb.CallBatch.FromString, pb.ReplyBatch.SerializeToString
         )
@@ -94,6 +96,15 @@ class GatewayFace:
         trace = tuple((key, value) for key, value in given if key in _TRACE_KEYS)
         beside = StepManyContext(context.time_remaining(), trace)
         return await or_abort(context, self._step_many.step_many(raw, beside))
+
+    async def _stream_steps(self, requests: Any, context: Context) -> None:
+        await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
+        beside = StepManyContext(None)
+
+        async def answer(raw: bytes) -> bytes:
+            return await self._step_many.step_many_or_errors(raw, beside)
+
+        await or_abort(context, answer_in_order(requests, answer, context.write))
 
     async def _connect(self, batches: Any, context: Context) -> None:
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ludus.env.grpc_messages import fill_error
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import EnvError, InvalidCallError
+from ludus.proto.errors import EnvError, InvalidCallError, RateLimitError
 from ludus.services.gateway.callers import current_tenant
 from ludus.services.gateway.environments import find_environment
 from ludus.services.gateway.gateway_metrics import GatewayMetrics
@@ -91,6 +91,15 @@ class StepManyRelay:
         merged = pb.StepManyResponse()
         merged.replies.extend(replies[index] for index in range(len(request.steps)))
         return merged.SerializeToString()
+
+    async def step_many_or_errors(self, raw: bytes, context: StepManyContext) -> bytes:
+        """The same for streams, where a rate that is used up must not end the stream."""
+        try:
+            return await self.step_many(raw, context)
+        except RateLimitError as error:
+            steps = pb.StepManyRequest.FromString(raw).steps
+            replies = [_failure(error, step.session_id) for step in steps]
+            return pb.StepManyResponse(replies=replies).SerializeToString()
 
     def _split(self, request: pb.StepManyRequest) -> tuple[list[_Part], dict[int, pb.StepReply]]:
         """The steps by server, and answers to those that can go nowhere."""

@@ -57,7 +57,12 @@ class RolloutWorkerActor:
         engine = make_engine(run, spec.model_path, chat, spec.seed)
         self._generator = Generator(engine)
         self._player = Player(
-            self._client, self._generator, chat, make_face(run.environment), run.rollout
+            self._client,
+            self._generator,
+            chat,
+            make_face(run.environment),
+            run.rollout,
+            max_sessions=(await self._client.describe()).max_sessions,
         )
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:

@@ -11,8 +11,9 @@ An episode that infrastructure ended is data with status LOST and reward None.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
@@ -22,6 +23,11 @@ from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.face import Face
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, Turn, join_turns
+
+Opened: TypeAlias = tuple[AsyncSession, StepResult]
+"""A session with the first result of its episode."""
+
+_OpenedT = TypeVar("_OpenedT")
 
 _FULL_SERVER_PAUSE_S = 0.05
 
@@ -35,30 +41,41 @@ class Player:
     chat: ChatTokenizer
     face: Face
     limits: RolloutConfig
+    max_sessions: int = 0
+    """That the environment holds at once; 0 where it does not say."""
 
     async def play(self, seed: int, sampling: Sampling) -> Rollout:
         """One episode of the deal `seed`."""
-        episode = _Episode(self, seed, sampling)
         try:
-            session, first = await self._open(seed)
+            opened = await _when_there_is_room(
+                lambda: self.client.open(seed=seed, close_when_done=True)
+            )
         except InfrastructureError:
-            return episode.end(RolloutStatus.LOST)
+            return _Episode(self, seed, sampling).end(RolloutStatus.LOST)
+        return await self.play_opened(opened, seed, sampling)
+
+    async def play_opened(self, opened: Opened, seed: int, sampling: Sampling) -> Rollout:
+        """The episode that has begun in a session; the session is closed at its end."""
+        episode = _Episode(self, seed, sampling)
+        session, first = opened
         try:
             return episode.end(await episode.run(session, first))
         except InfrastructureError:
             return episode.end(RolloutStatus.LOST)
         finally:
             if not episode.is_over:
-                await _close(session)
+                await close_session(session)
 
-    async def _open(self, seed: int) -> tuple[AsyncSession, StepResult]:
-        """A session with its first observation; waits while the server is full."""
-        while True:
-            try:
-                return await self.client.open(seed=seed, close_when_done=True)
-            except CapacityError:
-                # Others of this run hold the sessions, and give them back when they are done.
-                await asyncio.sleep(_FULL_SERVER_PAUSE_S)
+    async def open_group(self, seed: int, size: int) -> list[Opened]:
+        """Sessions whose episodes begin alike, all or none; waits while the server is full.
+
+        Raises:
+            GroupMismatchError: the environment does not follow its seed.
+            InfrastructureError: the server is away and did not come back in time.
+        """
+        return await _when_there_is_room(
+            lambda: self.client.open_group(size, seed=seed, close_when_done=True)
+        )
 
 
 class _Episode:
@@ -118,9 +135,19 @@ class _Episode:
         return fits and len(self._turns) < limits.max_turns
 
 
-async def _close(session: AsyncSession) -> None:
+async def close_session(session: AsyncSession) -> None:
+    """Returns when the session is freed, by this call or by what happened before."""
     try:
         await session.close()
     except InfrastructureError:
         # The session died with its server: nothing is left to free.
         return
+
+
+async def _when_there_is_room(open_: Callable[[], Awaitable[_OpenedT]]) -> _OpenedT:
+    while True:
+        try:
+            return await open_()
+        except CapacityError:
+            # Others of this run hold the sessions, and give them back when they are done.
+            await asyncio.sleep(_FULL_SERVER_PAUSE_S)

@@ -1,4 +1,12 @@
-"""The gateway's two ports: HTTP with WebSockets, and gRPC."""
+"""The ports of a server or a gateway: HTTP with WebSockets, and gRPC, both with TLS if asked.
+
+    HTTP  --BoundedHttp--> application <--DirectWebSocketProtocol-- WebSocket
+    gRPC  --keepalive----> services
+
+Both listen within one running event loop and stop when told, within about a second. A peer
+that died without a word is noticed by pings: over gRPC within half a minute, over WebSocket
+within forty seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +30,9 @@ from ludus.proto.errors import ConfigError, PortInUseError
 _HTTP_GRACE_S = 1.0
 _GRPC_GRACE_S = 0.3
 _AGE_GRACE_MS = 10_000
+_WEBSOCKET_PING_S = 20.0
 _GRPC_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two gateways share a port and split its calls
+    ("grpc.so_reuseport", 0),  # else two processes share a port and split its calls
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -31,6 +40,8 @@ _GRPC_OPTIONS = (
     # A client that died without a word is noticed, and its sessions begin to linger.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
 )
 
 
@@ -58,33 +69,33 @@ def authority(host: str, port: int) -> str:
 
 
 def build_grpc_server(
-    host: str,
-    port: int,
-    handlers: Sequence[grpc.GenericRpcHandler],
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
-    tls: TlsFiles | None,
-    max_connection_age_s: float = 0.0,
-) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server that is to be started, and its port.
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), max_connection_age_s: float = 0.0
+) -> grpc.aio.Server:
+    """A gRPC server that has no services and no port yet.
 
     Args:
         max_connection_age_s: ends connections that are older; 0 lets them live.
-
-    Raises:
-        PortInUseError: something else listens there.
     """
-    bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
     ages: list[tuple[str, int]] = []
     if max_connection_age_s > 0:
         ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
         ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
-    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
-    server.add_generic_rpc_handlers(tuple(handlers))
+    return grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
+
+
+def add_grpc_port(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
+    """The port that the server will listen on; 0 takes a free one.
+
+    Raises:
+        PortInUseError: something else listens there.
+        ConfigError: the host, the port or a file of `tls` cannot be used.
+    """
+    bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
     place = authority(host, port)
     try:
         if tls is None:
-            return server, server.add_insecure_port(place)
-        return server, server.add_secure_port(place, grpc_server_credentials(tls))
+            return server.add_insecure_port(place)
+        return server.add_secure_port(place, grpc_server_credentials(tls))
     except RuntimeError as error:
         raise _port_in_use("grpc_port", host, port) from error
 
@@ -95,12 +106,21 @@ async def stop_grpc_server(server: grpc.aio.Server) -> None:
 
 
 class HttpListener:
-    """A uvicorn server on a bound socket, within a running event loop."""
+    """A uvicorn server on a bound socket, within a running event loop.
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, tls: TlsFiles | None) -> None:
+    Raises:
+        ConfigError: a file of `tls` cannot be used.
+    """
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: TlsFiles | None = None) -> None:
         self._listener = listener
         self._server = _Server(_uvicorn_config(app, tls))
         self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
         """Returns when it answers."""
@@ -157,6 +177,8 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
         ws=DirectWebSocketProtocol,
         ws_per_message_deflate=False,
         ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_interval=_WEBSOCKET_PING_S,
+        ws_ping_timeout=_WEBSOCKET_PING_S,
         access_log=False,
         date_header=False,
         server_header=False,

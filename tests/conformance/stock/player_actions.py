@@ -1,0 +1,20 @@
+"""Plays given actions with OpenEnv's client; runs in the virtual environment of that client.
+
+Arguments: address, seed, actions (JSON list). Fails with what the client raises.
+"""
+
+import json
+import sys
+
+from openenv.core import GenericEnvClient
+
+
+def main(address: str, seed: int, actions: list) -> None:
+    with GenericEnvClient(base_url=address).sync() as client:
+        client.reset(seed=seed)
+        for action in actions:
+            client.step(action)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,190 @@
+"""Groups over a real server: opened together or one by one, in time or void, and never leaking."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.proto.errors import GroupMismatchError
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.group import group_seeds, play_group
+from ludus.trainer.types import Completion, GroupSpec, RolloutStatus, Sampling
+from openspiel_env import make_environment
+from tests.env.counting_env import GloballyRandomEnv
+from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+
+OPENED = pytest.mark.parametrize("max_sessions", [256, 0], ids=["together", "one by one"])
+
+
+def blackjack_server(max_sessions: int) -> EnvServer:
+    """To be entered with `async with`."""
+    options = ServerOptions(port=0, max_sessions=max_sessions)
+    return EnvServer(lambda: make_environment(game="blackjack"), options)
+
+
+class CountedClient:
+    """Passes calls on and counts the two ways of opening."""
+
+    def __init__(self, client: AsyncEnvClient) -> None:
+        self._client = client
+        self.group_sizes: list[int] = []
+        self.num_opens = 0
+
+    async def open(self, **arguments):
+        self.num_opens += 1
+        return await self._client.open(**arguments)
+
+    async def open_group(self, size: int, **arguments):
+        self.group_sizes.append(size)
+        return await self._client.open_group(size, **arguments)
+
+
+@OPENED
+async def test_same_seed_and_answers_give_the_same_episode(
+    client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
+) -> None:
+    player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
+    group = await play_group(player, GroupSpec(0, (11,) * 8), SAMPLING, timeout_s=10)
+    assert len({(tuple(r.token_ids), r.reward, r.status) for r in group.rollouts}) == 1
+    assert [rollout.seed for rollout in group.rollouts] == [11] * 8
+
+
+@pytest.mark.parametrize(
+    ("seeds", "max_sessions", "sizes", "num_opens"),
+    [
+        ((5, 5, 5), 3, [3], 0),
+        ((5, 5, 5), 2, [], 3),
+        ((5, 5, 5), 0, [], 3),
+        ((5, 6, 7), 256, [], 3),
+    ],
+    ids=["it fits", "it does not fit", "the server does not say", "seeds differ"],
+)
+async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    seeds: tuple[int, ...],
+    max_sessions: int,
+    sizes: list[int],
+    num_opens: int,
+) -> None:
+    counted = CountedClient(client)
+    player, _ = make_player(counted, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
+    group = await play_group(player, GroupSpec(0, seeds), SAMPLING, timeout_s=10)
+    assert (counted.group_sizes, counted.num_opens) == (sizes, num_opens)
+    assert [rollout.seed for rollout in group.rollouts] == list(seeds)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
+
+
+async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatTokenizer) -> None:
+    async with (
+        blackjack_server(max_sessions=3) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        player, _ = make_player(client, chat, itertools.repeat("STAND"), max_sessions=3)
+        together = [GroupSpec(index, (index,) * 2) for index in range(6)]
+        apart = GroupSpec(6, tuple(range(12)))
+        groups = await asyncio.gather(
+            *(play_group(player, spec, SAMPLING, timeout_s=20) for spec in [*together, apart])
+        )
+    statuses = {rollout.status for group in groups for rollout in group.rollouts}
+    assert statuses == {RolloutStatus.TERMINATED}
+
+
+async def test_a_group_whose_episodes_begin_differently_is_a_crash(chat: ChatTokenizer) -> None:
+    async with (
+        EnvServer(GloballyRandomEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        player, policy = make_player(client, chat, itertools.repeat("ADD 1"), max_sessions=256)
+        with pytest.raises(GroupMismatchError, match="on seed 4 to begin alike"):
+            await play_group(player, GroupSpec(0, (4,) * 4), SAMPLING, timeout_s=10)
+        assert policy.prompts == []
+        await emptied(server)
+
+
+@OPENED
+async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_sessions: int) -> None:
+    server = blackjack_server(max_sessions=256)
+    await server.start()
+    async with await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2) as client:
+        player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
+        await server.stop()
+        group = await play_group(player, GroupSpec(3, (1,) * 4), SAMPLING, timeout_s=10)
+    assert [(r.seed, r.status, r.reward) for r in group.rollouts] == [
+        (1, RolloutStatus.LOST, None)
+    ] * 4
+
+
+async def never(prompt_ids: list[int], sampling: Sampling) -> Completion:
+    """A policy that does not answer."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@OPENED
+async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
+    server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
+) -> None:
+    player = Player(client, never, chat, ServerFace(), LIMITS, max_sessions)
+    group = await play_group(player, GroupSpec(7, (1, 1)), SAMPLING, timeout_s=0.2)
+    assert group.num_lost == 2
+    assert group.index == 7
+    await emptied(server)
+
+
+async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
+    chat: ChatTokenizer,
+) -> None:
+    async with (
+        blackjack_server(max_sessions=3) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        await client.open()
+        player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=3)
+        group = await play_group(player, GroupSpec(0, (1,) * 3), SAMPLING, timeout_s=0.3)
+        assert group.num_lost == 3
+        await emptied(server, 1)
+
+
+@OPENED
+async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
+    server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
+) -> None:
+    player = Player(client, never, chat, ServerFace(), LIMITS, max_sessions)
+    for num_turns_of_the_loop in range(40):
+        playing = asyncio.create_task(
+            play_group(player, GroupSpec(0, (1,) * 4), SAMPLING, timeout_s=30)
+        )
+        for _ in range(num_turns_of_the_loop):
+            await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+    await emptied(server)
+
+
+async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
+    """Returns when the server holds so many sessions; a call answered later opens none."""
+    for _ in range(500):
+        load = server.core.load
+        if load.num_sessions == num_sessions:
+            break
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert server.core.load.num_sessions == num_sessions
+
+
+def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:
+    shared = [group_seeds(3, index, 16, shared=True) for index in range(2000)]
+    apart = [group_seeds(3, index, 16, shared=False) for index in range(100)]
+    assert all(len(set(seeds)) == 1 for seeds in shared)
+    assert len({seeds[0] for seeds in shared}) == 2000
+    assert len({seed for seeds in apart for seed in seeds}) == 1600
+    assert max(seed for seeds in shared + apart for seed in seeds) < 2**30
+    assert group_seeds(3, 5, 4, shared=True) != group_seeds(4, 5, 4, shared=True)
