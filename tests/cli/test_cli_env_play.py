@@ -44,7 +44,7 @@ def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
     assert "legal: LEFT, DOWN, RIGHT, UP" in result.out
     assert "reward 1, score 1" in result.out
     assert "-- terminated after 6 steps, return 1" in result.out
-    assert "1 episodes, return 1, mean 1.000" in result.out
+    assert "1 episode, return 1, mean 1.000" in result.out
 
 
 def test_text_numbers_and_json_are_answers_and_others_are_refused(play: Play) -> None:
@@ -65,7 +65,7 @@ def test_the_end_of_input_and_an_interrupt_leave_without_a_traceback(
     assert result.code == 0
     assert "Traceback" not in result.err
     result = play([*TO_THE_GOAL, ""], *FROZEN_LAKE, stdin=stdin)
-    assert "1 episodes" in result.out
+    assert "1 episode, " in result.out
     assert "-- episode 2, seed 4" in result.out
 
 
@@ -146,4 +146,4 @@ def test_a_game_on_a_running_server_is_played_over_its_wire(play: Play) -> None:
     finally:
         server.stop()
     assert result.code == 0, result.err
-    assert "-- terminated after 1 steps" in result.out
+    assert "-- terminated after 1 step," in result.out

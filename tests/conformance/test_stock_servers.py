@@ -11,6 +11,8 @@ from parties import (
     stock_server,
 )
 
+from ludus.env.check import check_server
+from ludus.env.client import AsyncEnvClient
 from ludus.env.sync_client import EnvClient
 from ludus.proto.errors import CapacityError, InvalidCallError
 
@@ -49,3 +51,16 @@ def test_our_client_says_what_a_stock_server_refuses_and_does_not_offer():
         last = session.step({"action_id": 1})  # stands
         assert (last.terminated, last.truncated, last.step_index) == (True, False, 1)
         assert other.step({"action_id": 1}) == last
+
+
+async def test_a_stock_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
+    with stock_server("0.10.0") as address:
+        async with await AsyncEnvClient.connect(address) as client:
+            report = await check_server(client, num_steps=8)
+    assert {c.name: c.detail for c in report.checks if c.verdict == "broken"} == {}
+    assert {c.name for c in report.checks if c.verdict == "not offered"} >= {
+        "a_step_before_the_reset_is_refused",
+        "a_step_after_the_end_is_refused",
+        "a_wrong_step_number_is_refused",
+        "a_repeated_step_gets_its_first_answer",
+    }

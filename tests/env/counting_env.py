@@ -129,6 +129,12 @@ class ThreadedCountingEnv(CountingEnv):
     steps_on_event_loop = False
 
 
+class LonelyCountingEnv(CountingEnv):
+    """The same, of which a process holds one at a time."""
+
+    one_per_process = True
+
+
 class Deed(IntEnum):
     """What an unruly environment does when this number is added."""
 

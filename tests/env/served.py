@@ -37,6 +37,7 @@ class ServerProcess:
     process: subprocess.Popen[str]
     http_address: str
     grpc_address: str
+    admin_address: str = ""
 
     @property
     def ports(self) -> list[str]:
@@ -62,7 +63,7 @@ def server_process(
     try:
         ready = _wait_for(ready_file, process)
         assert ready["pid"] == process.pid
-        yield ServerProcess(process, ready["http"], ready["grpc"])
+        yield ServerProcess(process, ready["http"], ready["grpc"], ready.get("admin", ""))
     finally:
         process.kill()
         process.wait()

@@ -8,7 +8,8 @@ import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
 from flaky_proxy import FlakyProxy
 from grpc_served import grpc_served
-from served import WIRES, address_of, running
+from polling import settled
+from served import address_of, running
 
 from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
 from ludus.proto.errors import CallTimeoutError, InfrastructureError, SessionLostError
@@ -16,11 +17,6 @@ from ludus.proto.errors import CallTimeoutError, InfrastructureError, SessionLos
 pytestmark = pytest.mark.asyncio
 
 TIMEOUT_S = 0.1
-
-
-@pytest.fixture(params=WIRES)
-def wire(request):
-    return request.param
 
 
 class Player:
@@ -195,11 +191,3 @@ async def cut_forever(proxy: FlakyProxy) -> None:
     while True:
         await asyncio.sleep(generator.uniform(0.0, 0.03))
         proxy.cut()
-
-
-async def settled(core, num_sessions: int) -> None:
-    for _ in range(500):
-        if core.load.num_sessions == num_sessions:
-            return
-        await asyncio.sleep(0.01)
-    assert core.load.num_sessions == num_sessions

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from polling import settled
 from served import WIRES, address_of, running
 
 from ludus.env.client import AsyncEnvClient
@@ -23,11 +24,6 @@ from ludus.proto.errors import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture(params=WIRES)
-def wire(request):
-    return request.param
 
 
 @pytest.fixture(params=[CountingEnv, ThreadedCountingEnv])
@@ -109,7 +105,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
         with pytest.raises(CapacityError, match="2/2"):
             await client.open_session()
         await first.close()
-        await settled(server, 1)
+        await settled(server.core, 1)
         await client.open()
         with pytest.raises(SessionLostError, match="it was closed"):
             await first.step({"add": 1})
@@ -122,7 +118,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
     ):
         for seed in range(3):
             await play(client, seed)
-            await settled(server, 0)
+            await settled(server.core, 0)
 
 
 async def test_a_client_that_leaves_leaves_no_session(wire, factory):
@@ -130,7 +126,7 @@ async def test_a_client_that_leaves_leaves_no_session(wire, factory):
         async with await connected(server, wire) as client:
             await asyncio.gather(*(client.open() for _ in range(10)))
             assert server.core.load.num_sessions == 10
-        await settled(server, 0)
+        await settled(server.core, 0)
 
 
 async def test_256_sessions_at_once(wire, factory):
@@ -190,7 +186,7 @@ async def test_a_late_answer_is_never_taken_for_the_next_one(wire):
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
         assert (await other.step({"add": 2})).observation["total"] == 2
-        await settled(server, 1)
+        await settled(server.core, 1)
 
 
 async def test_a_cancelled_call_drops_its_session(wire):
@@ -200,7 +196,7 @@ async def test_a_cancelled_call_drops_its_session(wire):
             await asyncio.wait_for(session.step({"add": 99}), 0.05)
         with pytest.raises(SessionLostError, match="cancelled"):
             await session.step({"add": 1})
-        await settled(server, 0)
+        await settled(server.core, 0)
 
 
 async def test_an_idle_session_is_lost_and_says_so(wire):
@@ -209,7 +205,7 @@ async def test_an_idle_session_is_lost_and_says_so(wire):
         await connected(server, wire) as client,
     ):
         session, _ = await client.open()
-        await settled(server, 0)
+        await settled(server.core, 0)
         with pytest.raises(SessionLostError, match=r"idle for 0\.1 s"):
             await session.step({"add": 1})
         await client.open()
@@ -266,12 +262,3 @@ async def test_the_synchronous_client_plays_the_same_episode(wire):
     async with running() as server, await connected(server, wire) as client:
         results = await asyncio.to_thread(play_synchronously, address_of(server, wire))
         assert results == await play(client, 5)
-
-
-async def settled(server, num_sessions: int) -> None:
-    """Returns once the server has so many sessions; connections take a moment to end."""
-    for _ in range(200):
-        if server.core.load.num_sessions == num_sessions:
-            return
-        await asyncio.sleep(0.01)
-    assert server.core.load.num_sessions == num_sessions

@@ -7,7 +7,8 @@ import time
 import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
 from grpc_served import grpc_served
-from served import WIRES, address_of, running
+from polling import settled
+from served import address_of, running
 
 from ludus.env.client import AsyncEnvClient, Reset
 from ludus.env.sync_client import EnvClient
@@ -20,11 +21,6 @@ from ludus.proto.errors import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture(params=WIRES)
-def wire(request):
-    return request.param
 
 
 class MoodyEnv(CountingEnv):
@@ -165,11 +161,3 @@ async def test_the_synchronous_client_opens_groups(wire):
     async with running() as server:
         await asyncio.to_thread(play_synchronously, address_of(server, wire))
         await settled(server.core, 0)
-
-
-async def settled(core, num_sessions: int) -> None:
-    for _ in range(500):
-        if core.load.num_sessions == num_sessions:
-            return
-        await asyncio.sleep(0.01)
-    assert core.load.num_sessions == num_sessions

@@ -1,11 +1,11 @@
 """Sessions over plain HTTP: private ones by cookie or header, fresh ones for single calls."""
 
 import asyncio
-import time
 
 import httpx
 import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
+from polling import eventually
 from served import running
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -35,13 +35,6 @@ async def total_after(client, add: int, **kwargs) -> int:
     reply = await client.post("/step", json={"action": {"add": add}}, **kwargs)
     assert reply.status_code == 200, reply.text
     return reply.json()["observation"]["total"]
-
-
-async def eventually(condition) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true"
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])

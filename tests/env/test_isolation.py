@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from counting_env import (
     die_while_being_built,
     fail_to_be_built,
 )
+from polling import eventually
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
@@ -94,13 +95,6 @@ async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
     return found
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not become true"
-        await asyncio.sleep(0.01)
-
-
 def lives(pid: int) -> bool:
     """False for a zombie too: it runs nothing any more."""
     try:
@@ -131,7 +125,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         assert len(places) == (NUM_WORKERS if isolation == "pool" else 33)
         pid, lost = next(iter(places.items()))
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: server.core.load.num_sessions == 33 - len(lost))
+        await eventually(lambda: server.core.load.num_sessions == 33 - len(lost))
         others = [one for one in sessions if one not in lost]
         await expect_only_lost(lost, others, "its worker was killed by SIGKILL")
         again = await open_many(client, len(lost))
@@ -139,7 +133,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         with pytest.raises(CapacityError):
             await client.open()
         if isolation == "pool":
-            await until(lambda: len(host_of(server).pids) == NUM_WORKERS, 1.0)
+            await eventually(lambda: len(host_of(server).pids) == NUM_WORKERS, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +172,9 @@ async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, f
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as caught:
             await culprit.step({"add": int(Deed.HANG)})
         assert caught.value.code is ErrorCode.TIMEOUT
-        await until(lambda: server.core.load.num_sessions == len(others))
+        await eventually(lambda: server.core.load.num_sessions == len(others))
         await expect_only_lost(neighbours, others, r"a step took longer than 0\.5 s")
-        await until(lambda: not lives(next(iter(places))))
+        await eventually(lambda: not lives(next(iter(places))))
 
 
 async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
@@ -219,7 +213,7 @@ async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
         child = (await session.step({"add": int(Deed.START_CHILD)})).info["child"]
         assert lives(child)
         os.kill(await pid_of(session), signal.SIGKILL)
-        await until(lambda: not lives(child))
+        await eventually(lambda: not lives(child))
         with pytest.raises(SessionLostError, match="SIGKILL"):
             await session.step(ADD_1)
 
@@ -256,7 +250,7 @@ async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
         sessions = await open_many(client, 4)
         first = host_of(server).spawner_pid
         os.kill(first, signal.SIGKILL)
-        await until(lambda: not lives(first))
+        await eventually(lambda: not lives(first))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 4
         orphan = await pid_of(sessions[0])
@@ -266,7 +260,7 @@ async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
         again = await open_many(client, 8)
         assert orphan not in await by_worker(again)
         pids = host_of(server).pids
-    await until(lambda: not any(map(lives, pids)))
+    await eventually(lambda: not any(map(lives, pids)))
 
 
 # -- slots -----------------------------------------------------------------------------
@@ -300,9 +294,9 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
         for batch in range(10):
             await asyncio.gather(*(one_life(batch * 20 + index) for index in range(20)))
         killing.cancel()
-        await until(lambda: server.core.load.num_sessions == 0)
+        await eventually(lambda: server.core.load.num_sessions == 0)
         assert host.num_ended > 0
-        await until(lambda: all(not worker.sessions for worker in host._workers))
+        await eventually(lambda: all(not worker.sessions for worker in host._workers))
         sessions: list[Any] = []
         while len(sessions) < max_sessions:
             with contextlib.suppress(InfrastructureError, ExecutionError):  # the last kills
@@ -378,7 +372,7 @@ async def test_a_killed_server_leaves_no_process(isolation, tmp_path):
         await asyncio.sleep(0.05)
         served.process.kill()
         served.process.wait()
-        await until(lambda: not any(map(lives, pids)))
+        await eventually(lambda: not any(map(lives, pids)))
         with pytest.raises(InfrastructureError):
             await hanging
         await client.close()

@@ -1,15 +1,9 @@
 """Environments that were written for OpenEnv run unchanged, beside its own published packages."""
 
 import json
-import socket
-import subprocess
-from pathlib import Path
 
 import pytest
-from stock_sdk import run_beside_stock, stock_python
-
-from ludus.env.check import check_server
-from ludus.env.client import AsyncEnvClient
+from stock_sdk import run_beside_stock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,7 +14,6 @@ APP = "openenv:stock_environments:app"
 TOOLS = "openenv:stock_tools_environment:ToolsEnvironment"
 SUM = "openenv:stock_dataclass_environment:SumEnvironment"
 SUM_APP = "openenv:stock_dataclass_environment:app"
-HERE = Path(__file__).parent
 
 
 def told_by(version: str, *targets: str) -> dict:
@@ -87,25 +80,3 @@ def test_dataclasses_of_the_first_generation_work_too():
         assert totals == [0, 4, 8, 12]
         assert told[target]["played"][-1][2]
         assert told[target]["state"]["total"] == 0
-
-
-async def test_a_stock_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    uvicorn = [stock_python("0.10.0"), "-I", "-m", "uvicorn", "--app-dir", HERE]
-    command = [*uvicorn, "stock_environments:app", "--port", str(port), "--log-level", "warning"]
-    server = subprocess.Popen(command)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:
-            report = await check_server(client, num_steps=8)
-    finally:
-        server.kill()
-        server.wait()
-    assert {c.name: c.detail for c in report.checks if c.verdict == "broken"} == {}
-    assert {c.name for c in report.checks if c.verdict == "not offered"} >= {
-        "a_step_before_the_reset_is_refused",
-        "a_step_after_the_end_is_refused",
-        "a_wrong_step_number_is_refused",
-        "a_repeated_step_gets_its_first_answer",
-    }

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 import time
 
 import httpx
@@ -22,6 +24,10 @@ from ludus.env.session_ends import SessionEnd, close_text, end_of
 from ludus.env.sessions import OpenArgs, Owner
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
+
+WORKERS = "env_server_workers"
+WORKER_ENDS = "env_server_worker_ends_total"
+OF_WORKERS = {EnvServerMetric.WORKERS, EnvServerMetric.WORKER_ENDS}
 
 
 def core_of(factory=CountingEnv, **options) -> MeteredCore:
@@ -55,7 +61,7 @@ async def test_every_series_is_there_before_anything_has_happened():
         assert series["env_server_step_duration_seconds_count", ""] == 0
         assert series["env_server_session_capacity", ""] == 7
         names = {name for name, _ in series}
-        for metric in EnvServerMetric:
+        for metric in set(EnvServerMetric) - OF_WORKERS:
             assert any(name.startswith(metric) for name in names)
 
 
@@ -98,6 +104,24 @@ async def test_buckets_are_cumulative_and_hold_each_step_once():
         3,
         4,
     ]
+
+
+async def test_workers_and_their_deaths_are_counted_where_there_are_any():
+    async with (
+        running(isolation="pool", num_workers=2) as server,
+        httpx.AsyncClient(base_url=server.http_address) as client,
+    ):
+
+        async def workers() -> tuple[float, float]:
+            series = await series_of(client)
+            return series[WORKERS, ""], series[WORKER_ENDS, ""]
+
+        async with asyncio.timeout(20):
+            while await workers() != (2, 0):
+                await asyncio.sleep(0.02)
+            os.kill(server.core._host.pids[0], signal.SIGKILL)
+            while await workers() != (2, 1):
+                await asyncio.sleep(0.02)
 
 
 async def test_two_applications_keep_their_metrics_apart():
@@ -176,6 +200,20 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 assert (await client.get(path)).status_code == 200
 
 
+async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes():
+    async with running(token="hush", admin_port=0) as server:
+        assert running().addresses.admin == ""
+        async with httpx.AsyncClient(base_url=server.addresses.admin) as client:
+            await series_of(client)
+            for path in ("/reset", "/metadata", "/ws", "/mcp", "/session"):
+                assert (await client.post(path)).status_code == 404
+            for path in ("/healthz", "/readyz"):
+                assert (await client.get(path)).status_code == 200
+            assert not server.core.load.is_draining
+            assert (await client.get("/drain")).json()["is_draining"] is True
+            assert server.core.load.is_draining
+
+
 async def test_every_way_a_session_ends_has_its_class():
     core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.25)
     closed = await core.open(OpenArgs())
@@ -200,6 +238,12 @@ async def test_every_way_a_session_ends_has_its_class():
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
     assert end_of(core.end_reason(last.session_id)) is SessionEnd.SHUTDOWN
     assert end_of("its worker died") is SessionEnd.LOST
+
+
+def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
+    assert end_of("a step took longer than 60 s") is SessionEnd.TIMEOUT
+    assert end_of("a call_tool took longer than 60 s") is SessionEnd.TIMEOUT
+    assert end_of("its worker was killed: a step took longer than 60 s") is SessionEnd.LOST
 
 
 def test_a_reason_fits_into_a_close_frame():

@@ -9,6 +9,7 @@ import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
 from flaky_proxy import FlakyProxy
 from grpc_served import GrpcServed, grpc_served
+from polling import settled
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient, Reset
@@ -157,7 +158,7 @@ async def test_an_environment_that_is_not_deterministic_after_all_is_found_out()
         assert caught.value.code == ErrorCode.REPLAY_MISMATCH
         with pytest.raises(SessionLostError):
             await session.step({"add": 1})
-        await settled(server, 0)
+        await settled(server.core, 0)
 
 
 async def test_resume_is_refused_where_determinism_was_not_shown():
@@ -211,7 +212,7 @@ async def test_attempts_are_bounded_in_number_and_in_time():
         with pytest.raises(CallTimeoutError):
             await session.step({"add": 99})
         assert session.num_resumes == 2
-        await settled(server, 0)
+        await settled(server.core, 0)
     async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))
         proxy.refuses = True
@@ -249,11 +250,3 @@ async def test_the_synchronous_client_resumes_too():
 
 def as_seen(result):
     return (result.observation, result.reward, result.terminated, result.step_index, result.text)
-
-
-async def settled(server, num_sessions: int) -> None:
-    for _ in range(500):
-        if server.core.load.num_sessions == num_sessions:
-            return
-        await asyncio.sleep(0.01)
-    assert server.core.load.num_sessions == num_sessions

@@ -1,5 +1,7 @@
 """Options of a server that cannot work, and what workers are told."""
 
+from pathlib import Path
+
 import pytest
 
 from ludus.env.server_options import ServerOptions, available_cpus
@@ -16,6 +18,11 @@ from ludus.proto.errors import ConfigError
         ({"memory_limit_mb": 100}, "memory_limit_mb with worker processes only"),
         ({"isolation": "pool", "cpu_limit_s": 5}, "cpu_limit_s with isolation='process' only"),
         ({"step_timeout_s": -1}, "step_timeout_s >= 0, got -1"),
+        ({"tls_cert": Path("c.pem")}, "tls_cert and tls_key together, got tls_cert alone"),
+        ({"tls_key": Path("k.pem")}, "got tls_key alone; give tls_cert too"),
+        ({"tls_client_ca": Path("ca.pem")}, "tls_client_ca with tls_cert and tls_key"),
+        ({"admin_port": 70_000}, "admin_port between 0 and 65535, got 70000"),
+        ({"drain_grace_s": -1}, "drain_grace_s >= 0, got -1"),
         ({"session_key": "short"}, "at least 16 bytes, got 5"),
     ],
 )

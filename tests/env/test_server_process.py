@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from counting_env import CountingEnv
 from served import WIRES, address_of, running, server_process
@@ -20,8 +21,15 @@ from ludus.env.server import ServerOptions
 from ludus.env.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import ConfigError, PortInUseError, SessionLostError
+from ludus.proto.errors import (
+    ConfigError,
+    ErrorCode,
+    PortInUseError,
+    SessionLostError,
+    UnavailableError,
+)
 
+WAITS_FOR_ONE = "waiting for 1 sessions"
 SERVER = str(Path(__file__).with_name("counting_env.py"))
 
 
@@ -71,6 +79,50 @@ def test_a_signal_ends_the_server_at_once_with_sessions_open(tmp_path, signal_nu
                 await client.close()
 
     asyncio.run(story())
+
+
+def test_sigterm_lets_sessions_finish_takes_no_new_ones_and_ends_with_the_last(tmp_path):
+    async def story():
+        with server_process(tmp_path, "--drain-grace-s", "60") as served:
+            async with await AsyncEnvClient.connect(served.grpc_address) as client:
+                session, _ = await client.open(seed=1)
+                served.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(read_until, served.process.stderr, WAITS_FOR_ONE)
+                with pytest.raises(UnavailableError) as refused:
+                    await client.open()
+                assert refused.value.code is ErrorCode.DRAINING
+                assert (await session.step({"add": 1})).reward == 1.0
+                await session.close()
+                assert await asyncio.to_thread(served.process.wait, 5) == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(tmp_path, second):
+    async def story():
+        with server_process(tmp_path, "--drain-grace-s", "60") as patient:
+            async with await AsyncEnvClient.connect(patient.grpc_address) as client:
+                await client.open()
+                patient.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(
+                    read_until, patient.process.stderr, "waiting for 1 sessions"
+                )
+                assert patient.process.poll() is None
+                patient.process.send_signal(second)
+                assert await asyncio.to_thread(patient.process.wait, 5) == 0
+        with server_process(tmp_path, "--drain-grace-s", "0.2") as hasty:
+            async with await AsyncEnvClient.connect(hasty.grpc_address) as client:
+                await client.open()
+                hasty.process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(hasty.process.wait, 5) == 0
+
+    asyncio.run(story())
+
+
+def read_until(lines, words: str) -> None:
+    while words not in lines.readline():
+        pass
 
 
 def test_a_port_in_use_is_named_and_nothing_starts():
@@ -199,6 +251,23 @@ def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
             await client.close()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("target", "isolation", "has_workers"),
+    [
+        ("counting_env:LonelyCountingEnv", None, True),
+        ("counting_env:LonelyCountingEnv", "inline", False),
+        ("counting_env:CountingEnv", None, False),
+    ],
+)
+def test_environments_that_need_a_process_each_get_one_unless_told_otherwise(
+    monkeypatch, target, isolation, has_workers
+):
+    monkeypatch.chdir(Path(SERVER).parent)
+    with LocalServer(target, isolation=isolation, max_sessions=2) as server:
+        metrics = httpx.get(f"{server.addresses.http}/metrics").text
+        assert ("env_server_workers" in metrics) is has_workers
 
 
 def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):

@@ -203,6 +203,44 @@ async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
     assert (await core.step(others_id, ADD_1)).step_index == 1
 
 
+async def test_an_orphan_that_is_adopted_lingers_again_after_its_second_connection():
+    core = core_of(CountingEnv, idle_timeout_s=0.4)
+    first, second = Owner(), Owner()
+    session_id, _ = await open_in(core, ResetArgs(), owner=first, linger_s=0.01)
+    core.release(first)
+    assert core.orphans == {session_id}
+    core.adopt(session_id, second)
+    assert (core.orphans, second.session_ids) == (set(), {session_id})
+    await core.step(session_id, ADD_1, 1)
+    core.release(second)
+    assert core.orphans == {session_id}
+    sweeper = asyncio.create_task(core.close_idle_forever())
+    async with asyncio.timeout(5):
+        while core.load.num_sessions:
+            await asyncio.sleep(0.01)
+    sweeper.cancel()
+    with pytest.raises(SessionLostError, match=r"connection that opened it ended 0\.01 s ago"):
+        await core.step(session_id, ADD_1, 2)
+    assert core.orphans == set()
+
+
+async def test_nobody_adopts_what_is_not_orphaned():
+    core = core_of(CountingEnv)
+    first, second, gone = Owner(), Owner(), Owner()
+    owned_id, _ = await open_in(core, owner=first, linger_s=9)
+    unowned_id, _ = await open_in(core)
+    for session_id in (owned_id, unowned_id, "unknown"):
+        core.adopt(session_id, second)
+    assert second.session_ids == set()
+    await core.detach(owned_id)
+    core.release(gone)
+    core.adopt(owned_id, gone)
+    assert (core.orphans, gone.session_ids) == ({owned_id}, set())
+    core.adopt(owned_id, second)
+    await core.close(owned_id)
+    assert (core.orphans, second.session_ids) == (set(), set())
+
+
 async def test_calls_of_one_session_never_overlap():
     overlaps = []
     running = threading.Lock()

@@ -4,13 +4,13 @@ import asyncio
 import json
 import logging
 import random
-import time
 
 import grpc
 import pytest
 from counting_env import CountingEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from polling import settled
 from served import running
 from served_app import core_of, serving
 from tool_env import ToolEnv
@@ -142,13 +142,6 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
             assert TOKEN not in socket.close_reason
 
 
-async def until_empty(core) -> None:
-    deadline_s = time.monotonic() + 5
-    while core.load.num_sessions:
-        assert time.monotonic() < deadline_s, f"{core.load.num_sessions} sessions are left"
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
 @given(sent=st.lists(frames, min_size=1, max_size=6))
 @fuzzing
@@ -168,7 +161,7 @@ async def until_empty_but_created(server, sent) -> None:
     """Sessions that MCP calls created on purpose stay; all others are gone."""
     if any("openenv/session/create" in str(message) for message in sent):
         return
-    await until_empty(server.core)
+    await settled(server.core, 0)
 
 
 @pytest.fixture
@@ -210,7 +203,7 @@ async def test_a_message_beyond_the_bound_closes_its_connection_only():
             await socket.send(['{"type":"', *["x" * 1024 * 1024] * 17])
             await socket.recv()
         assert socket.close_code == 1009
-        await until_empty(core)
+        await settled(core, 0)
 
 
 HANDSHAKE = (
@@ -262,7 +255,7 @@ async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_dro
                         await drop_a_socket(host, int(port), generator)
 
             await asyncio.gather(*(drop_many() for _ in range(num_at_once)))
-            await until_empty(server.core)
+            await settled(server.core, 0)
         assert server.core.counts.num_opened > num_drops / 3
         tasks = [task for task in asyncio.all_tasks() if "run_asgi" in repr(task)]
         assert len(tasks) < 50, "connections end with their clients"

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import threading
-import time
 
 import httpx
 import pytest
 from counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
+from polling import eventually
 from served import running
 from served_app import core_of, serving
 from websockets.asyncio.client import connect
@@ -24,13 +24,6 @@ def socket_to(authority: str, query: str = ""):
 async def ask(socket, message):
     await socket.send(json.dumps(message))
     return json.loads(await asyncio.wait_for(socket.recv(), 10))
-
-
-async def eventually(condition) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true"
-        await asyncio.sleep(0.01)
 
 
 async def closed(socket) -> tuple[int, str]:

@@ -14,9 +14,11 @@ import httpx
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.server import EnvServer, ServerOptions
+from ludus.services.gateway.callers import ANYONE, enter_tenant
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
+from ludus.services.gateway.gateway_sessions import GatewaySessions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "env"))
 
@@ -117,6 +119,12 @@ async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
 
+def sessions_of(gateway: Gateway) -> GatewaySessions:
+    """A gateway's sessions for the test itself, which from now on is anybody to them."""
+    enter_tenant(ANYONE)
+    return gateway.environments[NAME]
+
+
 def num_sessions(servers: list[EnvServer]) -> int:
     """Sessions that are open on the servers."""
     return sum(server.core.load.num_sessions for server in servers)
@@ -138,5 +146,6 @@ __all__ = [
     "num_sessions",
     "served",
     "server_process",
+    "sessions_of",
     "until",
 ]

@@ -16,13 +16,16 @@ import httpx
 import pytest
 import websockets
 from fastapi import FastAPI, Request, Response, WebSocket
+from gateways import NAME, num_sessions, served
 from http_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.access import Access, AuthFailure
 from ludus.services.gateway.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.callers import current_tenant
+from ludus.services.gateway.gateway_app import Probes, build_gateway_app
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 ADMIN = "adm1n-adm1n-adm1n-adm1n"
@@ -231,6 +234,20 @@ async def test_an_open_gateway_serves_everybody_and_still_strips_path_tokens() -
         for path in ("/envs/cards/who", "/t/anything/envs/cards/who"):
             assert (await client.get(path)).json()["tenant"] == ""
         assert (await client.post("/drain")).json() == ""
+
+
+async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
+    async with served() as (gateway, servers):
+        bare = build_gateway_app(
+            gateway.environments, Probes(lambda: True, gateway.drain), gateway.metrics, b"k" * 32
+        )
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(bare), base_url="http://test"
+        ) as client:
+            answer = await client.post(f"/envs/{NAME}/reset")
+        assert (answer.status_code, num_sessions(servers)) == (401, 0)
+    with pytest.raises(AuthenticationError, match="behind Authenticate"):
+        current_tenant()
 
 
 async def test_a_prefix_of_a_proxy_is_kept(access: Access) -> None:

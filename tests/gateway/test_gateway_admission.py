@@ -17,6 +17,7 @@ from gateways import (
     gateway_to,
     num_sessions,
     served,
+    sessions_of,
     until,
 )
 
@@ -36,10 +37,6 @@ pytestmark = pytest.mark.asyncio
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
 SMALL = {"max_sessions": 2}
-
-
-def sessions_of(gateway: Gateway):
-    return gateway.environments[NAME]
 
 
 def fleet_size(gateway: Gateway) -> int:

@@ -3,7 +3,7 @@
 import pytest
 from cluster_objects import NAMESPACE, SLICES, client_of, endpoint_slice, id_of, member
 from fake_kubernetes import FakeKubernetes
-from gateways import NAME, config_of, env_server, until
+from gateways import NAME, config_of, env_server, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions import OpenArgs
@@ -42,7 +42,7 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
         loads: dict = {}
         source = ClusterSource(client_of(cluster), PLACE, lambda: loads)
         async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             on_a = [s for s in opened if s.session_id.split("~")[1] == id_of("a")]
             assert 0 < len(on_a) < 8

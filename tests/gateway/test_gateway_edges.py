@@ -7,7 +7,17 @@ import grpc
 import httpx
 import pytest
 import trustme
-from gateways import NAME, client_of, config_of, env_server, http_of, num_sessions, served, until
+from gateways import (
+    NAME,
+    client_of,
+    config_of,
+    env_server,
+    http_of,
+    num_sessions,
+    served,
+    sessions_of,
+    until,
+)
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
@@ -144,7 +154,7 @@ async def test_without_servers_opens_wait_for_one_and_say_what_is_missing():
     sessions = {"queue_timeout_s": 0.3}
     async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
         with pytest.raises(CapacityError, match="found none"):
-            await gateway.environments[NAME].open(OpenArgs(ResetArgs()))
+            await sessions_of(gateway).open(OpenArgs(ResetArgs()))
         async with httpx.AsyncClient() as http:
             answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
             assert answer.status_code == 503
@@ -156,7 +166,7 @@ async def test_a_client_that_comes_before_the_first_server_is_served_when_it_sta
     port = _free_port()
     async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
         connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
-        await until(lambda: gateway.environments[NAME].load.num_waiting == 1)
+        await until(lambda: sessions_of(gateway).load.num_waiting == 1)
         late = env_server(grpc_port=port)
         async with late, await connecting as client:
             session, _ = await client.open(seed=1)

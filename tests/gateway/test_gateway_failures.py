@@ -14,6 +14,7 @@ from gateways import (
     env_server,
     gateway_to,
     server_process,
+    sessions_of,
     until,
 )
 
@@ -82,7 +83,7 @@ async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with server_process(tmp_path, env=env) as one, server_process(tmp_path, env=env) as other:
         async with gateway_to(one, other) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(20)]
             by_id = {one.session_id.split("~")[1] for one in opened}
             assert len(by_id) == 2
@@ -104,7 +105,7 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
     await first.start()
     port = int(first.grpc_address.rpartition(":")[2])
     async with gateway_to(first) as gateway:
-        sessions = gateway.environments[NAME]
+        sessions = sessions_of(gateway)
         opened = await sessions.open(SEEDED)
         await first.stop()
         second = env_server(grpc_port=port)
@@ -120,7 +121,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
     async with env_server() as server:
         cable = Cable(server.grpc_address)
         async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
@@ -136,7 +137,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
     async with env_server() as server:
         cable = Cable(server.grpc_address)
         async with cable.plugged_in() as address, Gateway(config_of(address)) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
@@ -155,7 +156,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             cable.plugged_in() as address,
             Gateway(config_of(address, sessions=lingering)) as gateway,
         ):
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             owner = Owner()
             thinking = await sessions.open(SEEDED, owner)
             cable.cut()
@@ -172,7 +173,7 @@ async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_t
             servers = {"poll_interval_s": 0.1, "retry_within_s": 0.5, "unreachable_after_s": 1.0}
             config = config_of(address, other.grpc_address, servers=servers)
             async with Gateway(config) as gateway:
-                sessions = gateway.environments[NAME]
+                sessions = sessions_of(gateway)
                 opened = [await sessions.open(SEEDED) for _ in range(10)]
                 cable.is_connected = False
                 cable.cut()
@@ -196,7 +197,7 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
     with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen:
         other = env_server()
         async with other, gateway_to(frozen, other, servers=servers) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
                 await until(lambda: sessions.environment_load.num_servers == 1)
@@ -212,10 +213,10 @@ async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used
     async with wrong, keyless, env_server() as right:
         async with gateway_to(wrong, keyless) as gateway:
             with pytest.raises(UnavailableError, match="session key"):
-                await gateway.environments[NAME].open(SEEDED)
+                await sessions_of(gateway).open(SEEDED)
         async with gateway_to(wrong, keyless, right) as gateway:
             for _ in range(6):
-                await gateway.environments[NAME].open(SEEDED)
+                await sessions_of(gateway).open(SEEDED)
             assert right.core.load.num_sessions == 6
 
 
@@ -223,7 +224,7 @@ async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again(
     async with env_server() as one, env_server() as other:
         source = ListedServers(endpoint_of(one), endpoint_of(other))
         async with Gateway(config_of(one.grpc_address), {NAME: source}) as gateway:
-            sessions = gateway.environments[NAME]
+            sessions = sessions_of(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             source.list(endpoint_of(other))
             source.list(endpoint_of(one), endpoint_of(other))
@@ -237,7 +238,7 @@ async def test_an_address_where_nothing_listens_does_not_keep_a_gateway_from_sta
         nothing = Endpoint("nothing", "grpc://127.0.0.1:1", "")
         source = ListedServers(nothing, endpoint_of(server))
         async with Gateway(config_of("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
-            assert await gateway.environments[NAME].open(SEEDED)
+            assert await sessions_of(gateway).open(SEEDED)
 
 
 def state_of(server, session_id: str) -> bytes:

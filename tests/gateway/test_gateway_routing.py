@@ -14,6 +14,7 @@ from gateways import (
     gateway_to,
     num_sessions,
     served,
+    sessions_of,
     until,
 )
 
@@ -100,7 +101,7 @@ async def test_an_id_of_another_environment_is_refused_where_one_is_named():
 
 async def test_an_id_cannot_be_opened_twice():
     async with served() as (gateway, servers):
-        placed = await gateway.environments[NAME].place(1)
+        placed = await sessions_of(gateway).place(1)
         channel = grpc.aio.insecure_channel(servers[0].grpc_address.removeprefix("grpc://"))
         async with channel:
             stub = env_pb2_grpc.EnvServiceStub(channel)
@@ -184,7 +185,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
             await gateway.stop()
         else:
             await gateway._grpc_server.stop(grace=0)
-            await gateway.environments[NAME].fleet.close("it was killed")
+            await sessions_of(gateway).fleet.close("it was killed")
         await until(lambda: server.core.load.num_sessions == 1)
         playing = asyncio.create_task(session.step({"add": 2}))
         again = Gateway(config_of(server.grpc_address, grpc_port=port))

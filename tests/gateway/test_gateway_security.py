@@ -10,7 +10,7 @@ import httpx
 import pytest
 import trustme
 import websockets
-from gateways import NAME, served
+from gateways import FAST, NAME, client_of, served
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.tls import client_ssl_context
@@ -76,6 +76,21 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
         gateway.grpc_address, token=ALICE, ca_file=str(ca_file)
     ) as client:
         assert (await client.open(seed=1))[1].observation is not None
+
+
+async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
+    ca_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_SERVERS", "hush")
+    tls = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key", "token": "hush"}
+    reached = {**FAST, "ca_file": str(ca_file), "token_env": "TOKEN_OF_SERVERS"}
+    async with (
+        served(2, server_options=tls, servers=reached) as (gateway, servers),
+        client_of(gateway) as client,
+    ):
+        assert servers[0].grpc_address.startswith("grpcs://")
+        opened = [await client.open(seed=1) for _ in range(2)]
+        assert [(await session.step({"add": 1})).reward for session, _ in opened] == [1.0, 1.0]
 
 
 async def test_a_changed_tenants_file_holds_for_streams_that_are_open(

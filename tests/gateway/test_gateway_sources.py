@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from gateways import NAME, until
+from gateways import NAME, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions import OpenArgs
@@ -39,7 +39,7 @@ def is_alive(pid: int) -> bool:
 
 async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway():
     async with Gateway(config_of(num_servers=2, max_sessions=4)) as gateway:
-        sessions, source = gateway.environments[NAME], gateway.sources[NAME]
+        sessions, source = sessions_of(gateway), gateway.sources[NAME]
         await until(lambda: sessions.environment_load.capacity == 8, timeout_s=30)
         opened = [await sessions.open(SEEDED) for _ in range(8)]
         pids = source.pids
@@ -62,7 +62,7 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
 
 async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
     async with Gateway(config_of(num_servers=1, max_sessions=4)) as gateway:
-        sessions, source = gateway.environments[NAME], gateway.sources[NAME]
+        sessions, source = sessions_of(gateway), gateway.sources[NAME]
         await until(lambda: sessions.environment_load.capacity == 4, timeout_s=30)
         first = [await sessions.open(SEEDED) for _ in range(4)]
         source.scale(2)

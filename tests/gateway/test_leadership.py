@@ -6,9 +6,9 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import pytest
+from clock import Clock
 from cluster_objects import NAMESPACE, client_of, eventually
 from fake_kubernetes import FakeKubernetes
 from hypothesis import HealthCheck, given, settings
@@ -19,16 +19,6 @@ from ludus.services.gateway.kubernetes_api import ApiAccess, KubernetesApi
 from ludus.services.gateway.leadership import Leadership, LeaseOptions
 
 LEASE = ("coordination.k8s.io/v1", "leases", NAMESPACE, "gateway")
-
-
-@dataclass
-class Clock:
-    """A clock that a test sets."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,21 +14,6 @@ from ludus.services.gateway.tenants import Tenant, TenantLimits
 
 def tenant(name: str = "alice", **limits: float) -> Tenant:
     return Tenant(name, limits=TenantLimits(**limits))  # type: ignore[arg-type]
-
-
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

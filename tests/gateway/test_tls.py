@@ -6,14 +6,13 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
-import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from http_server import serving
 from starlette.types import Receive, Scope, Send
 
 from ludus.env.tls import (
@@ -75,25 +75,9 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"hi"})
 
 
-@asynccontextmanager
-async def https_server(tls: TlsFiles) -> AsyncIterator[int]:
-    config = uvicorn.Config(
-        hello,
-        port=0,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        ssl_context_factory=lambda config, default: server_ssl_context(tls),
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await serving
+def https_server(tls: TlsFiles) -> AbstractAsyncContextManager[int]:
+    """The port of a server that answers every request with "hi"."""
+    return serving(hello, ssl_context_factory=lambda config, default: server_ssl_context(tls))
 
 
 class Https:

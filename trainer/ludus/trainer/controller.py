@@ -310,11 +310,13 @@ def _check_progress(counts: RolloutCounts, groups_per_step: int) -> None:
 async def _first_failure(main: Awaitable[None], background: list[asyncio.Task[None]]) -> None:
     """Nothing, when `main` has ended; a background task that fails ends it with its error."""
     task = asyncio.ensure_future(main)
+    waiting: set[asyncio.Future[None]] = {task, *background}
     try:
-        await asyncio.wait([task, *background], return_when=asyncio.FIRST_COMPLETED)
-        for done in background:
-            if done.done():
-                await done
+        # A background task may also end well, and early: nothing is watched for a remote server.
+        while not task.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done - {task}:
+                await ended
         await task
     finally:
         task.cancel()

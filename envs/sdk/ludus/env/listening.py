@@ -69,33 +69,34 @@ def authority(host: str, port: int) -> str:
 
 
 def build_grpc_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), max_connection_age_s: float = 0.0
-) -> grpc.aio.Server:
-    """A gRPC server that has no services and no port yet.
+    host: str,
+    port: int,
+    tls: TlsFiles | None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_connection_age_s: float = 0.0,
+) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server without services that is to be started, and its port.
 
     Args:
+        port: 0 takes a free one.
         max_connection_age_s: ends connections that are older; 0 lets them live.
-    """
-    ages: list[tuple[str, int]] = []
-    if max_connection_age_s > 0:
-        ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
-        ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
-    return grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
-
-
-def add_grpc_port(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
-    """The port that the server will listen on; 0 takes a free one.
 
     Raises:
         PortInUseError: something else listens there.
         ConfigError: the host, the port or a file of `tls` cannot be used.
     """
     bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
+    credentials = None if tls is None else grpc_server_credentials(tls)
+    ages: list[tuple[str, int]] = []
+    if max_connection_age_s > 0:
+        ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
+        ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
     place = authority(host, port)
     try:
-        if tls is None:
-            return server.add_insecure_port(place)
-        return server.add_secure_port(place, grpc_server_credentials(tls))
+        if credentials is None:
+            return server, server.add_insecure_port(place)
+        return server, server.add_secure_port(place, credentials)
     except RuntimeError as error:
         raise _port_in_use("grpc_port", host, port) from error
 

@@ -17,7 +17,7 @@ import datetime
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -273,6 +273,16 @@ class RecordingSessions:
     async def detach(self, session_id: str) -> None:
         """Ends a session after its `linger_s` unless it is called again before."""
         await self._inner.detach(session_id)
+
+    @property
+    def orphans(self) -> Set[str]:
+        """Sessions that outlived their connection."""
+        return getattr(self._inner, "orphans", frozenset())
+
+    def adopt(self, session_id: str, owner: Owner) -> None:
+        """Gives an orphan to the connection that calls it."""
+        if isinstance(self._inner, SessionCore):
+            self._inner.adopt(session_id, owner)
 
     def release(self, owner: Owner) -> None:
         """Ends or detaches what the owner opened."""

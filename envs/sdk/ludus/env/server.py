@@ -25,7 +25,6 @@ from ludus.env.hosts import EnvironmentFactory, SessionHost, local_host
 from ludus.env.http_app import build_app
 from ludus.env.listening import (
     HttpListener,
-    add_grpc_port,
     authority,
     bind,
     build_grpc_server,
@@ -80,11 +79,11 @@ class EnvServer:
             self.core = MeteredCore(host, self._core_options(host))
             self._recording = self._new_recording()
             sessions: Sessions = self._recording or self.core
-            grpc_port = self._build_grpc_server(sessions)
             app = build_app(sessions, token=options.token)
             self._listeners = [HttpListener(app, sockets[0], options.tls)]
             if options.admin_port is not None:
                 self._listeners.append(HttpListener(build_probe_app(sessions), sockets[1]))
+            grpc_port = self._build_grpc_server(sessions)
         except BaseException:
             for one in sockets:
                 one.close()
@@ -140,9 +139,11 @@ class EnvServer:
     def _build_grpc_server(self, sessions: Sessions) -> int:
         options = self.options
         interceptors = [TokenInterceptor(options.token)] if options.token else []
-        self._grpc_server = build_grpc_server(interceptors)
+        self._grpc_server, port = build_grpc_server(
+            options.host, options.bound_grpc_port, options.tls, interceptors
+        )
         env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), self._grpc_server)
-        return add_grpc_port(self._grpc_server, options.host, options.bound_grpc_port, options.tls)
+        return port
 
     async def _new_host(self) -> SessionHost:
         options = self.options
@@ -245,11 +246,15 @@ async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> No
     async with server:
         if on_ready is not None:
             on_ready(server.addresses)
-        waits = [asyncio.create_task(one.wait()) for one in (asked, told)]
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(one.wait()) for one in (asked, told)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         grace_s = server.options.drain_grace_s
         if grace_s > 0 and not told.is_set():
-            _log.info("draining %d sessions, at most %g s", server.core.load.num_sessions, grace_s)
+            _log.info(
+                "draining: waiting for %d sessions, at most %g s",
+                server.core.load.num_sessions,
+                grace_s,
+            )
             draining = asyncio.create_task(server.drain())
             await asyncio.wait(
                 (draining, waits[1]), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED

@@ -25,10 +25,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(env_commands.app, name="env")
-app.command("gateway")(gateway_command.gateway)
 app.command("train")(train_command.train)
 app.command("eval")(train_command.evaluate)
 app.command("report")(report_command.report)
+app.command("gateway")(gateway_command.gateway)
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ from ludus.services.cli.tables import CheckRow, check_table
 
 if TYPE_CHECKING:
     from ludus.env.check import CheckReport
-    from ludus.env.server_options import Isolation
 
 CHECK_FAILED = 1
 _IN_PROCESS = "environment"

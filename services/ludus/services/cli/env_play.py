@@ -92,7 +92,8 @@ class _Table:
         self._say("")
         if num_played:
             total = sum(self._returns)
-            self._say(f"{num_played} episodes, return {total:g}, mean {total / num_played:.3f}")
+            played = _counted(num_played, "episode")
+            self._say(f"{played}, return {total:g}, mean {total / num_played:.3f}")
 
     def _play_episode(self, seed: int) -> None:
         session, result = self._client.open(seed=seed)
@@ -112,7 +113,8 @@ class _Table:
                 self._say(f"reward {result.reward or 0.0:g}, score {score:g}", "dim")
         if result.done:
             how = "terminated" if result.terminated else "truncated"
-            self._say(f"-- {how} after {result.step_index} steps, return {score:g}", "cyan")
+            after = _counted(result.step_index, "step")
+            self._say(f"-- {how} after {after}, return {score:g}", "cyan")
             self._returns.append(score)
         if self._writer is not None:
             self._writer.end(how if result.done else "the player left")
@@ -201,3 +203,7 @@ def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str,
         return line
     required = schema.get("required", [])
     return {required[0]: value} if len(required) == 1 else line
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

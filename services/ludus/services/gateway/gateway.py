@@ -22,7 +22,6 @@ import grpc
 
 from ludus.env.listening import (
     HttpListener,
-    add_grpc_port,
     authority,
     bind,
     build_grpc_server,
@@ -101,12 +100,15 @@ class Gateway:
         listener = bind(config.host, config.port, "port")
         try:
             self._build_environments(key)
-            self._grpc_server = build_grpc_server(
-                [AuthenticateCalls(self.access)], config.max_connection_age_s
+            self._http = HttpListener(self._application(key), listener, tls)
+            self._grpc_server, grpc_port = build_grpc_server(
+                config.host,
+                config.bound_grpc_port,
+                tls,
+                [AuthenticateCalls(self.access)],
+                config.max_connection_age_s,
             )
             self._grpc_server.add_generic_rpc_handlers(tuple(self._face.handlers()))
-            grpc_port = add_grpc_port(self._grpc_server, config.host, config.bound_grpc_port, tls)
-            self._http = HttpListener(self._application(key), listener, tls)
         except BaseException:
             listener.close()
             await self._shut_down()

@@ -1,0 +1,26 @@
+"""Waiting in tests: for a condition, never for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from ludus.env.core import SessionCore
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Returns when the condition holds; fails the test when it does not in time."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+async def settled(core: SessionCore, num_sessions: int) -> None:
+    """Returns when there are so many sessions; connections take a moment to end."""
+    deadline_s = time.monotonic() + 5.0
+    while core.load.num_sessions != num_sessions:
+        found = core.load.num_sessions
+        assert time.monotonic() < deadline_s, f"expected {num_sessions} sessions, got {found}"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,111 @@
+"""A server that speaks TLS on both ports, and clients with and without what it asks for."""
+
+import ssl
+
+import grpc
+import httpx
+import pytest
+import trustme
+from served import WIRES, address_of, running, server_process
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.tls import TlsFiles, client_channel_credentials, client_ssl_context
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import ConfigError, UnavailableError
+
+CA = trustme.CA()
+OTHER_CA = trustme.CA()
+
+
+def written(folder, name, ca=CA) -> TlsFiles:
+    """A certificate of the authority and its key, as files."""
+    issued = ca.issue_cert("localhost", "127.0.0.1")
+    files = TlsFiles(folder / f"{name}.crt", folder / f"{name}.key")
+    files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    files.key.write_bytes(issued.private_key_pem.bytes())
+    return files
+
+
+@pytest.fixture
+def server_files(tmp_path) -> TlsFiles:
+    return written(tmp_path, "server")
+
+
+@pytest.fixture
+def ca_file(tmp_path):
+    path = tmp_path / "ca.pem"
+    CA.cert_pem.write_to_path(str(path))
+    return path
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_files, ca_file, wire):
+    files = {"tls_cert": server_files.cert, "tls_key": server_files.key}
+    async with running(token="hush", admin_port=0, **files) as server:
+        assert server.http_address.startswith("https://127.0.0.1:")
+        assert server.grpc_address.startswith("grpcs://127.0.0.1:")
+        assert server.addresses.admin.startswith("http://127.0.0.1:")
+        address = address_of(server, wire)
+        async with await AsyncEnvClient.connect(
+            address, token="hush", ca_file=str(ca_file)
+        ) as client:
+            session, _ = await client.open(seed=1)
+            assert (await session.step({"add": 2})).reward == 2.0
+        with pytest.raises(UnavailableError):
+            await AsyncEnvClient.connect(address, token="hush", connect_timeout_s=0.5)
+        plain = address.replace("https://", "http://").replace("grpcs://", "grpc://")
+        with pytest.raises(UnavailableError):
+            await AsyncEnvClient.connect(plain, token="hush", connect_timeout_s=0.5)
+
+
+async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
+    tmp_path, server_files, ca_file
+):
+    good, bad = written(tmp_path, "good"), written(tmp_path, "bad", OTHER_CA)
+    files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
+    async with running(**files) as server:
+        https = server.http_address + "/health"
+        async with httpx.AsyncClient(verify=client_ssl_context(ca_file, good)) as client:
+            assert (await client.get(https)).status_code == 200
+        for identity in (None, bad):
+            async with httpx.AsyncClient(verify=client_ssl_context(ca_file, identity)) as client:
+                with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                    await client.get(https)
+        assert await description_over_grpc(server, ca_file, good) == "counting"
+        for identity in (None, bad):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await description_over_grpc(server, ca_file, identity)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def description_over_grpc(server, ca_file, identity) -> str:
+    credentials = client_channel_credentials(ca_file, identity)
+    target = server.grpc_address.removeprefix("grpcs://")
+    async with grpc.aio.secure_channel(target, credentials) as channel:
+        stub = env_pb2_grpc.EnvServiceStub(channel)
+        return (await stub.Describe(pb.DescribeRequest(), timeout=5)).name
+
+
+async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
+    tmp_path, server_files
+):
+    other = written(tmp_path, "other")
+    with pytest.raises(ConfigError, match="private key of the certificate"):
+        await running(tls_cert=server_files.cert, tls_key=other.key).start()
+    with pytest.raises(ConfigError, match=r"nowhere\.pem"):
+        await running(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()
+
+
+async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
+    tmp_path, server_files, ca_file
+):
+    arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))
+    with server_process(tmp_path, *arguments, "--admin-port", "0") as served:
+        assert served.http_address.startswith("https://")
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(served.admin_address + "/readyz")).status_code == 200
+        async with await AsyncEnvClient.connect(
+            served.grpc_address, ca_file=str(ca_file)
+        ) as client:
+            assert (await client.describe()).name == "counting"
