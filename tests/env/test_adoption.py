@@ -1,6 +1,11 @@
 """Sessions that linger become those of the next connection that calls them."""
 
-from counting_env import CountingEnv
+import asyncio
+
+import grpc
+import pytest
+from counting_env import CountingEnv, ThreadedCountingEnv
+from served import running
 
 from ludus.env.adoption import adopt_called
 from ludus.env.core import SessionCore
@@ -9,6 +14,7 @@ from ludus.env.hosts import local_host
 from ludus.env.recording import RecordingSessions
 from ludus.env.sessions import OpenArgs, Owner
 from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
 
 
 async def test_every_call_of_an_orphan_adopts_it_and_an_open_or_an_empty_call_none(tmp_path):
@@ -28,3 +34,36 @@ async def test_every_call_of_an_orphan_adopts_it_and_an_open_or_an_empty_call_no
     assert second.session_ids == set(ids[:-1])
     assert core.orphans == {ids[-1]}
     recording.finish()
+
+
+class Line:
+    """One Connect stream."""
+
+    def __init__(self, server):
+        self.channel = grpc.aio.insecure_channel(server.grpc_address.removeprefix("grpc://"))
+        self.stream = env_pb2_grpc.EnvServiceStub(self.channel).Connect()
+
+    async def ask(self, call: pb.Call) -> pb.Reply:
+        await self.stream.write(pb.CallBatch(calls=[call]))
+        (reply,) = (await self.stream.read()).replies
+        assert not reply.HasField("error"), reply.error
+        return reply
+
+
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(factory):
+    async with running(factory) as server:
+        first, second = Line(server), Line(server)
+        opened = await first.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=0.3)))
+        session_id = opened.open.session_id
+        await first.channel.close()
+        async with asyncio.timeout(5):
+            while not server.core.orphans:
+                await asyncio.sleep(0.01)
+        step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
+        await second.ask(pb.Call(step=step))
+        await second.channel.close()
+        async with asyncio.timeout(5):
+            while server.core.load.num_sessions:
+                await asyncio.sleep(0.01)
+        assert "0.3 s ago" in server.core.end_reason(session_id)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
-from typing import TypeAlias
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable
+from typing import TypeAlias, cast
 
 import orjson
 
+from ludus.env.adoption import Adoptable, adopt_called
 from ludus.env.core import SessionCore
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc_messages import (
@@ -46,6 +47,8 @@ class CallServer:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
+        self._orphans: Collection[str] = getattr(sessions, "orphans", frozenset())
+        """Sessions that have lost their connection; the next to call one is its new one."""
         self._inline = (
             sessions if isinstance(sessions, SessionCore) and sessions.runs_inline else None
         )
@@ -184,6 +187,8 @@ class CallServer:
         self, core: SessionCore, calls: list[pb.Call], write: Write, owner: Owner
     ) -> None:
         response, num_bytes = pb.ReplyBatch(), 0
+        if self._orphans:
+            adopt_called(cast(Adoptable, self._sessions), calls, owner)
         for call in calls:
             if num_bytes > MAX_BATCH_BYTES:
                 await write(response)
@@ -206,6 +211,8 @@ class CallServer:
         writing = asyncio.create_task(replies.write_forever())
         try:
             async for batch in batches:
+                if self._orphans:
+                    adopt_called(cast(Adoptable, self._sessions), batch.calls, owner)
                 for call in batch.calls:
                     task = asyncio.create_task(self._answer_into(call, replies, owner))
                     tasks.add(task)
