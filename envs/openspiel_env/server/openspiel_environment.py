@@ -186,13 +186,14 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
     def _play_others(self, state: pyspiel.State) -> int:
         """The agent's seat, or the end of the game, after chance and the others have moved."""
         agent, chance, is_uniform = self._agent, self._chance, self._loaded.has_uniform_chance
+        current_player, apply_action = state.current_player, state.apply_action
         while True:
-            player = state.current_player()
+            player = current_player()
             if player == _CHANCE:
                 if is_uniform:
-                    state.apply_action(chance.pick(state.legal_actions()))
+                    apply_action(chance.pick(state.legal_actions()))
                 else:
-                    state.apply_action(draw_weighted(state, chance))
+                    apply_action(draw_weighted(state, chance))
             elif player in (agent, _TERMINAL):
                 return player
             else:

@@ -17,9 +17,9 @@ MAX_SEED = 2**64 - 1
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResetArgs:
-    """What a reset may ask for."""
+    """What a reset may ask for; nobody changes one (see `EncodedResult` for why it could be)."""
 
     seed: int | None = None
     episode_id: str = ""
