@@ -1,8 +1,12 @@
 """It learns; and what must not learn does not.
 
 Both runs are the same but for the rewards: dealt as earned, or dealt out at random. They are
-the blackjack example, cut to 40,000 games, and are judged by the share of the gap from random
+the blackjack example, cut to 80,000 games, and are judged by the share of the gap from random
 play to basic strategy that they close on the same deals.
+
+Shuffled rewards still move the policy, at random: it may come to stand more often, or less, and
+win or lose by that. What they cannot teach is to look at the hand. So the line between learning
+and drifting is what always standing closes, the best that can be done without looking.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from tests.e2e.runs import start_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SETTINGS = (
-    "training.num_steps=40",
+    "training.num_steps=80",
     "training.groups_per_step=256",
     "rollout.num_groups_in_flight=512",
     "learner.num_minibatches=4",
     "learner.warmup_steps=3",
-    "eval.num_games=2000",
-    'eval.baselines=["random", "basic_strategy"]',
+    "eval.num_games=4000",
+    "eval.num_games_during=2000",
+    "eval.every_steps=40",
+    'eval.baselines=["random", "always_stand", "basic_strategy"]',
     "eval.random_policy=random",
     "eval.optimal_policy=basic_strategy",
 )
@@ -35,14 +41,21 @@ def learn(folder: Path, *overrides: str) -> Summary:
         return run.finish(timeout_s=280)
 
 
+def share_closed_without_looking(summary: Summary) -> float:
+    """What always standing closes of the gap on the same deals."""
+    returns = {name: result.expected_return for name, result in summary.baselines.items()}
+    gap = returns["basic_strategy"] - returns["random"]
+    return (returns["always_stand"] - returns["random"]) / gap
+
+
 def test_a_policy_learns_from_its_rewards(tmp_path: Path) -> None:
     summary = learn(tmp_path)
     assert summary.start is not None and summary.gap_closed_ci95 is not None
     assert summary.start.win_rate < 0.36, "it begins as a random player"
-    assert summary.gap_closed_ci95[0] > 0.4, "the whole interval is well above one"
+    assert summary.gap_closed_ci95[0] > share_closed_without_looking(summary)
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     summary = learn(tmp_path, "training.shuffle_rewards=true")
     assert summary.gap_closed_ci95 is not None
-    assert summary.gap_closed_ci95[1] < 0.3
+    assert summary.gap_closed_ci95[0] < share_closed_without_looking(summary)

@@ -9,7 +9,7 @@ from counting_env import ThreadedCountingEnv
 from served import running
 
 from ludus.env.client import AsyncEnvClient, Reset
-from ludus.env.step_stream import StepStream, answer_in_order
+from ludus.env.step_stream import StepStream, answer_in_order, read_ahead
 from ludus.env.types import StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -137,3 +137,18 @@ async def test_a_stream_that_broke_is_made_anew():
         await client._transport._steps.close()
         (result,) = await client.step_many([(session, {"add": 1})])
         assert isinstance(result, StepResult) and result.step_index == 2
+
+
+async def test_reading_ahead_keeps_the_order_and_passes_on_what_went_wrong():
+    async def broken():
+        for number in range(40):
+            yield number
+        raise ConnectionError("gone")
+
+    seen = []
+    with pytest.raises(ConnectionError, match="gone"):
+        async for number in read_ahead(broken()):
+            seen.append(number)
+            await asyncio.sleep(0)
+    assert seen == list(range(len(seen))) and len(seen) >= 20
+    assert [number async for number in read_ahead(requests_of(*range(40)))] == list(range(40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -11,7 +12,7 @@ from ludus.env.authentication import MISSING_TOKEN, is_authorized
 from ludus.env.call_server import CallServer
 from ludus.env.grpc_messages import CONNECTED_KEY, describe_message
 from ludus.env.sessions import Owner, Sessions
-from ludus.env.step_stream import answer_in_order
+from ludus.env.step_stream import answer_in_order, read_ahead
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError, ErrorCode
@@ -111,8 +112,9 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
     async def StepStream(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         if self._calls.answers_at_once:
-            async for request in request_iterator:
-                await context.write(await self._calls.step_many(request))
+            async with contextlib.aclosing(read_ahead(request_iterator)) as requests:
+                async for request in requests:
+                    await context.write(await self._calls.step_many(request))
         else:
             await answer_in_order(request_iterator, self._calls.step_many, context.write)
 

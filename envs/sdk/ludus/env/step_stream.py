@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -84,6 +84,40 @@ class StepStream(Generic[RequestT, ResponseT]):
             future = self._waiting.popleft()
             if not future.done():
                 future.set_exception(failure)
+
+
+async def read_ahead(requests: AsyncIterable[RequestT]) -> AsyncGenerator[RequestT, None]:
+    """The requests, of which a few are read while an earlier one is being answered.
+
+    A reading takes a hop to another thread and back, and nothing else would be done meanwhile.
+    """
+    waiting: asyncio.Queue[RequestT | _End] = asyncio.Queue(_MAX_AHEAD)
+
+    async def read() -> None:
+        async for request in requests:
+            await waiting.put(request)
+        await waiting.put(_End())
+
+    reading = asyncio.create_task(read())
+    reading.add_done_callback(lambda done: _wake_after_failure(done, waiting))
+    try:
+        while not isinstance(request := await waiting.get(), _End):
+            yield request
+        await reading
+    finally:
+        reading.cancel()
+
+
+class _End:
+    """After the last request."""
+
+
+def _wake_after_failure(reading: asyncio.Task[None], waiting: asyncio.Queue[Any]) -> None:
+    if reading.cancelled() or reading.exception() is None:
+        return
+    while waiting.full():
+        waiting.get_nowait()  # the stream has broken: nobody could be answered any more
+    waiting.put_nowait(_End())
 
 
 async def answer_in_order(
