@@ -263,6 +263,24 @@ async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
     await eventually(lambda: not any(map(lives, pids)))
 
 
+async def test_an_order_that_died_with_its_spawner_loses_no_open(isolation):
+    async with worked(isolation=isolation) as server, client_of(server) as client:
+        host = host_of(server)
+        await open_many(client, 1)
+        spawner = host.spawner_pid
+        os.kill(spawner, signal.SIGSTOP)  # it takes orders, and carries none out
+        killed = host.pids if isolation == "pool" else []  # else the warm ones do not suffice
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: host.workers.num_ends == len(killed))
+        opening = asyncio.create_task(open_many(client, 8))
+        await eventually(lambda: any(worker.sessions for worker in host._workers))
+        os.kill(spawner, signal.SIGKILL)
+        sessions = await asyncio.wait_for(opening, 30)
+        results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
+        assert [result.reward for result in results] == [1.0] * 8
+
+
 # -- slots -----------------------------------------------------------------------------
 
 

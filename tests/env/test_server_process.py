@@ -286,3 +286,18 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
         signed = SessionKey(KEY.encode()).sign("counting", "elsewhere")
         with pytest.raises(grpc.RpcError, match="issued for this server"):
             open_signed(server.addresses.grpc, signed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for orphans is Linux's")
+def test_a_server_whose_starter_died_before_it_could_ask_ends_at_once():
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    command = [sys.executable, "-m", "ludus.env", "counting_env:CountingEnv", "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--exit-with-parent", str(starter.pid)],
+        cwd=Path(SERVER).parent,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -29,11 +29,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("package", help="for example openspiel_env")
     parser.add_argument("--options", default="{}", help='JSON, for example {"game": "blackjack"}')
-    parser.add_argument("--exit-with-parent", action="store_true", help="never outlive the starter")
+    parser.add_argument(
+        "--exit-with-parent",
+        type=int,
+        metavar="PID",
+        help="never outlive the starter, which is PID",
+    )
     add_server_arguments(parser, _DEFAULT_PORT)
     arguments = parser.parse_args(argv)
-    if arguments.exit_with_parent:
-        _exit_with_parent()
+    if arguments.exit_with_parent is not None:
+        _exit_with_parent(arguments.exit_with_parent)
     try:
         factory = environment_factory(arguments.package, _parse_options(arguments.options))
     except UserError as error:
@@ -52,13 +57,16 @@ def _parse_options(text: str) -> JsonObject:
     return options
 
 
-def _exit_with_parent() -> None:
-    """Nothing; the kernel ends this process when its parent dies, even by kill -9 (Linux)."""
+def _exit_with_parent(parent_pid: int) -> None:
+    """Nothing; the kernel ends this process when its parent dies, even by kill -9 (Linux).
+
+    The parent says who it is: it may be dead before this process gets to ask, and whoever
+    inherited the process then would be taken for it.
+    """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent_pid:  # it died before the kernel was told
         sys.exit(0)
 
 

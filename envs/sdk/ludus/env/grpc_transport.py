@@ -53,7 +53,7 @@ ENVIRONMENT_KEY = "ludus-env"
 _CLOSE_PATIENCE_S = 2.0
 _RESEND_PAUSE_S = 0.05
 _LAST_RESEND_PAUSE_S = 1.0
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
@@ -62,6 +62,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
+"""How whoever calls a server reaches it; keepalive comes on top."""
 
 Fill = Callable[[pb.Call], None]
 """Writes a call; may be asked to do it again on another stream."""
@@ -409,7 +410,7 @@ def _metadata_of(options: ConnectOptions) -> tuple[tuple[str, str], ...]:
 def _open_channel(options: ConnectOptions) -> grpc.aio.Channel:
     keepalive_ms = round(options.keepalive_s * 1000)
     channel_options = (
-        *_CHANNEL_OPTIONS,
+        *CHANNEL_OPTIONS,
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.

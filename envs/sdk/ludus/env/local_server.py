@@ -115,7 +115,7 @@ class LocalServer:
             *(("--isolation", self.isolation) if self.isolation else ()),
             *self.extra_arguments,
             *("--ready-file", str(ready_file)),
-            "--exit-with-parent",
+            *("--exit-with-parent", str(os.getpid())),
         ]
 
     def _wait_until_ready(self, ready_file: Path, output: Path) -> None:

@@ -146,7 +146,18 @@ class WorkerHost:
             CallTimeoutError: its environment took too long to build.
             UnavailableError: there is no worker to be had.
         """
-        worker = await self._place(session_id, on_lost)
+        while True:
+            worker = await self._place(session_id)
+            try:
+                session = await self._open_on(worker, session_id, with_text=with_text)
+            except SessionLostError:
+                if not worker.was_never_forked:
+                    raise
+                continue  # nothing was begun, and the next spawner's workers are as good
+            worker.sessions[session_id] = on_lost
+            return session
+
+    async def _open_on(self, worker: Worker, session_id: str, *, with_text: bool) -> WorkerSession:
         worker.was_asked = True
         session = WorkerSession(session_id, worker, self)
         limit_s = self.step_timeout_s or None
@@ -205,13 +216,13 @@ class WorkerHost:
 
     # -- placement ---------------------------------------------------------------------
 
-    async def _place(self, session_id: str, on_lost: OnLost) -> Worker:
-        """A worker that has noted the session already."""
+    async def _place(self, session_id: str) -> Worker:
+        """A worker that counts the session already; whoever opens it hears of its end."""
         deadline_s = asyncio.get_running_loop().time() + _PLACE_WITHIN_S
         while not self._is_stopping:
             worker = self._pick() or await self._start_for_session()
             if worker is not None and worker.is_usable:
-                worker.sessions[session_id] = on_lost
+                worker.sessions[session_id] = _tell_nobody
                 self._refill()
                 return worker
             self._failures.raise_if_many()
@@ -293,7 +304,7 @@ class WorkerHost:
         if not worker.is_retired and not self._is_stopping:
             self.num_ended += 1
             _log.warning("worker %s: %s", worker.process.pid, worker.end_reason)
-            if not worker.has_opened:
+            if not (worker.has_opened or worker.was_never_forked):
                 self._failures.note(worker.end_reason, while_building=worker.was_asked)
         self._begin(self._forget_when_gone(worker))
         self._changed.set()
@@ -332,6 +343,10 @@ class WorkerHost:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _tell_nobody(_: str) -> None:
+    """Nothing; for a session that is not open yet."""
 
 
 class _Failures:

@@ -81,6 +81,11 @@ class Worker:
         return not self._has_ended and not self.is_retired and not self._killed_because
 
     @property
+    def was_never_forked(self) -> bool:
+        """True when its spawner died before it carried the order out."""
+        return self.process.is_orphan and self.process.pid is None
+
+    @property
     def end_reason(self) -> str:
         """Why it ended."""
         if self._killed_because:

@@ -20,7 +20,7 @@ import grpc
 
 from ludus.env.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc_messages import CONNECTED_KEY, read_description
-from ludus.env.grpc_transport import GrpcDuplex
+from ludus.env.grpc_transport import CHANNEL_OPTIONS, GrpcDuplex
 from ludus.env.step_stream import StepStream
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -41,13 +41,7 @@ _STEP_STREAM_PATH = "/ludus.env.v1.EnvService/StepStream"
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # else a dead server's backoff outlives its link
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    *CHANNEL_OPTIONS,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
