@@ -73,7 +73,7 @@ def measure(engine_name: str, model_path: str) -> None:
         ] * copies
         started = time.perf_counter()
         for prompt in prompts:
-            engine.submit(EngineRequest(next_id, prompt, sampling))
+            engine.submit(EngineRequest(next_id, prompt, sampling, seed=next_id))
             next_id += 1
         while engine.has_work:
             engine.step()

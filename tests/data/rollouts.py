@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus
+from ludus.trainer.types import (
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredTerm,
+    TokenSequence,
+    TurnSpan,
+)
 
 
 def make_rollout(
@@ -13,14 +20,20 @@ def make_rollout(
     """A rollout of one turn whose last two tokens were sampled; reward None = lost."""
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
     num_prompt = len(token_ids) - 2
-    return Rollout(
-        seed=1,
+    sequence = TokenSequence(
         token_ids=list(token_ids),
         loss_mask=[False] * num_prompt + [True, True],
         logprobs=[0.0] * num_prompt + [-0.5, -0.1],
+        turns=(TurnSpan(num_prompt, len(token_ids), reward or 0.0),),
+    )
+    return Rollout(
+        environment="coins",
+        seed=1,
+        sequences=(sequence,),
         reward=reward,
+        episode_return=reward,
+        terms=(ScoredTerm("environment", reward),),
         status=status,
-        num_turns=1,
         policy_version=version,
     )
 
@@ -31,4 +44,4 @@ def make_group(*rewards: float | None, index: int = 0, version: int = 0) -> Roll
         make_rollout(reward, token_ids=(5, 6, 7 + number, 8), version=version)
         for number, reward in enumerate(rewards)
     ]
-    return RolloutGroup(index, tuple(rollouts))
+    return RolloutGroup(index, "coins", tuple(rollouts))

@@ -29,7 +29,7 @@ def test_a_lost_episode_is_in_no_baseline_and_in_no_batch() -> None:
 
 
 def test_equal_episodes_share_a_sequence_and_keep_their_own_advantage() -> None:
-    twins = RolloutGroup(0, (make_rollout(1.0), make_rollout(-1.0), make_rollout(1.0)))
+    twins = RolloutGroup(0, "coins", (make_rollout(1.0), make_rollout(-1.0), make_rollout(1.0)))
     batch = make_batch([twins], GrpoConfig())
     assert len(batch.sequences) == 1
     assert batch.sequence_of_sample.tolist() == [0, 0, 0]
@@ -40,7 +40,7 @@ def test_equal_episodes_share_a_sequence_and_keep_their_own_advantage() -> None:
 def test_equal_tokens_with_different_masks_are_not_shared() -> None:
     one = make_rollout(1.0)
     other = replace(make_rollout(-1.0), loss_mask=[False, False, False, True])
-    batch = make_batch([RolloutGroup(0, (one, other))], GrpoConfig())
+    batch = make_batch([RolloutGroup(0, "coins", (one, other))], GrpoConfig())
     assert len(batch.sequences) == 2
 
 

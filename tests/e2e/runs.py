@@ -25,9 +25,9 @@ SMALL = (
     "eval.num_games=400",
     "eval.num_games_during=100",
     "eval.every_steps=4",
-    "eval.baselines=[]",
-    "eval.random_policy=null",
-    "eval.optimal_policy=null",
+    "environment.baselines=[]",
+    "environment.random_policy=null",
+    "environment.optimal_policy=null",
 )
 """Overrides of the example that make a run of a few seconds of training."""
 

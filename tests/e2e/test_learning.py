@@ -29,9 +29,9 @@ SETTINGS = (
     "eval.num_games=4000",
     "eval.num_games_during=2000",
     "eval.every_steps=40",
-    'eval.baselines=["random", "always_stand", "basic_strategy"]',
-    "eval.random_policy=random",
-    "eval.optimal_policy=basic_strategy",
+    'environment.baselines=["random", "always_stand", "basic_strategy"]',
+    "environment.random_policy=random",
+    "environment.optimal_policy=basic_strategy",
 )
 
 

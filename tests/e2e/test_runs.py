@@ -103,7 +103,7 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
         (["environment.options.game=blackjak"], "blackjak"),
         (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
         (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
-        (['eval.baselines=["card_counter"]'], "card_counter"),
+        (['environment.baselines=["card_counter"]'], "card_counter"),
         (["environment.probes=openspiel_env.probes:nothing"], "nothing"),
     ],
 )

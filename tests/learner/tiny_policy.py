@@ -44,7 +44,17 @@ def make_samples(num_samples: int, seed: int = 0) -> list[TrainingSample]:
             token_ids = [draw.randrange(3, 250) for _ in range(7 * num_turns)]
             mask = [position % 7 in (4, 5) for position in range(7 * num_turns)]
         logprobs = [-draw.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
-        samples.append(TrainingSample(token_ids, mask, logprobs, draw.uniform(-1, 1)))
+        reward = draw.uniform(-1, 1)
+        samples.append(
+            TrainingSample(
+                token_ids,
+                mask,
+                logprobs,
+                advantages=[reward * sampled for sampled in mask],
+                rewards=[0.0] * (len(mask) - 2) + [reward, 0.0],
+                terminated=index % 5 != 0,
+            )
+        )
     return samples
 
 

@@ -35,7 +35,10 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
         (["algorithm.loss.kind=gspo"], ["gspo", "aggregation = 'sequence_mean'"]),
         (["environment.render=a:b"], ["environment.parse"]),
         (["environment.kind=remote"], ["environment.address", "required"]),
-        (["eval.random_policy=random"], ["random_policy = 'random'", "eval.baselines"]),
+        (
+            ["environment.random_policy=random"],
+            ["random_policy = 'random'", "environment.baselines"],
+        ),
         (["name=../../etc"], ["name", "'../../etc'"]),
     ],
 )

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from ludus.env.evaluation import Z95, wilson_interval
-from ludus.proto.config import EvalConfig, LocalEnvironment, RunConfig, TrainingConfig
+from ludus.proto.config import LocalEnvironment, RunConfig, TrainingConfig
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CHART_FILE,
@@ -48,11 +48,16 @@ def build_run(run_dir: Path, *, name: str = "demo", finished: bool = True) -> Pa
 def write_config(run_dir: Path, name: str) -> None:
     config = RunConfig.model_construct(
         **RunConfig(
-            environment=LocalEnvironment(options={"game": "blackjack"}),
+            environments={
+                "blackjack": LocalEnvironment(
+                    options={"game": "blackjack"},
+                    policies="openspiel_env.policies:fixed_policies",
+                    baselines=tuple(BASELINES),
+                    random_policy="random",
+                    optimal_policy="basic_strategy",
+                )
+            },
             training=TrainingConfig(num_steps=NUM_STEPS),
-            eval=EvalConfig(
-                baselines=tuple(BASELINES), random_policy="random", optimal_policy="basic_strategy"
-            ),
         ).__dict__
         | {"name": name}
     )

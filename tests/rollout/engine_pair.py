@@ -142,6 +142,7 @@ def make_requests(
             request_id,
             [draw.randrange(3, 250) for _ in range(draw.choice([3, 8, 21, 40]))],
             Sampling(temperature, max_tokens),
+            seed=request_id,
         )
         for request_id in range(num_requests)
     ]

@@ -228,8 +228,9 @@ class Controller:
         self._playing.update(indices)
         run = self.parts.run
         shared = run.rollout.group_seed == "shared"
+        name = next(iter(run.environments))
         return [
-            GroupSpec(i, group_seeds(run.seed, i, run.rollout.group_size, shared=shared))
+            GroupSpec(i, name, group_seeds(run.seed, i, run.rollout.group_size, shared=shared))
             for i in indices
         ]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, gap_closed, play_policy, summarise
-from ludus.proto.config import EvalConfig
+from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import EvalReport
 
@@ -26,6 +26,7 @@ class Evaluator:
     """The policy's judge; all policies play the same deals."""
 
     config: EvalConfig
+    environment: EnvironmentConfig
     workers: PlaysGames
     baselines: Mapping[str, Sequence[EpisodeOutcome]]
     """Outcomes of the fixed policies on the first `num_games` deals, in their order."""
@@ -64,18 +65,21 @@ class Evaluator:
     def _gap_closed(
         self, outcomes: Sequence[EpisodeOutcome], baselines: Mapping[str, Sequence[EpisodeOutcome]]
     ) -> tuple[float, tuple[float, float]] | None:
-        worst, best = self.config.random_policy, self.config.optimal_policy
+        worst, best = self.environment.random_policy, self.environment.optimal_policy
         if worst is None or best is None:
             return None
         return gap_closed(outcomes, baselines[worst], baselines[best])
 
 
 async def play_baselines(
-    client: AsyncEnvClient, policies: Mapping[str, FixedPolicy], config: EvalConfig
+    client: AsyncEnvClient,
+    policies: Mapping[str, FixedPolicy],
+    baselines: Sequence[str],
+    config: EvalConfig,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the configuration's fixed policies on all evaluation deals."""
+    """The outcomes of the fixed policies `baselines` on all evaluation deals."""
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
-    return {name: await play_policy(client, policies[name], seeds) for name in config.baselines}
+    return {name: await play_policy(client, policies[name], seeds) for name in baselines}
 
 
 def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:

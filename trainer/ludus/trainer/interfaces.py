@@ -15,9 +15,14 @@ StateDict = Mapping[str, torch.Tensor]
 
 
 class GenerateFn(Protocol):
-    """Samples one completion; many calls at once become one batch."""
+    """Samples one completion; many calls at once become one batch.
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion: ...
+    The seed alone decides its random numbers, whatever else is sampled beside it.
+    """
+
+    async def __call__(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class EngineRequest:
     request_id: int
     prompt_ids: list[int]
     sampling: Sampling
+    seed: int
+    """Decides its random numbers."""
 
 
 @dataclass(frozen=True, slots=True)

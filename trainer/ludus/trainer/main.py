@@ -145,7 +145,7 @@ async def evaluate(
         workers, baselines = await asyncio.gather(
             RolloutWorkers.start(specs, Buffer(run)), _baselines(run, environment)
         )
-        report = await Evaluator(run.eval, workers, baselines).judge(num_games)
+        report = await Evaluator(run.eval, run.environment, workers, baselines).judge(num_games)
         await workers.close()
     return report
 
@@ -181,7 +181,7 @@ async def _build(
         learners=learners,
         workers=workers,
         buffer=buffer,
-        evaluator=Evaluator(run.eval, workers, baselines),
+        evaluator=Evaluator(run.eval, run.environment, workers, baselines),
         chat=chat,
         probe=probe,
         server=environment.server,
@@ -246,7 +246,7 @@ async def _connect(run: RunConfig, address: str) -> AsyncEnvClient:
     try:
         return await AsyncEnvClient.connect(
             address,
-            token=environment_token(run),
+            token=environment_token(run.environment),
             reconnect_timeout_s=run.environment.reconnect_timeout_s,
         )
     except (UnavailableError, AuthenticationError) as error:
@@ -323,21 +323,17 @@ def _worker_specs(
 
 async def _baselines(run: RunConfig, environment: Environment) -> dict[str, list[EpisodeOutcome]]:
     """The outcomes of the fixed policies that the evaluation compares with."""
-    if not run.eval.baselines:
+    if not run.environment.baselines:
         return {}
     path = run.environment.policies
-    if path is None:
-        raise ConfigError(
-            f"eval.baselines = {list(run.eval.baselines)} needs environment.policies, for "
-            "example 'openspiel_env.policies:fixed_policies'"
-        )
+    assert path is not None
     policies = import_object(path, "environment.policies")(environment.description.options)
-    unknown = sorted(set(run.eval.baselines) - policies.keys())
+    unknown = sorted(set(run.environment.baselines) - policies.keys())
     if unknown:
         raise ConfigError(
-            f"eval.baselines: '{path}' has no policy {unknown}; it has {sorted(policies)}"
+            f"environment.baselines: '{path}' has no policy {unknown}; it has {sorted(policies)}"
         )
-    return await play_baselines(environment.client, policies, run.eval)
+    return await play_baselines(environment.client, policies, run.environment.baselines, run.eval)
 
 
 def _resolved(weights: WeightStoreConfig, run_path: Path) -> WeightStoreConfig:

@@ -36,6 +36,8 @@ class Sampling:
     temperature: float
     """0 takes the likeliest token."""
     max_tokens: int
+    top_p: float = 1.0
+    """Samples from the likeliest tokens that hold this probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Turn:
     prompt_ids: list[int]
     """Tokens added since the turn before: never sampled, never trained on."""
     completion: Completion
+    reward: float = 0.0
+    """What the environment paid for it."""
 
 
 class RolloutStatus(StrEnum):
@@ -73,41 +77,93 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One episode as the policy saw it.
+class TurnSpan:
+    """Where a turn's sampled tokens stand in its sequence, and what they earned."""
+
+    start: int
+    """Position of the first."""
+    end: int
+    """One past the last."""
+    reward: float
+    """What the environment paid for the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Turns as the policy saw them: one growing text, token by token.
 
     Example, two turns (prompt p, sampled s): token_ids = p p p s s p p s s,
     loss_mask = F F F T T F F T T.
     """
 
-    seed: int
     token_ids: list[int]
     """[T]"""
     loss_mask: list[bool]
     """[T] True = sampled by the policy."""
     logprobs: list[float]
     """[T] of the sampler, 0 where not sampled."""
+    turns: tuple[TurnSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTerm:
+    """One term of an episode's reward, before its weight."""
+
+    name: str
+    value: float | None
+    """None = it could not be scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One episode as the policy saw it."""
+
+    environment: str
+    """Its name in the run."""
+    seed: int
+    sequences: tuple[TokenSequence, ...]
+    """One, or one per turn where the chat template takes earlier thoughts out again."""
     reward: float | None
-    """Return of the episode; None = it could not be scored."""
+    """What is learned from: the weighted sum of the terms; None = it could not be scored."""
+    episode_return: float | None
+    """What the environment paid in all, by which wins are counted; None when it was lost."""
+    terms: tuple[ScoredTerm, ...]
     status: RolloutStatus
-    num_turns: int
     policy_version: int
     """Oldest version of the weights that sampled any of its tokens."""
 
+    @property
+    def turns(self) -> tuple[TurnSpan, ...]:
+        """The turns of all sequences, in order."""
+        return tuple(turn for sequence in self.sequences for turn in sequence.turns)
 
-def join_turns(turns: Sequence[Turn]) -> tuple[list[int], list[bool], list[float]]:
-    """Token ids, loss mask and sampler log-probs of an episode's turns, each [T]."""
+    @property
+    def num_tokens_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(sum(sequence.loss_mask) for sequence in self.sequences)
+
+
+def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequence:
+    """The turns as one sequence, with `rest_ids` (never sampled) after the last.
+
+    The rest is what a truncated episode showed last: the value of that state stands there.
+    """
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
+    spans: list[TurnSpan] = []
     for turn in turns:
         num_prompt, num_sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
         token_ids += turn.prompt_ids
+        spans.append(TurnSpan(len(token_ids), len(token_ids) + num_sampled, turn.reward))
         token_ids += turn.completion.token_ids
         loss_mask += [False] * num_prompt + [True] * num_sampled
         logprobs += [0.0] * num_prompt
         logprobs += turn.completion.logprobs
-    return token_ids, loss_mask, logprobs
+    token_ids += rest_ids
+    loss_mask += [False] * len(rest_ids)
+    logprobs += [0.0] * len(rest_ids)
+    return TokenSequence(token_ids, loss_mask, logprobs, tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +172,8 @@ class GroupSpec:
 
     index: int
     """Counts the groups of a run; seeds follow from it."""
+    environment: str
+    """Its name in the run."""
     seeds: tuple[int, ...]
     """[G] one per episode; all equal in a same-seed group."""
 
@@ -125,6 +183,7 @@ class RolloutGroup:
     """The episodes of one group."""
 
     index: int
+    environment: str
     rollouts: tuple[Rollout, ...]
     """[G]"""
 
@@ -152,7 +211,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One episode, ready for the loss."""
+    """One sequence of an episode, ready for the loss."""
 
     token_ids: list[int]
     """[T]"""
@@ -160,7 +219,12 @@ class TrainingSample:
     """[T]"""
     rollout_logprobs: list[float]
     """[T]"""
-    advantage: float
+    advantages: list[float]
+    """[T] 0 where not sampled; all 0 where the learner's critic finds them."""
+    rewards: list[float]
+    """[T] 0 but on the last token of each turn."""
+    terminated: bool
+    """False when the episode was cut off: more reward could have followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +243,17 @@ class Batch:
     """[U] bool arrays [T]; equal tokens have equal masks, since masks follow from the turns."""
     rollout_logprobs: list[np.ndarray]
     """[N] float32 arrays [T]."""
-    advantages: np.ndarray
-    """float32 [N]"""
+    advantages: list[np.ndarray]
+    """[N] float32 arrays [T], 0 where not sampled."""
+    rewards: list[np.ndarray]
+    """[N] float32 arrays [T], 0 but on the last token of each turn."""
+    terminated: np.ndarray
+    """bool [N]"""
 
     @property
     def num_samples(self) -> int:
         """N."""
-        return len(self.advantages)
+        return len(self.sequence_of_sample)
 
     @property
     def num_loss_tokens(self) -> int:

@@ -31,6 +31,16 @@ class GspoLoss(Section):
     """The sequence ratio is clipped at 1 + clip_high."""
 
 
+class CispoLoss(Section):
+    """The log-prob weighted by a clipped ratio that has no gradient: no token loses its own."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 1.0
+    """The ratio is clipped at 1 - clip_low; 1 does not clip it."""
+    clip_high: PositiveFloat = 4.0
+    """The ratio is clipped at 1 + clip_high."""
+
+
 class TokenTis(Section):
     """Truncated importance weight per token for sampler and learner that differ."""
 
@@ -47,26 +57,41 @@ class SequenceTis(Section):
     """Largest weight."""
 
 
+class SequenceMask(Section):
+    """Importance weight per sequence, and none for sequences beyond the cap."""
+
+    kind: Literal["sequence_mask"] = "sequence_mask"
+    cap: PositiveFloat = 3.0
+    """Largest weight; a sequence above it is left out."""
+
+
+class IcePop(Section):
+    """Importance weight per token, and none for tokens outside a range."""
+
+    kind: Literal["icepop"] = "icepop"
+    low: PositiveFloat = 0.5
+    """Smallest ratio of learner to sampler."""
+    high: PositiveFloat = 5.0
+    """Largest ratio of learner to sampler."""
+
+
 class NoCorrection(Section):
     """No weight for the difference between sampler and learner."""
 
     kind: Literal["off"] = "off"
 
 
-PolicyLoss = Annotated[ClipLoss | GspoLoss, Field(discriminator="kind"), default_kind("clip")]
+PolicyLoss = Annotated[
+    ClipLoss | GspoLoss | CispoLoss, Field(discriminator="kind"), default_kind("clip")
+]
 Correction = Annotated[
-    TokenTis | SequenceTis | NoCorrection, Field(discriminator="kind"), default_kind("token_tis")
+    TokenTis | SequenceTis | SequenceMask | IcePop | NoCorrection,
+    Field(discriminator="kind"),
+    default_kind("token_tis"),
 ]
 
 
-class GrpoConfig(Section):
-    """Group relative policy optimisation."""
-
-    kind: Literal["grpo"] = "grpo"
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or of the others in it."""
-    scale: Literal["none", "group", "batch"] = "none"
-    """What an advantage is divided by: nothing, or the standard deviation of group or batch."""
+class _PolicyGradient(Section):
     dead_groups: Literal["replace", "keep"] = "replace"
     """What happens to a group whose rewards are all equal: it teaches nothing."""
     loss: PolicyLoss = ClipLoss()
@@ -88,7 +113,10 @@ class GrpoConfig(Section):
     """Weight of the entropy bonus in the first step."""
     entropy_coef_final: NonNegativeFloat | None = None
     """Weight of the entropy bonus in the end, linear in between; null keeps it constant."""
-
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Whether the divergence is a term of the loss, or taken off the reward of each token."""
     anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the run after which entropy_coef and kl_coef have their final values."""
 
@@ -116,3 +144,48 @@ class GrpoConfig(Section):
                 f"{list(self.geometric_mask)}; the default is [0.5, 2.0]"
             )
         return self
+
+
+class GrpoConfig(_PolicyGradient):
+    """Group relative policy optimisation, and its kin that need no critic."""
+
+    kind: Literal["grpo"] = "grpo"
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    """What is subtracted from a reward: the mean of its group, or of the others in it."""
+    scale: Literal["none", "group", "batch"] = "none"
+    """What an advantage is divided by: nothing, or the standard deviation of group or batch."""
+    credit: Literal["episode", "turn"] = "episode"
+    """What a turn is credited with: the whole episode's reward, or what came from it on."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per turn; for credit = "turn"."""
+
+
+class ReinforceConfig(_PolicyGradient):
+    """REINFORCE++: discounted returns per token, whitened over the whole batch."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    baseline: Literal["none", "mean"] = "none"
+    """What is subtracted from a reward before: nothing, or the mean of its group."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token."""
+
+
+class PpoConfig(_PolicyGradient):
+    """PPO: a value head predicts returns, and advantages are taken against it."""
+
+    kind: Literal["ppo"] = "ppo"
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per sampled token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Decay of generalised advantage estimation per sampled token."""
+    value_coef: PositiveFloat = 0.5
+    """Weight of the value loss."""
+    value_clip: PositiveFloat | None = 0.2
+    """The value may move this far from its old prediction in one step; null does not clip it."""
+    normalise_advantages: bool = True
+    """Whether the advantages of an optimizer step get mean 0 and standard deviation 1."""
+
+
+AlgorithmConfig = Annotated[
+    GrpoConfig | ReinforceConfig | PpoConfig, Field(discriminator="kind"), default_kind("grpo")
+]

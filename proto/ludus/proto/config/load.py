@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
     except ValidationError as error:
         source = str(path) if path else "the configuration"
         lines = [_explain(detail) for detail in error.errors()]
+        if "environment" in tree:
+            # It was written alone; its name is not the user's.
+            lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
         raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
 
 
@@ -142,6 +146,8 @@ def _follow(location: Sequence[str]) -> tuple[str, list[type[BaseModel]]]:
             sections = chosen
             continue
         names.append(part)
+        if not any(part in section.model_fields for section in sections):
+            continue  # a name or a number within a field that holds many sections
         if depth < len(location) - 1:
             fields = [s.model_fields[part] for s in sections if part in s.model_fields]
             sections = [model for field in fields for model in models_in(field.annotation)]

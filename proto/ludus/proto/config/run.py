@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from ludus.proto.config.algorithm import GrpoConfig
+from ludus.proto.config.algorithm import AlgorithmConfig, GrpoConfig
+from ludus.proto.config.environment import (
+    Curriculum,
+    EnvironmentConfig,
+    EnvironmentName,
+    LocalEnvironment,
+    RemoteEnvironment,
+    name_of_environment,
+)
 from ludus.proto.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from ludus.proto.config.sections import (
-    EnvironmentConfig,
     GeneratorConfig,
     LearnerConfig,
-    LocalEnvironment,
+    MetricsConfig,
     ModelConfig,
     RayWeightStore,
     RolloutConfig,
@@ -35,6 +42,11 @@ class TrainingConfig(Section):
     """Steps between checkpoints; one more is written at the end and on Ctrl-C."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on disk."""
+    window_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Groups may be trained on before an older one that is still played, if they are younger by
+    less than this share of all groups that may be begun."""
+    max_learner_restarts: NonNegativeInt = 3
+    """How often the learner's ranks are started anew from the newest checkpoint when one dies."""
     shuffle_rewards: bool = False
     """Negative control: deals the rewards of a batch out at random, so that nothing is learned."""
 
@@ -50,25 +62,12 @@ class EvalConfig(Section):
     """Steps between evaluations while training."""
     temperature: NonNegativeFloat = 1.0
     """0 takes the likeliest token; 1 plays the policy as it was trained."""
-    baselines: tuple[str, ...] = ()
-    """Fixed policies that play the same deals, by name."""
-    random_policy: str | None = None
-    """The baseline at which gap_closed is 0."""
-    optimal_policy: str | None = None
-    """The baseline at which gap_closed is 1."""
     seed: NonNegativeInt = 2_147_483_648
     """First seed of the evaluation deals; training deals have seeds below 2**30."""
 
-    @model_validator(mode="after")
-    def _ends_of_the_gap_are_played(self) -> Self:
-        for field in ("random_policy", "optimal_policy"):
-            name = getattr(self, field)
-            if name is not None and name not in self.baselines:
-                raise ValueError(
-                    f"{field} = '{name}' is not played; add it to eval.baselines, "
-                    f"now {list(self.baselines)}"
-                )
-        return self
+
+def _card_and_board_games() -> dict[str, LocalEnvironment | RemoteEnvironment]:
+    return {"openspiel": LocalEnvironment()}
 
 
 class RunConfig(Section):
@@ -80,27 +79,48 @@ class RunConfig(Section):
     """Folder that holds the folders of runs."""
     seed: NonNegativeInt = 0
     """Fixes initial weights, deals and sampling."""
-    environment: EnvironmentConfig = LocalEnvironment()
-    """Where episodes are played."""
+    preset: Literal["torchforge", "trl", "dapo"] | None = None
+    """Settings of another project, which stand wherever this file says nothing."""
+    environments: dict[EnvironmentName, EnvironmentConfig] = Field(
+        default_factory=_card_and_board_games, min_length=1
+    )
+    """Where episodes are played, by name. One alone may be written as section `environment`."""
+    curriculum: Curriculum | None = None
     model: ModelConfig = TinyModel()
     """The policy's starting point."""
     generator: GeneratorConfig = TransformersGenerator()
     """What samples answers."""
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = GrpoConfig()
     learner: LearnerConfig = LearnerConfig()
     training: TrainingConfig = TrainingConfig()
     weights: WeightStoreConfig = RayWeightStore()
     """How weights reach the rollout workers."""
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that trainer.log holds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_environment_alone(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("environment"), dict):
+            return tree
+        if "environments" in tree:
+            raise ValueError(
+                "expected environment or environments, got both; move [environment] to "
+                "[environments.<name>]"
+            )
+        rest = {key: value for key, value in tree.items() if key != "environment"}
+        alone = tree["environment"]
+        return {**rest, "environments": {name_of_environment(alone): alone}}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         self._check_minibatches()
         self._check_tokens()
         self._check_sessions()
+        self._check_algorithm()
         return self
 
     def _check_minibatches(self) -> None:
@@ -120,13 +140,39 @@ class RunConfig(Section):
             )
 
     def _check_sessions(self) -> None:
-        environment, rollout = self.environment, self.rollout
+        rollout = self.rollout
         wanted = rollout.num_workers * rollout.num_groups_in_flight * rollout.group_size
-        if isinstance(environment, LocalEnvironment) and wanted > environment.max_sessions:
+        for environment in self.environments.values():
+            if isinstance(environment, LocalEnvironment) and wanted > environment.max_sessions:
+                raise ValueError(
+                    f"rollout.num_workers * num_groups_in_flight * group_size = {wanted} sessions, "
+                    f"but environment.max_sessions = {environment.max_sessions}; raise it to "
+                    f"{wanted}"
+                )
+
+    def _check_algorithm(self) -> None:
+        if self.algorithm.kind == "ppo" and self.learner.value_head is False:
             raise ValueError(
-                f"rollout.num_workers * num_groups_in_flight * group_size = {wanted} sessions, "
-                f"but environment.max_sessions = {environment.max_sessions}; raise it to {wanted}"
+                "algorithm.kind = 'ppo' needs a value head, but learner.value_head = false; "
+                "remove it, or set algorithm.kind = 'grpo'"
             )
+        if self.rollout.top_p < 1 and self.algorithm.correction.kind != "off":
+            raise ValueError(
+                f"rollout.top_p = {self.rollout.top_p} samples from a cut-off distribution, whose "
+                "log-probs cannot be compared with the learner's, but algorithm.correction.kind = "
+                f"'{self.algorithm.correction.kind}'; set top_p = 1 or correction.kind = 'off'"
+            )
+        if self.rollout.min_workers > self.rollout.num_workers:
+            raise ValueError(
+                f"rollout.min_workers = {self.rollout.min_workers} is more than "
+                f"rollout.num_workers = {self.rollout.num_workers}; lower the one or raise the "
+                "other"
+            )
+
+    @property
+    def environment(self) -> LocalEnvironment | RemoteEnvironment:
+        """The first environment, for what shows one only."""
+        return next(iter(self.environments.values()))
 
     @property
     def episodes_per_step(self) -> int:

@@ -1,13 +1,12 @@
-"""Environment, model, generator, rollout, learner and weight store of a run."""
+"""Model, generator, rollout, learner and weight store of a run."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ludus.proto.config.section import (
-    ImportPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -17,54 +16,15 @@ from ludus.proto.config.section import (
 )
 
 
-class _Environment(Section):
-    render: ImportPath | None = None
-    """Replaces the environment's text face: (observation, first) -> list of messages."""
-    parse: ImportPath | None = None
-    """Replaces the environment's parser: (text, observation) -> action."""
-    policies: ImportPath | None = None
-    """Fixed policies to compare with: (options) -> {name: policy}."""
-    probes: ImportPath | None = None
-    """Situations for the policy chart of the report: () -> list of PolicyProbe."""
-    reconnect_timeout_s: PositiveFloat = 60.0
-    """How long a lost server may stay away before the run fails."""
+class LoraConfig(Section):
+    """Low-rank adapters: they alone are trained, and they alone travel to the workers."""
 
-    @model_validator(mode="after")
-    def _both_or_none(self) -> Self:
-        if (self.render is None) != (self.parse is None):
-            missing = "parse" if self.parse is None else "render"
-            raise ValueError(
-                "render and parse replace the text face together; "
-                f"set environment.{missing} too, or remove both"
-            )
-        return self
-
-
-class LocalEnvironment(_Environment):
-    """A server that the run starts, watches and restarts on this machine."""
-
-    kind: Literal["local"] = "local"
-    package: str = "openspiel_env"
-    """Installed environment package; it has `server/app.py` and `make_environment`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """What the environment is built with, for example {game = "blackjack"}."""
-    max_sessions: PositiveInt = 4096
-    """Sessions the server holds at once."""
-
-
-class RemoteEnvironment(_Environment):
-    """A server that runs already."""
-
-    kind: Literal["remote"] = "remote"
-    address: str
-    """grpc://host:port, ws://host:port or http://host:port."""
-    token_env: str = "LUDUS_ENV_TOKEN"
-    """Environment variable that holds the bearer token; it may be unset."""
-
-
-EnvironmentConfig = Annotated[
-    LocalEnvironment | RemoteEnvironment, Field(discriminator="kind"), default_kind("local")
-]
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the linear layers that get an adapter."""
 
 
 class TinyModel(Section):
@@ -88,6 +48,7 @@ class TinyModel(Section):
     """Most entries of the byte-level tokenizer, trained on the environment's own text."""
     max_tokens: PositiveInt = 512
     """Longest conversation."""
+    lora: LoraConfig | None = None
     tie_embeddings: bool = False
     """Whether input and output embeddings are one matrix."""
     warm_start_games: PositiveInt = 1024
@@ -124,6 +85,10 @@ class PretrainedModel(Section):
     """Model id or folder."""
     enable_thinking: bool = False
     """Passed to chat templates that know it (Qwen3): whether the model may think aloud."""
+    keep_thinking: bool = True
+    """Whether thoughts of earlier turns stay in the conversation, as they were sampled. Where
+    the template strips them, each turn becomes a sequence of its own."""
+    lora: LoraConfig | None = None
 
 
 ModelConfig = Annotated[
@@ -169,6 +134,8 @@ class RolloutConfig(Section):
     """Rollout worker actors, one generator each."""
     num_gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs that Ray reserves for each worker."""
+    min_workers: PositiveInt = 1
+    """Workers with which the run begins and goes on; others join as soon as there is room."""
     num_threads: PositiveInt = 1
     """CPU threads of each worker's generator."""
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -179,6 +146,8 @@ class RolloutConfig(Section):
     """Groups a worker plays at once."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probs are taken at it."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Samples from the likeliest tokens that hold this probability."""
     max_completion_tokens: PositiveInt = 16
     """Tokens of one answer."""
     max_turns: PositiveInt = 32
@@ -224,30 +193,94 @@ class LearnerConfig(Section):
     """Compute type; parameters and optimizer stay float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    packing: Literal["tree", "pad"] = "tree"
+    """How sequences share a forward pass: as a tree in which a common prefix is computed once,
+    or side by side, padded to the longest."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile: slower to start, faster to run on a GPU."""
+    value_head: bool | None = None
+    """A head that predicts returns; null makes one where the algorithm needs it."""
+    offload_reference: bool = False
+    """Keep the reference model in main memory while it is not used."""
+    collective_timeout_s: PositiveFloat = 600.0
+    """How long a rank waits for the others before the group is restarted."""
 
 
-class RayWeightStore(Section):
+class _WeightStore(Section):
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+    """Newest versions that stay available, with all they build upon."""
+    timeout_s: PositiveFloat = 120.0
+    """How long a version may take to be published, and how long to be held by a worker, before
+    the run fails; a store that is away for less only delays it."""
+    dtype: Literal["learner", "float32", "bfloat16"] = "learner"
+    """Type of the tensors that travel; "learner" is learner.dtype."""
+    full_every: PositiveInt = 1
+    """Every so manyth version travels as a whole, those between as what has changed."""
+
+
+class RayWeightStore(_WeightStore):
     """Weights travel through Ray's object store."""
 
     kind: Literal["ray"] = "ray"
-    keep_versions: Annotated[int, Field(ge=2)] = 2
-    """Versions that stay available."""
-    timeout_s: PositiveFloat = 60.0
-    """How long a worker may take to hold a published version before the run fails."""
 
 
-class FolderWeightStore(Section):
+class FolderWeightStore(_WeightStore):
     """Weights travel through a folder that all machines share."""
 
     kind: Literal["folder"] = "folder"
     path: str | None = None
     """Folder; null takes `weights` in the run's folder."""
-    keep_versions: Annotated[int, Field(ge=2)] = 2
-    """Versions that stay on disk."""
-    timeout_s: PositiveFloat = 60.0
-    """How long a worker may take to hold a published version before the run fails."""
+
+
+class S3WeightStore(_WeightStore):
+    """Weights travel through an S3-compatible object store.
+
+    Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a pod's
+    identity), never from a configuration.
+    """
+
+    kind: Literal["s3"] = "s3"
+    bucket: str
+    """Bucket; it must exist."""
+    prefix: str = "ludus"
+    """First part of all keys; the run's name follows."""
+    endpoint: str | None = None
+    """URL of a store that is not Amazon's, for example http://127.0.0.1:9000."""
+    region: str = "us-east-1"
+    """Region of the bucket."""
 
 
 WeightStoreConfig = Annotated[
-    RayWeightStore | FolderWeightStore, Field(discriminator="kind"), default_kind("ray")
+    RayWeightStore | FolderWeightStore | S3WeightStore,
+    Field(discriminator="kind"),
+    default_kind("ray"),
 ]
+
+
+class PrometheusSink(Section):
+    """Metrics for Prometheus, served by the run's driver."""
+
+    port: NonNegativeInt = 0
+    """Port on which /metrics is served; 0 takes a free one, which trainer.log names."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 in a cluster, where a network policy guards it."""
+
+
+class WandbSink(Section):
+    """Metrics for Weights & Biases; the key comes from WANDB_API_KEY."""
+
+    project: str = "ludus"
+    """Project of the run."""
+    entity: str | None = None
+    """Team or user; null is the key's own."""
+    mode: Literal["online", "offline"] = "online"
+    """Offline writes into the run's folder, to be sent later with `wandb sync`."""
+
+
+class MetricsConfig(Section):
+    """Where metrics go beside metrics.jsonl."""
+
+    prometheus: PrometheusSink | None = None
+    tensorboard: bool = False
+    """Whether event files are written into the run's folder."""
+    wandb: WandbSink | None = None

@@ -82,7 +82,7 @@ def learning_curve(run: RunFiles, measure: Measure, frame: Frame = CURVE_FRAME) 
     if not points:
         return None
     baselines = run.summary.baselines if run.summary is not None else {}
-    goal = run.config.eval.optimal_policy if run.config is not None else None
+    goal = run.config.environment.optimal_policy if run.config is not None else None
     levels = [
         Level(readable(name), measure.of_result(result)[0], is_goal=name == goal)
         for name, result in baselines.items()

@@ -114,7 +114,7 @@ def _summary_tiles(run: RunFiles, summary: Summary) -> list[Markup]:
 def _gap_tile(run: RunFiles, summary: Summary, gap: float) -> Markup:
     interval = summary.gap_closed_ci95
     notes = [f"{percent_interval(interval)} (95%)"] if interval else []
-    low = run.config.eval.random_policy if run.config is not None else None
+    low = run.config.environment.random_policy if run.config is not None else None
     return _tile(
         "Gap closed",
         percent(gap),

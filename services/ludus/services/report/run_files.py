@@ -64,7 +64,7 @@ class RunFiles:
     @property
     def reference_name(self) -> str:
         """What the best policy known is called."""
-        optimal = self.config.eval.optimal_policy if self.config is not None else None
+        optimal = self.config.environment.optimal_policy if self.config is not None else None
         return readable(optimal) if optimal else "the reference"
 
 

@@ -12,7 +12,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from ludus.proto.config import FolderWeightStore, RayWeightStore, WeightStoreConfig
+from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import RayStore
 from ludus.trainer.interfaces import PublishedWeights, WeightStore
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
@@ -86,3 +86,5 @@ def make_store(config: WeightStoreConfig) -> WeightStore:
         case FolderWeightStore():
             assert config.path is not None
             return FolderStore(Path(config.path), config.keep_versions)
+        case S3WeightStore():
+            raise NotImplementedError

@@ -11,7 +11,7 @@ import torch
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.proto.config import EnvironmentConfig, RunConfig, WeightStoreConfig
 from ludus.trainer.actors.learner import make_store
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.models.chat import ChatTokenizer
@@ -50,13 +50,14 @@ class RolloutWorkerActor:
         chat = ChatTokenizer.load(spec.model_path, run.model)
         self._client = await AsyncEnvClient.connect(
             spec.environment_address,
-            token=environment_token(run),
+            token=environment_token(run.environment),
             timeout_s=run.rollout.group_timeout_s,
             reconnect_timeout_s=run.environment.reconnect_timeout_s,
         )
         engine = make_engine(run, spec.model_path, chat, spec.seed)
         self._generator = Generator(engine)
         self._player = Player(
+            next(iter(run.environments)),
             self._client,
             self._generator,
             chat,
@@ -99,12 +100,11 @@ class RolloutWorkerActor:
         self._generator.close()
 
 
-def environment_token(run: RunConfig) -> str | None:
+def environment_token(environment: EnvironmentConfig) -> str | None:
     """The bearer token for the run's environment; it never stands in a configuration."""
-    environment = run.environment
     return os.environ.get(environment.token_env) if environment.kind == "remote" else None
 
 
 def _outcome(rollout: Rollout) -> EpisodeOutcome:
     invalid = rollout.status is RolloutStatus.INVALID_ACTION
-    return EpisodeOutcome(rollout.seed, rollout.reward, rollout.num_turns, invalid=invalid)
+    return EpisodeOutcome(rollout.seed, rollout.episode_return, len(rollout.turns), invalid=invalid)

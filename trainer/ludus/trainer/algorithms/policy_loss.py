@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludus.proto.config import Correction, GrpoConfig, GspoLoss, SequenceTis, TokenTis
+from ludus.proto.config import (
+    AlgorithmConfig,
+    CispoLoss,
+    Correction,
+    GspoLoss,
+    SequenceTis,
+    TokenTis,
+)
 from ludus.trainer.algorithms.aggregation import aggregate
 from ludus.trainer.algorithms.losses import clipped_surrogate, is_clipped, kl
 from ludus.trainer.algorithms.ratios import (
@@ -51,7 +58,7 @@ def grpo_loss(
     entropy: Tensor,
     advantages: Tensor,
     loss_mask: Tensor,
-    config: GrpoConfig,
+    config: AlgorithmConfig,
     denominator: float,
     entropy_coef: float,
     kl_coef: float,
@@ -64,7 +71,7 @@ def grpo_loss(
     divergence from the reference model. A sequence outside the geometric mask gives nothing
     to any term but still counts in `denominator`: masking must not enlarge the step.
 
-    `advantages` is [N], `loss_mask` and the rest [N, T]. `old_logprobs` None: the learner has
+    All are [N, T]; `advantages` may be [N, 1]. `old_logprobs` None: the learner has
     not moved in this step, so pi' = pi. For `config.old_logprobs` "rollout", pass the
     `rollout_logprobs` as old.
     """
@@ -79,7 +86,7 @@ def grpo_loss(
     rollout = sampled(rollout_logprobs).detach()
     entropy = sampled(entropy)
     ref_kl = kl(new, ref)
-    policy, clipped = _policy_terms(new, old, advantages[:, None], loss_mask, config)
+    policy, clipped = _policy_terms(new, old, advantages, loss_mask, config)
     weight = _correction_weight(old, rollout, loss_mask, config.correction)
     keep = _kept_sequences(old, rollout, loss_mask, config)
 
@@ -105,10 +112,11 @@ def _check_reference(ref_logprobs: Tensor | None, kl_coef: float) -> None:
 
 
 def _policy_terms(
-    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: GrpoConfig
+    new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     """The clipped loss per token, and where the clip held."""
     loss = config.loss
+    assert not isinstance(loss, CispoLoss)
     if isinstance(loss, GspoLoss):
         log_ratio, dual_clip = sequence_log_ratio(new, old, mask), None
     else:
@@ -130,7 +138,7 @@ def _correction_weight(
     return torch.ones_like(old)
 
 
-def _kept_sequences(old: Tensor, rollout: Tensor, mask: Tensor, config: GrpoConfig) -> Tensor:
+def _kept_sequences(old: Tensor, rollout: Tensor, mask: Tensor, config: AlgorithmConfig) -> Tensor:
     """True [N] for the sequences that the geometric mask lets through."""
     if config.geometric_mask is None:
         return torch.ones_like(mask[:, 0])

@@ -9,17 +9,25 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ludus.proto.config import GrpoConfig
+from ludus.proto.config import AlgorithmConfig, GrpoConfig
 from ludus.trainer.algorithms.advantages import group_advantages
-from ludus.trainer.types import Batch, RolloutGroup, TrainingSample
+from ludus.trainer.types import (
+    Batch,
+    RolloutGroup,
+    RolloutStatus,
+    TokenSequence,
+    TrainingSample,
+)
 
 
-def make_batch(groups: Sequence[RolloutGroup], algorithm: GrpoConfig) -> Batch:
+def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Batch:
     """The batch of all scored episodes of `groups`."""
     rewards = torch.tensor(
         [[float("nan") if r is None else r for r in group.rewards] for group in groups],
         dtype=torch.float32,
     )
+    assert isinstance(algorithm, GrpoConfig)
+    assert algorithm.baseline != "none"
     advantages = group_advantages(rewards, algorithm.baseline, algorithm.scale)
     return collate(list(_samples(groups, advantages.tolist())))
 
@@ -35,7 +43,9 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=[np.array(mask, dtype=bool) for _, mask in rows],
         rollout_logprobs=[np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
-        advantages=np.array([s.advantage for s in samples], dtype=np.float32),
+        advantages=[np.array(s.advantages, dtype=np.float32) for s in samples],
+        rewards=[np.array(s.rewards, dtype=np.float32) for s in samples],
+        terminated=np.array([s.terminated for s in samples], dtype=bool),
     )
 
 
@@ -66,4 +76,20 @@ def _samples(
         for rollout, advantage in zip(group.rollouts, row, strict=True):
             if rollout.reward is None:
                 continue
-            yield TrainingSample(rollout.token_ids, rollout.loss_mask, rollout.logprobs, advantage)
+            for sequence in rollout.sequences:
+                yield TrainingSample(
+                    sequence.token_ids,
+                    sequence.loss_mask,
+                    sequence.logprobs,
+                    [advantage * sampled for sampled in sequence.loss_mask],
+                    _rewards(sequence),
+                    terminated=rollout.status is not RolloutStatus.TRUNCATED,
+                )
+
+
+def _rewards(sequence: TokenSequence) -> list[float]:
+    """[T] each turn's reward on its last token."""
+    rewards = [0.0] * len(sequence.token_ids)
+    for turn in sequence.turns:
+        rewards[turn.end - 1] = turn.reward
+    return rewards

@@ -49,9 +49,9 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_groups=1,
         num_dead_groups=int(len(scored) >= 2 and group.is_dead),
         num_void_groups=int(len(scored) < 2),
-        num_tokens_generated=sum(sum(rollout.loss_mask) for rollout in group.rollouts),
-        num_turns=sum(rollout.num_turns for rollout in group.rollouts),
-        num_wins=sum(reward > 0 for reward in scored),
+        num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
+        num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
+        num_wins=sum((rollout.episode_return or 0) > 0 for rollout in group.rollouts),
         reward_sum=sum(scored),
         reward_square_sum=sum(reward * reward for reward in scored),
     )

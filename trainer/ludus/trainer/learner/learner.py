@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from ludus.proto.config import GrpoConfig, LearnerConfig
+from ludus.proto.config import AlgorithmConfig, LearnerConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.algorithms.policy_loss import LossTerms, grpo_loss
 from ludus.trainer.learner.micro_batches import MicroBatch, micro_batches, split_samples
@@ -38,7 +38,7 @@ class LearnerSpec:
 
     model_path: str
     config: LearnerConfig
-    algorithm: GrpoConfig
+    algorithm: AlgorithmConfig
     temperature: float
     """At which the rollout workers sample: log-probs are of that distribution."""
     max_tokens: int

@@ -31,7 +31,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """float32 [N, T]"""
     advantages: Tensor
-    """float32 [N]"""
+    """float32 [N, T], 0 where not sampled."""
     sequence_ids: np.ndarray
     """int64 [U] rows of Batch.sequences; empty in a piece that only keeps ranks in step."""
 
@@ -95,7 +95,7 @@ def _make_pieces(
             sampled=_pad([batch.loss_masks[i] for i in sequence_ids], longest, np.bool_),
             row_of_sample=torch.tensor(rows),
             rollout_logprobs=_pad([batch.rollout_logprobs[i] for i in mine], longest, np.float32),
-            advantages=torch.from_numpy(batch.advantages[mine]),
+            advantages=_pad([batch.advantages[i] for i in mine], longest, np.float32),
             sequence_ids=sequence_ids,
         )
 
@@ -114,6 +114,6 @@ def _empty_piece() -> MicroBatch:
         sampled=torch.zeros(1, 2, dtype=torch.bool),
         row_of_sample=torch.zeros(0, dtype=torch.int64),
         rollout_logprobs=torch.zeros(0, 2),
-        advantages=torch.zeros(0),
+        advantages=torch.zeros(0, 2),
         sequence_ids=np.zeros(0, dtype=np.int64),
     )

@@ -80,7 +80,8 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
         answer_ids = chat.answer_ids(exchange.answer)
         token_ids += prompt_ids + answer_ids
         loss_mask += [False] * len(prompt_ids) + [True] * len(answer_ids)
-    return TrainingSample(token_ids, loss_mask, [0.0] * len(token_ids), advantage=0.0)
+    nothing = [0.0] * len(token_ids)
+    return TrainingSample(token_ids, loss_mask, nothing, nothing, nothing, terminated=True)
 
 
 def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.face import Face
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling, Turn, join_turns
+from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm, Turn, join_turns
 
 Opened: TypeAlias = tuple[AsyncSession, StepResult]
 """A session with the first result of its episode."""
@@ -36,6 +36,8 @@ _FULL_SERVER_PAUSE_S = 0.05
 class Player:
     """What it takes to play: the environment, the policy, and the language between them."""
 
+    environment: str
+    """Its name in the run."""
     client: AsyncEnvClient
     generate: GenerateFn
     chat: ChatTokenizer
@@ -86,7 +88,6 @@ class _Episode:
         self._seed = seed
         self._sampling = sampling
         self._turns: list[Turn] = []
-        self._return = 0.0
         self.is_over = False
         """True when the server has ended the episode and freed the session by itself."""
 
@@ -95,15 +96,15 @@ class _Episode:
         player, chat = self._player, self._player.chat
         token_ids = prompt_ids = chat.first_prompt(player.face.messages(result, first=True))
         while self._has_room(len(token_ids)):
-            completion = await player.generate(token_ids, self._sampling)
-            self._turns.append(Turn(prompt_ids, completion))
+            completion = await player.generate(token_ids, self._sampling, self._request_seed())
             text = chat.decode(completion.token_ids)
             try:
                 result = await session.step(**player.face.action(text, result))
             except ActionError:
-                self._return += player.limits.invalid_action_reward
+                reward = player.limits.invalid_action_reward
+                self._turns.append(Turn(prompt_ids, completion, reward))
                 return RolloutStatus.INVALID_ACTION
-            self._return += result.reward or 0.0
+            self._turns.append(Turn(prompt_ids, completion, result.reward or 0.0))
             if result.done:
                 self.is_over = True
                 ended = result.terminated
@@ -115,19 +116,23 @@ class _Episode:
 
     def end(self, status: RolloutStatus) -> Rollout:
         """The finished rollout; without a reward when it was lost or nothing was sampled."""
-        token_ids, loss_mask, logprobs = join_turns(self._turns)
         scored = status is not RolloutStatus.LOST and self._turns
+        paid = sum(turn.reward for turn in self._turns) if scored else None
         versions: Sequence[int] = [turn.completion.policy_version for turn in self._turns]
         return Rollout(
+            environment=self._player.environment,
             seed=self._seed,
-            token_ids=token_ids,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            reward=self._return if scored else None,
+            sequences=(join_turns(self._turns),) if self._turns else (),
+            reward=paid,
+            episode_return=paid,
+            terms=(ScoredTerm("environment", paid),),
             status=status,
-            num_turns=len(self._turns),
             policy_version=min(versions, default=0),
         )
+
+    def _request_seed(self) -> int:
+        """Differs between turns; those of one seed's episodes differ by their sampling's salt."""
+        return self._seed * 64 + len(self._turns)
 
     def _has_room(self, num_tokens: int) -> bool:
         limits = self._player.limits

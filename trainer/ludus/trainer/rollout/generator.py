@@ -54,7 +54,7 @@ class Generator:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         """One sampled completion."""
         self._refuse_if_failed()
         request_id = next(self._next_id)
@@ -63,7 +63,7 @@ class Generator:
         if not self._unsent:
             # All calls of this turn of the event loop travel together.
             self._loop.call_soon(self._send)
-        self._unsent.append(EngineRequest(request_id, prompt_ids, sampling))
+        self._unsent.append(EngineRequest(request_id, prompt_ids, sampling, seed))
         return await pending.future
 
     async def load_weights(self, state: StateDict, version: int) -> None:

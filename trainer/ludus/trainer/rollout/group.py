@@ -36,8 +36,8 @@ async def play_group(
         rollouts = await _play_together(player, spec.seeds, sampling, deadline_s)
     else:
         episodes = [player.play(seed, sampling) for seed in spec.seeds]
-        rollouts = await _play_until(deadline_s, episodes, spec.seeds)
-    return RolloutGroup(spec.index, tuple(rollouts))
+        rollouts = await _play_until(deadline_s, player, episodes, spec.seeds)
+    return RolloutGroup(spec.index, spec.environment, tuple(rollouts))
 
 
 def _opens_together(player: Player, spec: GroupSpec) -> bool:
@@ -51,12 +51,12 @@ async def _play_together(
         async with asyncio.timeout_at(deadline_s):
             opened = await player.open_group(seeds[0], len(seeds))
     except (InfrastructureError, TimeoutError):
-        return [_lost(seed) for seed in seeds]
+        return [_lost(player, seed) for seed in seeds]
     episodes = [
         player.play_opened(one, seed, sampling) for one, seed in zip(opened, seeds, strict=True)
     ]
     try:
-        return await _play_until(deadline_s, episodes, seeds)
+        return await _play_until(deadline_s, player, episodes, seeds)
     finally:
         # An episode that was cancelled before its first line has closed nothing.
         for session, _ in opened:
@@ -64,7 +64,10 @@ async def _play_together(
 
 
 async def _play_until(
-    deadline_s: float, episodes: Sequence[Coroutine[Any, Any, Rollout]], seeds: Sequence[int]
+    deadline_s: float,
+    player: Player,
+    episodes: Sequence[Coroutine[Any, Any, Rollout]],
+    seeds: Sequence[int],
 ) -> list[Rollout]:
     """One rollout per episode; every episode is over, and its session freed, on every way out."""
     tasks = [asyncio.create_task(episode) for episode in episodes]
@@ -79,7 +82,7 @@ async def _play_until(
         if late:
             await asyncio.wait(late)
     return [
-        task.result() if task in done else _lost(seed)
+        task.result() if task in done else _lost(player, seed)
         for task, seed in zip(tasks, seeds, strict=True)
     ]
 
@@ -99,5 +102,5 @@ def _mix(run_seed: int, counter: int) -> int:
     return (value ^ (value >> 31)) % 2**30
 
 
-def _lost(seed: int) -> Rollout:
-    return Rollout(seed, [], [], [], None, RolloutStatus.LOST, 0, 0)
+def _lost(player: Player, seed: int) -> Rollout:
+    return Rollout(player.environment, seed, (), None, None, (), RolloutStatus.LOST, 0)

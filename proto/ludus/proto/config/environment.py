@@ -1,0 +1,147 @@
+"""Where episodes are played, how they are shown, and what they are worth."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from ludus.proto.config.section import (
+    ImportPath,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    default_kind,
+)
+
+
+class RewardTerm(Section):
+    """One term of an episode's reward."""
+
+    function: ImportPath | None = None
+    """Called with lists, one entry per episode of a group, as keyword arguments: prompts,
+    completions, and every field of the rollouts; returns one number or None (cannot be scored)
+    per episode. Null is the environment's own return."""
+    weight: float = 1.0
+    """What the term is multiplied with."""
+    name: str | None = None
+    """In metrics; null takes the function's name, or "environment"."""
+
+
+class _Environment(Section):
+    render: ImportPath | None = None
+    """Replaces the environment's text face: (observation, first) -> list of messages."""
+    parse: ImportPath | None = None
+    """Replaces the environment's parser: (text, observation) -> action."""
+    tools: bool = False
+    """Whether answers call the environment's tools, which the chat template then lists."""
+    policies: ImportPath | None = None
+    """Fixed policies to compare with: (options) -> {name: policy}."""
+    baselines: tuple[str, ...] = ()
+    """Fixed policies that play the same deals as an evaluation, by name."""
+    random_policy: str | None = None
+    """The baseline at which gap_closed is 0."""
+    optimal_policy: str | None = None
+    """The baseline at which gap_closed is 1."""
+    probes: ImportPath | None = None
+    """Situations for the policy chart of the report: () -> list of PolicyProbe."""
+    rewards: tuple[RewardTerm, ...] = (RewardTerm(),)
+    """What an episode is worth: the weighted sum of these terms."""
+    weight: PositiveFloat = 1.0
+    """Share of the groups that are played here, relative to the other environments."""
+    max_turns: PositiveInt | None = None
+    """Replaces rollout.max_turns here."""
+    max_tokens: PositiveInt | None = None
+    """Replaces rollout.max_tokens here; may not be larger."""
+    reconnect_timeout_s: PositiveFloat = 60.0
+    """How long a lost server may stay away before the run fails."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Self:
+        if (self.render is None) != (self.parse is None):
+            missing = "parse" if self.parse is None else "render"
+            raise ValueError(
+                "render and parse replace the text face together; "
+                f"set environment.{missing} too, or remove both"
+            )
+        if self.tools and self.render is not None:
+            raise ValueError(
+                "tools = true parses answers as tool calls, and render and parse as something "
+                "else; remove the one or the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ends_of_the_gap_are_played(self) -> Self:
+        for field in ("random_policy", "optimal_policy"):
+            name = getattr(self, field)
+            if name is not None and name not in self.baselines:
+                raise ValueError(
+                    f"{field} = '{name}' is not played; add it to environment.baselines, "
+                    f"now {list(self.baselines)}"
+                )
+        if self.baselines and self.policies is None:
+            raise ValueError(
+                f"baselines = {list(self.baselines)} needs environment.policies, for example "
+                "'openspiel_env.policies:fixed_policies'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _worth_something(self) -> Self:
+        if not self.rewards:
+            raise ValueError(
+                "rewards expected at least one term, got none; [{}] is the environment's own return"
+            )
+        return self
+
+
+class LocalEnvironment(_Environment):
+    """A server that the run starts, watches and restarts on this machine."""
+
+    kind: Literal["local"] = "local"
+    package: str = "openspiel_env"
+    """Installed environment package, or any target that `ludus env serve` takes."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What the environment is built with, for example {game = "blackjack"}."""
+    max_sessions: PositiveInt = 4096
+    """Sessions the server holds at once."""
+
+
+class RemoteEnvironment(_Environment):
+    """A server that runs already."""
+
+    kind: Literal["remote"] = "remote"
+    address: str
+    """grpc://host:port, ws://host:port or http://host:port."""
+    token_env: str = "LUDUS_ENV_TOKEN"
+    """Environment variable that holds the bearer token; it may be unset."""
+
+
+EnvironmentConfig = Annotated[
+    LocalEnvironment | RemoteEnvironment, Field(discriminator="kind"), default_kind("local")
+]
+
+EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,46}$")]
+"""What metrics and reports call an environment of a run."""
+
+
+class Curriculum(Section):
+    """Environments from easy to hard, in the order in which they stand."""
+
+    unlock_at: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Win rate of the hardest open environment at which the next one opens."""
+    window_groups: PositiveInt = 64
+    """Newest groups of an environment that its win rate is taken over."""
+    mastered_weight: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """What the weights of the environments below the hardest open one are multiplied with."""
+
+
+def name_of_environment(tree: dict[str, Any]) -> str:
+    """The name of an environment that stands alone, by what it plays."""
+    options = tree.get("options")
+    game = options.get("game") if isinstance(options, dict) else None
+    source = str(game or tree.get("package") or tree.get("address") or "openspiel_env")
+    last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    name = "".join(c if c.isalnum() or c in "_-" else "-" for c in last).strip("_-")
+    return (name.removesuffix("_env") or "environment")[:47]
