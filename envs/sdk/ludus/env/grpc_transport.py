@@ -64,6 +64,9 @@ CHANNEL_OPTIONS = (
 )
 """How whoever calls a server reaches it; keepalive comes on top."""
 
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+"""What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
+
 Fill = Callable[[pb.Call], None]
 """Writes a call; may be asked to do it again on another stream."""
 
@@ -150,17 +153,27 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """Ends the stream and with it all its sessions, those that would survive it too."""
+        if self._surviving:
+            with contextlib.suppress(EnvError, TimeoutError):  # else they linger to their end
+                async with asyncio.timeout(_CLOSE_PATIENCE_S):
+                    await self._close_surviving()
         stream, self._is_closed = self._stream, True
         if self._steps is not None:
             await self._steps.close()
         if stream is not None:
-            if stream.broken is None and self._surviving:
-                closing = [session.send_close(stream) for session in self._surviving]
-                await asyncio.wait(closing, timeout=_CLOSE_PATIENCE_S)
-                for future in closing:
-                    stream.ignore(future)
             await stream.close()
         await self.channel.close()
+
+    async def _close_surviving(self) -> None:
+        """Returns when the server has heard that no session is to outlive its connection."""
+        while True:
+            stream = await self.live_stream(_CLOSE_PATIENCE_S)
+            closing = [session.send_close(stream) for session in self._surviving]
+            for future in closing:
+                stream.ignore(future)
+            await asyncio.wait(closing)
+            if stream.broken is None:
+                return
 
     async def unary(self, method: Any, request: Any) -> Any:
         """The answer to a call outside the stream; errors are typed."""
@@ -320,6 +333,17 @@ class GrpcSession:
 
         return orjson.loads((await self._call(fill)).state.state_json)
 
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """What a tool of the environment returned; a call under which the connection broke fails.
+
+        It has no number, so it cannot be made again without being done twice.
+        """
+        call, future = self._stream.begin()
+        call.call_tool.session_id = self.session_id
+        call.call_tool.name = name
+        call.call_tool.arguments_json = orjson.dumps(arguments)
+        return orjson.loads((await future).call_tool.result_json)
+
     async def close(self) -> None:
         """Returns when the server has freed the session; a broken stream may have done so."""
         if self._stream.broken is None:
@@ -455,7 +479,7 @@ def _raise(error: grpc.aio.AioRpcError, options: ConnectOptions) -> NoReturn:
         raise AuthenticationError(details) from None
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         raise _too_slow(options) from None
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error.code() in _BROKEN:
         raise UnavailableError(
             f"expected an environment server at {options.address}, could not reach it:"
             f" {details}; check the address and that the server runs"
