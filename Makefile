@@ -6,7 +6,7 @@ NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast conformance lint bench bench-env proto clean
+.PHONY: help setup demo learn test test-fast conformance chaos lint bench bench-env proto clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -17,14 +17,20 @@ setup:      ## make .venv with everything (TORCH_INDEX_URL= for PyTorch's CPU wh
 demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SEED=, ARGS=)
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
-test: setup ## all tests but those of `make conformance`
-	@$(VENV)/python -m pytest -m "not conformance"
+learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
+	@$(VENV)/python bench/learn.py $(ARGS)
+
+test: setup ## all tests but those of `make conformance` and `make chaos`
+	@$(VENV)/python -m pytest -m "not conformance and not chaos"
 
 test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
-	@$(VENV)/python -m pytest -m "not slow and not conformance"
+	@$(VENV)/python -m pytest -m "not slow and not conformance and not chaos"
 
 conformance: setup ## stock clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
 	@$(VENV)/python -m pytest -m conformance tests/conformance
+
+chaos: setup ## one blackjack run in which everything dies, beside an undisturbed one
+	@$(VENV)/python -m pytest -m chaos -s tests/chaos
 
 lint: setup ## ruff, import contracts, types
 	@bash dev/lint.sh

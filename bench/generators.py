@@ -59,7 +59,7 @@ def measure(engine_name: str, model_path: str) -> None:
     torch.set_num_threads(1)
     run = load_run_config(None, [f"generator.kind={engine_name}", "rollout.max_tokens=64"])
     chat = ChatTokenizer.load(model_path, run.model)
-    engine = make_engine(run, model_path, chat, seed=0)
+    engine = make_engine(run, model_path, chat)
     sampling = Sampling(temperature=1.0, max_tokens=NEW_TOKENS)
     draw = random.Random(0)
     next_id = 0

@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ludus.trainer.algorithms.advantages import gae, returns
+from ludus.trainer.algorithms.advantages import (
+    discounted_returns,
+    gae,
+    kl_penalty,
+    returns,
+)
 
 NUMBER = st.floats(-5, 5, width=32)
 DISCOUNT = st.floats(0, 1, width=32)
@@ -92,3 +97,54 @@ def test_advantages_are_targets_without_gradient() -> None:
     advantages = run_gae(torch.ones(1, 2), values, mask)
     assert not advantages.requires_grad
     assert returns(advantages, values.detach(), mask).tolist() == (advantages + 1).tolist()
+
+
+@given(episodes(), DISCOUNT)
+def test_token_returns_are_discounted_sums_over_the_actions_that_follow(
+    episode: tuple[Tensor, Tensor, Tensor], gamma: float
+) -> None:
+    rewards, _, mask = episode
+    paid = rewards[mask].tolist()
+    expected = [
+        sum(gamma ** (k - t) * paid[k] for k in range(t, len(paid))) for t in range(len(paid))
+    ]
+    result = discounted_returns(rewards, mask, gamma)
+    torch.testing.assert_close(result[mask], torch.tensor(expected, dtype=torch.float64))
+    assert not result[~mask].any()
+
+
+def test_the_penalty_is_the_log_ratio_to_the_reference_and_sums_to_the_divergence() -> None:
+    mask = torch.tensor([[False, True, True]])
+    new, ref = torch.tensor([[torch.nan, -1.0, -0.5]]), torch.tensor([[torch.nan, -1.5, -0.25]])
+    penalty = kl_penalty(new, ref, mask, kl_coef=0.1)
+    torch.testing.assert_close(penalty, torch.tensor([[0.0, -0.05, 0.025]]))
+    to_go = discounted_returns(penalty, mask, gamma=1.0)
+    torch.testing.assert_close(to_go, torch.tensor([[0.0, -0.025, 0.025]]))
+
+
+def test_a_divergence_in_the_reward_has_the_gradient_of_the_divergence() -> None:
+    """Over all answers of two tokens, weighted by their probability: nothing is sampled."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    ref_first = torch.randn(3, generator=generator, dtype=torch.float64)
+    ref_second = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+
+    def answers(a: Tensor, b: Tensor) -> Tensor:  # [9, 2] log-probs of both tokens
+        head, tail = a.log_softmax(-1), b.log_softmax(-1)
+        return torch.stack([torch.stack([head[i], tail[i, j]]) for i in range(3) for j in range(3)])
+
+    new, ref = answers(first, second), answers(ref_first, ref_second)
+    probability = new.sum(-1).exp()
+    divergence = (probability * (new - ref).sum(-1)).sum()
+    expected = torch.autograd.grad(divergence, [first, second], retain_graph=True)
+
+    mask = torch.ones(9, 2).bool()
+    advantages = discounted_returns(kl_penalty(new, ref, mask, 1.0), mask, gamma=1.0)
+    surrogate = -(probability.detach()[:, None] * advantages * new).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, [first, second]), expected)
+
+
+def test_a_return_does_not_know_what_was_paid_before_it() -> None:
+    rewards, mask = torch.tensor([[5.0, 0.0, 1.0]]), torch.ones(1, 3).bool()
+    assert discounted_returns(rewards, mask, 1.0).tolist() == [[6, 1, 1]]

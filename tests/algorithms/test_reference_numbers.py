@@ -12,7 +12,13 @@ from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
 from ludus.trainer.algorithms.losses import clip_loss, gspo_loss, kl
 from ludus.trainer.algorithms.preference import bradley_terry_loss
-from ludus.trainer.algorithms.ratios import sequence_log_ratio, sequence_tis, token_tis
+from ludus.trainer.algorithms.ratios import (
+    geometric_mask,
+    sequence_log_ratio,
+    sequence_mask,
+    sequence_tis,
+    token_tis,
+)
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -80,6 +86,35 @@ def test_anchor_gae_returns(gamma: float, lam: float, expected: list[float]) -> 
     values, terminated, unused = f64([[0.5, 1, 1.5]]), torch.tensor([True]), f64([99])
     advantages = gae(f64([[1, 2, 3]]), values, MASK, terminated, unused, gamma, lam)
     assert returns(advantages, values, MASK).tolist() == [pytest.approx(expected, abs=1e-12)]
+
+
+def test_anchor_gae_with_observation_tokens_between_the_actions() -> None:
+    """The same numbers when observations stand between the tokens, whatever is said about them."""
+    values = f64([[7, 0.5, 9, 9, 1, 9, 1.5]])
+    mask = torch.tensor([[False, True, False, False, True, False, True]])
+    rewards = f64([[0, 1, 0, 0, 2, 0, 3]])
+    terminated, unused = torch.tensor([True]), f64([99])
+    for gamma, lam, expected in ((1, 1, [6, 5, 3]), (0.5, 1, [2.75, 3.5, 3])):
+        advantages = gae(rewards, values, mask, terminated, unused, gamma, lam)
+        assert returns(advantages, values, mask)[mask].tolist() == pytest.approx(expected)
+
+
+def test_anchor_gae_bootstraps_where_the_episode_was_cut_off() -> None:
+    # delta = [1 + 1 - .5, 2 + 1.5 - 1, 3 + 10 - 1.5], summed from the end.
+    values, cut_off = f64([[0.5, 1, 1.5]]), torch.tensor([False])
+    advantages = gae(f64([[1, 2, 3]]), values, MASK, cut_off, f64([10]), 1, 1)
+    assert advantages.tolist() == [pytest.approx([15.5, 14, 11.5])]
+    assert returns(advantages, values, MASK).tolist() == [pytest.approx([16, 15, 13])]
+
+
+def test_anchor_sequence_mask_breaks_on_long_sequences() -> None:
+    # 100 tokens that differ by .012 each: exp(1.2) = 3.32 is above TRL's cap of 3.
+    old, rollout, mask = f64([[0.012] * 100]), f64([[0.0] * 100]), torch.ones(1, 100).bool()
+    assert sequence_tis(old, rollout, mask, cap=10).item() == pytest.approx(
+        3.3201169, abs=PRINTED_7
+    )
+    assert sequence_mask(old, rollout, mask, cap=3).item() == 0
+    assert geometric_mask(old, rollout, mask, 0.5, 2).item() is True
 
 
 def test_table_mean_and_std(ragged: RaggedBatch) -> None:

@@ -16,7 +16,9 @@ from ludus.proto.runs import (
     LOG_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
+    EnvironmentResult,
     EvalReport,
+    Evaluation,
     MetricsRow,
     Phase,
     PolicyResult,
@@ -96,20 +98,23 @@ def rows(num_steps: int) -> list[MetricsRow]:
             TrainMetric.NUM_EPISODES_LOST: 1,
         }
         made.append(row("train", step, values))
-    values = {
+    values: dict[str, float] = {
         EvalMetric.WIN_RATE: 0.401,
         EvalMetric.WIN_RATE_CI95_LOW: 0.391,
         EvalMetric.WIN_RATE_CI95_HIGH: 0.411,
         EvalMetric.RETURN_MEAN: -0.1,
     }
-    return [*made, row("eval", num_steps, values)]
+    return [*made, row("eval", num_steps, values, "openspiel")]
 
 
-def row(kind: str, step: int, values: dict[str, float]) -> MetricsRow:
+def row(
+    kind: str, step: int, values: dict[str, float], environment: str | None = None
+) -> MetricsRow:
     return MetricsRow.model_validate(
         {
             "kind": kind,
             "step": step,
+            "environment": environment,
             "elapsed_s": 2.0 * step,
             "num_games_trained": GAMES_PER_STEP * step,
             "values": values,
@@ -128,24 +133,40 @@ def result(win_rate: float) -> PolicyResult:
     )
 
 
+def report(num_games: int, temperature: float) -> EvalReport:
+    return EvalReport(
+        policy=result(0.401).model_copy(update={"num_games": num_games}),
+        baselines={"random": result(0.28), "basic_strategy": result(0.43)},
+        temperature=temperature,
+        gap_closed=0.912,
+        gap_closed_ci95=(0.881, 0.943),
+    )
+
+
 def summary(run: RunConfig) -> Summary:
-    trained = result(0.401)
+    judged = report(1000, 1.0)
+    start = result(0.281)
+    results = {
+        name: EnvironmentResult(environment="openspiel_env", start=start, report=judged)
+        for name in run.environments
+    }
     return Summary(
-        **trained.model_dump(exclude={"num_games"}),
+        **judged.policy.model_dump(exclude={"num_games"}),
         name=run.name,
         environment="openspiel_env",
+        results=results,
         finished=True,
         seed=run.seed,
         num_steps=run.training.num_steps,
         generator="transformers",
         num_learner_ranks=1,
         num_rollout_workers=1,
-        gap_closed=0.912,
-        gap_closed_ci95=(0.881, 0.943),
+        gap_closed=judged.gap_closed,
+        gap_closed_ci95=judged.gap_closed_ci95,
         eval_num_games=1000,
         eval_temperature=1.0,
-        start=result(0.281),
-        baselines={"random": result(0.28), "basic_strategy": result(0.43)},
+        start=start,
+        baselines=judged.baselines,
         games_trained=GAMES_PER_STEP * run.training.num_steps,
         games_played=5000,
         episodes_lost=3,
@@ -155,20 +176,19 @@ def summary(run: RunConfig) -> Summary:
         canary_failures=0,
         canary_max_error=1e-7,
         environment_restarts=0,
+        learner_restarts=0,
+        groups_rolled_back=0,
         max_staleness_seen=1,
         versions={},
     )
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    report = EvalReport(
-        policy=result(0.4).model_copy(update={"num_games": args.games or 1000}),
-        baselines={"random": result(0.28)},
-        temperature=1.0 if args.temperature is None else args.temperature,
-        gap_closed=None,
-        gap_closed_ci95=None,
-    )
-    args.output.write_text(report.model_dump_json())
+    temperature = 1.0 if args.temperature is None else args.temperature
+    run = RunConfig.model_validate_json(args.config.read_text())
+    judged = report(args.games or 1000, temperature)
+    evaluation = Evaluation(environments=dict.fromkeys(run.environments, judged))
+    args.output.write_text(evaluation.model_dump_json())
     return 0
 
 

@@ -10,6 +10,7 @@ COMMANDS = [
     ("train",),
     ("eval",),
     ("report",),
+    ("scale",),
     ("env", "serve"),
     ("env", "list"),
     ("env", "check"),

@@ -29,7 +29,7 @@ def phase_row(phase: Phase) -> MetricsRow:
     return MetricsRow(kind="phase", step=0, phase=phase, elapsed_s=0, num_games_trained=0)
 
 
-def eval_row(step: int, win_rate: float) -> MetricsRow:
+def eval_row(step: int, win_rate: float, environment: str = "blackjack") -> MetricsRow:
     values = {
         EvalMetric.WIN_RATE: win_rate,
         EvalMetric.WIN_RATE_CI95_LOW: win_rate - 0.02,
@@ -37,7 +37,12 @@ def eval_row(step: int, win_rate: float) -> MetricsRow:
         EvalMetric.RETURN_MEAN: 2 * win_rate - 1,
     }
     return MetricsRow(
-        kind="eval", step=step, elapsed_s=step, num_games_trained=step * 512, values=values
+        kind="eval",
+        step=step,
+        environment=environment,
+        elapsed_s=step,
+        num_games_trained=step * 512,
+        values=values,
     )
 
 
@@ -59,13 +64,49 @@ def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -
     progress = RunProgress(num_steps=100)
     rewards = {TrainMetric.REWARD_MEAN.value: 0.5, TrainMetric.NUM_EPISODES_LOST.value: 2.0}
     progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.28), eval_row(10, 0.4)])
-    progress.update([train_row(step, step, **rewards) for step in range(1, 4)])
+    progress.update([train_row(step, step, **rewards) for step in range(8, 11)])
     facts = progress.facts()
     assert facts["wins"] == "40.0% (38.0 to 42.0%)"
     assert facts["return"] == "−0.200"
     assert facts["reward"] == "0.500"
     assert facts["lost episodes"] == "6"
     assert progress.line().startswith("step 10/100 · training · wins 40.0%")
+
+
+def test_a_run_that_went_back_stands_where_it_stands_and_counts_each_step_once() -> None:
+    progress = RunProgress(num_steps=100)
+    lost = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}
+    progress.update([train_row(step, step, **lost) for step in range(1, 6)])
+    # The file is written anew up to the checkpoint, and its follower reads it from the start.
+    progress.update([train_row(step, step, **lost) for step in range(1, 4)])
+    assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
+    assert progress.num_episodes_lost == 10
+
+
+def test_progress_of_a_mixed_run_names_every_environment() -> None:
+    progress = RunProgress(num_steps=100)
+    progress.update([eval_row(0, 0.28), eval_row(0, 0.2, "catch"), eval_row(10, 0.9, "catch")])
+    facts = progress.facts()
+    assert facts["wins in blackjack"] == "28.0% (26.0 to 30.0%)"
+    assert facts["wins in catch"] == "90.0% (88.0 to 92.0%)"
+    assert "wins" not in facts
+
+
+def test_steps_are_averaged_by_what_they_hold_and_parts_of_a_step_are_not_steps() -> None:
+    progress = RunProgress(num_steps=100)
+    few = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}
+    many = {"reward_mean": 0.0, "num_episodes_scored": 30.0, "canary_error": 0.125}
+    of_part = MetricsRow(
+        kind="environment",
+        step=2,
+        environment="catch",
+        elapsed_s=2,
+        num_games_trained=0,
+        values={"reward_mean": 100.0, "num_episodes_scored": 1000.0},
+    )
+    progress.update([train_row(1, 1, **few), train_row(2, 2, **many), of_part])
+    assert progress.facts()["reward"] == "0.250"
+    assert progress.facts()["canary error"] == "0.25"
 
 
 def test_a_stop_is_said_whatever_the_phase() -> None:

@@ -13,6 +13,7 @@ import pytest
 from commands import FAKE_TRAINER, RunCli
 
 from ludus.proto.config import RunConfig
+from ludus.proto.runs import Evaluation
 from ludus.services.cli import trainer_process
 
 UseFake = Callable[[str], None]
@@ -143,7 +144,32 @@ def test_eval_passes_its_choices_on_and_shows_the_report(
     assert "at temperature 0" in result.out
     assert "4,321" in result.out
     assert "random" in result.out
-    assert json.loads((tmp_path / "runs/demo/eval.json").read_text())["temperature"] == 0
+    evaluation = Evaluation.model_validate_json((tmp_path / "runs/demo/eval.json").read_bytes())
+    assert evaluation.environments["openspiel"].temperature == 0
+
+
+def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
+) -> None:
+    fake_trainer("goes_well")
+    games = {"easy": {"game": "catch"}, "hard": {"game": "blackjack"}}
+    config = tmp_path / "mixed.json"
+    environments = {name: {"options": options} for name, options in games.items()}
+    config.write_text(json.dumps({"name": "mixed", "environments": environments}))
+    trained = ludus("train", str(config), "--set", "training.num_steps=1")
+    assert trained.code == 0, trained.err
+    judged = ludus("eval", "runs/mixed")
+    assert judged.code == 0, judged.err
+    for out, titles in (
+        (trained.out, ("mixed, easy", "mixed, hard")),
+        (judged.out, ("easy, at temperature 1", "hard, at temperature 1")),
+    ):
+        assert all(title in out for title in titles)
+        assert out.count("gap closed  91.2% (88.1 to 94.3%, 95%)") == 2
+    # What one environment cannot be built with is said before anything starts, first or not.
+    refused = ludus("train", str(config), "--set", 'environments.hard.options={"gaem": "catch"}')
+    assert refused.code == 2
+    assert "gaem" in refused.err
 
 
 def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Run:
         """The last step that was trained."""
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
         """Nothing, once the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -57,7 +57,7 @@ class Run:
             assert time.monotonic() < deadline, "the run took too long"
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 150) -> Summary:
+    def finish(self, timeout_s: float = 240) -> Summary:
         """The summary of a run that ended well."""
         assert self.process.wait(timeout_s) == 0, self.output()
         return Summary.model_validate_json((self.folder / SUMMARY_FILE).read_text())
@@ -69,12 +69,16 @@ class Run:
 
 
 @contextmanager
-def start_run(folder: Path, *overrides: str, flags: tuple[str, ...] = ()) -> Iterator[Run]:
-    """A run of the blackjack example in `folder`; it is gone when the block ends."""
-    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *SMALL, *overrides]
+def start_run(
+    folder: Path, *overrides: str, flags: tuple[str, ...] = (), config: Path | None = None
+) -> Iterator[Run]:
+    """A run in `folder`, of a small blackjack example or of `config`; it ends with the block."""
+    small = SMALL if config is None else ()
+    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
+    config = config or EXAMPLE
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(EXAMPLE), *flags),
+            *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(config), *flags),
             *(part for setting in settings for part in ("--set", setting)),
         ],
         stdout=subprocess.PIPE,

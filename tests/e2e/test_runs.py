@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ludus.services.cli.trainer_process import STOP_GRACE_S
 from tests.e2e.runs import processes_of, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def server_pid(marker: str) -> int:
@@ -40,7 +41,7 @@ def test_a_killed_environment_server_costs_only_the_episodes_in_flight(
     assert summary.games_trained <= summary.games_played - summary.episodes_lost
     assert summary.weight_syncs == 13
     assert (summary.canary_failures, summary.max_staleness_seen <= 1) == (0, True)
-    kept = sorted(path.name for path in (run.folder / "weights").iterdir())
+    kept = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
     assert kept == ["v00000011", "v00000012"]
 
 
@@ -69,7 +70,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_goes_on_from_it(
         began = time.monotonic()
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(20) == 130
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < STOP_GRACE_S, "then the command line would kill it"
         stopped_at = run.last_step
     assert processes_of(str(tmp_path)) == {}
     checkpoints = list((run.folder / "checkpoints").iterdir())

@@ -27,15 +27,10 @@ def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
 
 
-def unshared(batch: Batch) -> Batch:
-    """The batch with a row of its own for each sample."""
-    rows = batch.sequence_of_sample
-    return replace(
-        batch,
-        sequences=[batch.sequences[row] for row in rows],
-        loss_masks=[batch.loss_masks[row] for row in rows],
-        sequence_of_sample=np.arange(len(rows)),
-    )
+def with_advantages(batch: Batch, value: float) -> Batch:
+    """The batch with one advantage for all sampled tokens."""
+    masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
+    return replace(batch, advantages=[np.where(m, value, 0.0).astype(np.float32) for m in masks])
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -53,18 +48,21 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
     assert results[0] == pytest.approx(results[2], rel=1e-5)
 
 
-def test_sharing_equal_sequences_changes_nothing_but_the_work(model_path: str) -> None:
-    shared, apart = make_batch(), unshared(make_batch())
-    assert len(shared.sequences) < len(apart.sequences)
-    learners = [make_learner(model_path) for _ in range(2)]
-    metrics = [
-        learner.train_step(batch, BONUS)
-        for learner, batch in zip(learners, (shared, apart), strict=True)
+@pytest.mark.parametrize("num_minibatches", [1, 3])
+def test_packing_prefixes_into_trees_changes_nothing_but_the_work(
+    model_path: str, num_minibatches: int
+) -> None:
+    batch = make_batch(num_samples=30, prefix_tokens=12)
+    learners = [
+        make_learner(model_path, packing=packing, num_minibatches=num_minibatches)
+        for packing in ("tree", "pad")
     ]
-    assert metrics[0].loss == pytest.approx(metrics[1].loss, rel=1e-5)
-    assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-5)
-    assert metrics[0].num_tokens_trained == metrics[1].num_tokens_trained
-    assert metrics[0].num_tokens_forwarded < metrics[1].num_tokens_forwarded
+    tree, pad = (learner.train_step(batch, BONUS) for learner in learners)
+    assert tree.loss == pytest.approx(pad.loss, rel=1e-5)
+    assert tree.grad_norm == pytest.approx(pad.grad_norm, rel=1e-5)
+    assert tree.entropy == pytest.approx(pad.entropy, rel=1e-5)
+    assert tree.num_tokens_trained == pad.num_tokens_trained == batch.num_loss_tokens
+    assert tree.num_tokens_forwarded < pad.num_tokens_forwarded < tree.num_tokens_in_batch
 
 
 def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: str) -> None:
@@ -93,7 +91,7 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
 
 
 def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
-    batch = replace(make_batch(), advantages=np.zeros(24, dtype=np.float32))
+    batch = with_advantages(make_batch(), 0.0)
     learner = make_learner(model_path)
     before = learner.full_state()
     metrics = learner.train_step(batch, PLAIN)
@@ -172,7 +170,7 @@ def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(model_path: str) -> None:
-    batch = replace(make_batch(), advantages=np.full(24, np.inf, dtype=np.float32))
+    batch = with_advantages(make_batch(), np.inf)
     with pytest.raises(FloatingPointError, match=r"learner\.learning_rate"):
         make_learner(model_path).train_step(batch, PLAIN)
 

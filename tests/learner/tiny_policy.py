@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from ludus.proto.config import GrpoConfig, LearnerConfig, TinyModel
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, LearnerConfig, LoraConfig, TinyModel
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner, LearnerSpec
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
@@ -31,18 +31,25 @@ def make_policy_folder(folder: Path, *, tie_embeddings: bool = False) -> str:
     return str(folder)
 
 
-def make_samples(num_samples: int, seed: int = 0) -> list[TrainingSample]:
-    """Ragged samples, some with equal tokens, rewards above and below zero."""
+def make_samples(num_samples: int, seed: int = 0, prefix_tokens: int = 0) -> list[TrainingSample]:
+    """Ragged samples, some with equal tokens, rewards above and below zero.
+
+    Groups of six begin with the same `prefix_tokens` tokens.
+    """
     draw = random.Random(seed)
+    prefix: list[int] = []
     samples: list[TrainingSample] = []
     for index in range(num_samples):
+        if index % 6 == 0:
+            prefix = [draw.randrange(3, 250) for _ in range(prefix_tokens)]
         if index % 3 == 2:  # equal tokens, another advantage
             twin = samples[-1]
             token_ids, mask = twin.token_ids, twin.loss_mask
         else:
             num_turns = draw.randint(1, 3)
-            token_ids = [draw.randrange(3, 250) for _ in range(7 * num_turns)]
-            mask = [position % 7 in (4, 5) for position in range(7 * num_turns)]
+            token_ids = prefix + [draw.randrange(3, 250) for _ in range(7 * num_turns)]
+            mask = [False] * prefix_tokens
+            mask += [position % 7 in (4, 5) for position in range(7 * num_turns)]
         logprobs = [-draw.uniform(4.5, 6.5) if sampled else 0.0 for sampled in mask]
         reward = draw.uniform(-1, 1)
         samples.append(
@@ -51,19 +58,29 @@ def make_samples(num_samples: int, seed: int = 0) -> list[TrainingSample]:
                 mask,
                 logprobs,
                 advantages=[reward * sampled for sampled in mask],
-                rewards=[0.0] * (len(mask) - 2) + [reward, 0.0],
+                rewards=_paid_at_the_end(reward, mask),
                 terminated=index % 5 != 0,
             )
         )
     return samples
 
 
-def make_batch(num_samples: int = 24, seed: int = 0) -> Batch:
+def _paid_at_the_end(reward: float, mask: list[bool]) -> list[float]:
+    last = max(position for position, sampled in enumerate(mask) if sampled)
+    return [reward * (position == last) for position in range(len(mask))]
+
+
+def make_batch(num_samples: int = 24, seed: int = 0, prefix_tokens: int = 0) -> Batch:
     """The batch of `make_samples`."""
-    return collate(make_samples(num_samples, seed))
+    return collate(make_samples(num_samples, seed, prefix_tokens))
 
 
-def make_learner(model_path: str, algorithm: GrpoConfig | None = None, **config: object) -> Learner:
+def make_learner(
+    model_path: str,
+    algorithm: AlgorithmConfig | None = None,
+    lora: LoraConfig | None = None,
+    **config: object,
+) -> Learner:
     """A learner of the process group's rank; `config` overrides LearnerConfig's fields."""
     fields = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 4096, **config}
     spec = LearnerSpec(
@@ -73,5 +90,6 @@ def make_learner(model_path: str, algorithm: GrpoConfig | None = None, **config:
         temperature=1.0,
         max_tokens=64,
         seed=0,
+        lora=lora,
     )
     return Learner(spec)

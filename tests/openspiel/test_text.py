@@ -12,6 +12,7 @@ from openspiel_env import OpenSpielObservation, make_environment
 # Cards are suit * 13 + rank, suits clubs, diamonds, hearts, spades and ranks from the ace.
 CLUBS, DIAMONDS, HEARTS, SPADES = 0, 13, 26, 39
 ACE, TWO, FIVE, SIX, SEVEN, NINE, TEN, KING = 0, 1, 4, 5, 6, 8, 9, 12
+FREE_ROW = ". . . . . . .\n"
 
 
 def first_view(game: str, style: str, seed: int = 0) -> tuple[TextFace, OpenSpielObservation]:
@@ -207,14 +208,14 @@ def test_the_end_of_blackjack_shows_both_hands() -> None:
     [
         ("catch", [1], 0, "ball 2 up 9 paddle 3"),
         ("catch", [4, 0, 0], 0, "ball 5 up 7 paddle 1"),
-        ("tic_tac_toe", [2, 3], 0, "..x\no..\n...\nyou x"),
-        ("tic_tac_toe", [8], 1, "...\n...\n..x\nyou o"),
-        ("connect_four", [0, 0], 0, ".......\n" * 4 + "o......\nx......\nyou x"),
-        ("connect_four", [6], 1, ".......\n" * 5 + "......x\nyou o"),
+        ("tic_tac_toe", [2, 3], 0, ". . x\no . .\n. . .\nyou x"),
+        ("tic_tac_toe", [8], 1, ". . .\n. . .\n. . x\nyou o"),
+        ("connect_four", [0, 0], 0, FREE_ROW * 4 + "o . . . . . .\nx . . . . . .\nyou x"),
+        ("connect_four", [6], 1, FREE_ROW * 5 + ". . . . . . x\nyou o"),
         ("kuhn_poker", [2, 0], 0, "card K"),
         ("kuhn_poker", [2, 1, 1], 1, "card Q moves BET"),
         ("kuhn_poker(players=3)", [3, 0, 1, 0, 1], 2, "card 2 moves PASS BET"),
-        ("connect_four(rows=4,columns=5)", [4], 1, ".....\n" * 3 + "....x\nyou o"),
+        ("connect_four(rows=4,columns=5)", [4], 1, ". . . . .\n" * 3 + ". . . . x\nyou o"),
     ],
 )
 def test_compact_views(game: str, moves: list[int], player: int, text: str) -> None:

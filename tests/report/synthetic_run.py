@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.env.evaluation import Z95, wilson_interval
@@ -15,10 +16,13 @@ from ludus.proto.runs import (
     METRICS_FILE,
     SUMMARY_FILE,
     ChartCell,
+    EnvironmentResult,
+    EvalReport,
     MetricsRow,
     Phase,
     PolicyChart,
     PolicyResult,
+    RowKind,
     Summary,
 )
 
@@ -32,30 +36,38 @@ BASELINES = {
 }
 
 
-def build_run(run_dir: Path, *, name: str = "demo", finished: bool = True) -> Path:
+def build_run(
+    run_dir: Path,
+    *,
+    name: str = "demo",
+    finished: bool = True,
+    environments: Sequence[str] = ("blackjack",),
+) -> Path:
     """The folder of a whole run, or of one that was stopped at step 47 before its summary."""
     run_dir.mkdir(parents=True)
     num_steps = NUM_STEPS if finished else 47
-    write_config(run_dir, name)
-    rows = "".join(row.model_dump_json() + "\n" for row in metrics_rows(num_steps))
+    write_config(run_dir, name, environments)
+    rows = "".join(row.model_dump_json() + "\n" for row in metrics_rows(num_steps, environments))
     (run_dir / METRICS_FILE).write_text(rows, encoding="utf-8")
     if finished:
-        (run_dir / SUMMARY_FILE).write_text(build_summary(name).model_dump_json(indent=2))
+        summary = build_summary(name, environments)
+        (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2))
         (run_dir / CHART_FILE).write_text(build_chart().model_dump_json())
     return run_dir
 
 
-def write_config(run_dir: Path, name: str) -> None:
+def write_config(run_dir: Path, name: str, environments: Sequence[str]) -> None:
     config = RunConfig.model_construct(
         **RunConfig(
             environments={
-                "blackjack": LocalEnvironment(
-                    options={"game": "blackjack"},
+                environment: LocalEnvironment(
+                    options={"game": environment},
                     policies="openspiel_env.policies:fixed_policies",
                     baselines=tuple(BASELINES),
                     random_policy="random",
                     optimal_policy="basic_strategy",
                 )
+                for environment in environments
             },
             training=TrainingConfig(num_steps=NUM_STEPS),
         ).__dict__
@@ -64,16 +76,18 @@ def write_config(run_dir: Path, name: str) -> None:
     (run_dir / CONFIG_FILE).write_text(config.model_dump_json(indent=2), encoding="utf-8")
 
 
-def metrics_rows(num_steps: int) -> list[MetricsRow]:
+def metrics_rows(num_steps: int, environments: Sequence[str] = ("blackjack",)) -> list[MetricsRow]:
     noise = random.Random(3)
-    rows = [phase_row(Phase.PREPARE_MODEL), eval_row(0, 2000, noise), phase_row(Phase.TRAIN)]
-    rows.append(
-        MetricsRow(kind="phase", step=0, phase=Phase.TRAIN, elapsed_s=0, num_games_trained=0)
-    )
+
+    def judged(step: int) -> list[MetricsRow]:
+        return [row for name in environments for row in eval_rows(step, 2000, noise, name)]
+
+    rows = [phase_row(Phase.PREPARE_MODEL), *judged(0), phase_row(Phase.TRAIN)]
     for step in range(1, num_steps + 1):
         rows.append(train_row(step, noise))
+        rows += [environment_row(step, noise, name) for name in environments]
         if step % 10 == 0 and step < NUM_STEPS:
-            rows.append(eval_row(step, 2000, noise))
+            rows += judged(step)
     return rows
 
 
@@ -104,15 +118,32 @@ def make_result(num_games: int, win: float, draw: float, value: float) -> Policy
     )
 
 
-def eval_row(step: int, num_games: int, noise: random.Random) -> MetricsRow:
-    result = build_result(step, num_games, noise.gauss(0, 0.006))
+def eval_rows(
+    step: int, num_games: int, noise: random.Random, environment: str
+) -> list[MetricsRow]:
+    """What an evaluation in an environment leaves: the policy, and the fixed policies."""
+    trained = build_result(step, num_games, noise.gauss(0, 0.006))
+    return [
+        eval_row("eval", step, environment, trained),
+        *(
+            eval_row("baseline", step, environment, make_result(num_games, *numbers), name)
+            for name, numbers in BASELINES.items()
+        ),
+    ]
+
+
+def eval_row(
+    kind: RowKind, step: int, environment: str, result: PolicyResult, policy: str | None = None
+) -> MetricsRow:
     return MetricsRow(
-        kind="eval",
+        kind=kind,
         step=step,
+        environment=environment,
+        policy=policy,
         elapsed_s=step * 0.78,
         num_games_trained=step * GAMES_PER_STEP,
         values={
-            EvalMetric.NUM_GAMES: num_games,
+            EvalMetric.NUM_GAMES: result.num_games,
             EvalMetric.WIN_RATE: result.win_rate,
             EvalMetric.WIN_RATE_CI95_LOW: result.win_rate_ci95[0],
             EvalMetric.WIN_RATE_CI95_HIGH: result.win_rate_ci95[1],
@@ -120,7 +151,24 @@ def eval_row(step: int, num_games: int, noise: random.Random) -> MetricsRow:
             EvalMetric.RETURN_MEAN: result.expected_return,
             EvalMetric.RETURN_CI95_LOW: result.expected_return_ci95[0],
             EvalMetric.RETURN_CI95_HIGH: result.expected_return_ci95[1],
-            EvalMetric.INVALID_RATE: 0.0,
+            EvalMetric.INVALID_RATE: result.invalid_rate,
+        },
+    )
+
+
+def environment_row(step: int, noise: random.Random, environment: str) -> MetricsRow:
+    result = build_result(step, GAMES_PER_STEP)
+    return MetricsRow(
+        kind="environment",
+        step=step,
+        environment=environment,
+        elapsed_s=step * 0.78,
+        num_games_trained=step * GAMES_PER_STEP,
+        values={
+            TrainMetric.REWARD_MEAN: result.expected_return + noise.gauss(0, 0.04),
+            TrainMetric.WIN_RATE: result.win_rate,
+            TrainMetric.NUM_EPISODES_SCORED: GAMES_PER_STEP,
+            TrainMetric.NUM_EPISODES_FINISHED: GAMES_PER_STEP,
         },
     )
 
@@ -144,15 +192,19 @@ def train_row(step: int, noise: random.Random) -> MetricsRow:
             TrainMetric.DEAD_GROUP_RATIO: 0.3,
             TrainMetric.NUM_EPISODES_LOST: 0,
             TrainMetric.CANARY_ERROR: 1e-7,
+            TrainMetric.MFU: 0.31 + noise.gauss(0, 0.01),
         },
     )
 
 
-def build_summary(name: str = "demo") -> Summary:
-    result = build_result(NUM_STEPS, 10_000)
+def build_summary(name: str = "demo", environments: Sequence[str] = ("blackjack",)) -> Summary:
+    results = {environment: build_environment_result(environment) for environment in environments}
+    first = next(iter(results.values()))
+    result, report = first.report.policy, first.report
     return Summary(
         name=name,
-        environment="openspiel_env (game = blackjack)",
+        environment=first.environment,
+        results=results,
         finished=True,
         seed=0,
         num_steps=NUM_STEPS,
@@ -165,12 +217,12 @@ def build_summary(name: str = "demo") -> Summary:
         expected_return=result.expected_return,
         expected_return_ci95=result.expected_return_ci95,
         invalid_rate=0.0,
-        gap_closed=0.9614,
-        gap_closed_ci95=(0.9352, 0.9876),
+        gap_closed=report.gap_closed,
+        gap_closed_ci95=report.gap_closed_ci95,
         eval_num_games=10_000,
         eval_temperature=1.0,
-        start=build_result(0, 2000),
-        baselines={key: make_result(10_000, *numbers) for key, numbers in BASELINES.items()},
+        start=first.start,
+        baselines=report.baselines,
         games_trained=NUM_STEPS * GAMES_PER_STEP,
         games_played=NUM_STEPS * GAMES_PER_STEP + 3584,
         episodes_lost=12,
@@ -180,8 +232,24 @@ def build_summary(name: str = "demo") -> Summary:
         canary_failures=0,
         canary_max_error=4.8e-7,
         environment_restarts=0,
+        learner_restarts=0,
+        groups_rolled_back=0,
         max_staleness_seen=1,
         versions={"torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "ludus": "0.1.0"},
+    )
+
+
+def build_environment_result(environment: str) -> EnvironmentResult:
+    return EnvironmentResult(
+        environment=f"openspiel_env (game = {environment})",
+        start=build_result(0, 2000),
+        report=EvalReport(
+            policy=build_result(NUM_STEPS, 10_000),
+            baselines={key: make_result(10_000, *numbers) for key, numbers in BASELINES.items()},
+            temperature=1.0,
+            gap_closed=0.9614,
+            gap_closed_ci95=(0.9352, 0.9876),
+        ),
     )
 
 
@@ -194,7 +262,7 @@ def build_chart() -> PolicyChart:
         for total in totals
         for dealer in range(2, 12)
     ]
-    return PolicyChart(answers=("HIT", "STAND"), cells=tuple(cells))
+    return PolicyChart(environment="blackjack", answers=("HIT", "STAND"), cells=tuple(cells))
 
 
 def blackjack_cell(panel: str, total: int, dealer: int, noise: random.Random) -> ChartCell:

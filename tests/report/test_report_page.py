@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from synthetic_run import BASELINES, build_chart, build_run, build_summary, metrics_rows
+from synthetic_run import BASELINES, NUM_STEPS, build_chart, build_run, build_summary, metrics_rows
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE
@@ -76,7 +76,7 @@ def test_learning_curves_end_at_the_summary_and_name_the_baselines(page: str) ->
     labels = [text_of(label) for label in by_class(win_rate, "label")]
     assert {"28.1% random", "38.5% always stand", "43.3% basic strategy"} <= set(labels)
     assert f"{build_summary().win_rate:.1%} this policy" in labels
-    num_evals = sum(row.kind == "eval" for row in metrics_rows(120))
+    num_evals = sum(row.kind == "eval" for row in metrics_rows(NUM_STEPS))
     assert len(by_class(win_rate, "dot")) == num_evals + 1
     assert len(by_class(win_rate, "band")) == 1
     # The goal is drawn apart from the other levels.
@@ -101,7 +101,7 @@ def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(pa
 
 def test_training_curves_are_small_multiples_with_units(page: str) -> None:
     captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
-    assert len(captions) == 6
+    assert len(captions) == 8
     assert any(caption.startswith("Generation tokens per second") for caption in captions)
 
 
@@ -115,12 +115,19 @@ def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     name = "<script>alert('x')</script> & \"co\""
     run_dir = build_run(tmp_path / "demo")
     hostile = {"name": name, "environment": name, "versions": {name: name}}
-    baselines = {name: build_summary().baselines["random"]}
-    summary = build_summary().model_copy(update={**hostile, "baselines": baselines})
+    result = build_summary().results["blackjack"]
+    report = result.report.model_copy(
+        update={"baselines": {name: result.report.baselines["random"]}}
+    )
+    results = {name: result.model_copy(update={"environment": name, "report": report})}
+    results["other"] = results[name]
+    summary = build_summary().model_copy(update={**hostile, "results": results})
     (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json())
     chart = build_chart()
     cells = [cell.model_copy(update={"panel": name, "row": name}) for cell in chart.cells[:3]]
-    hostile_chart = chart.model_copy(update={"cells": tuple(cells), "answers": (name, "STAND")})
+    hostile_chart = chart.model_copy(
+        update={"environment": name, "cells": tuple(cells), "answers": (name, "STAND")}
+    )
     (run_dir / CHART_FILE).write_text(hostile_chart.model_dump_json())
     page = write_report(run_dir).read_text()
     root = parse(page)
@@ -138,6 +145,30 @@ def test_an_unfinished_run_says_so_and_shows_what_there_is(tmp_path: Path) -> No
     assert "at step 40, the latest evaluation" in text_of(by_class(root, "tile")[0])
     assert by_class(root, "curve")
     assert not list(root.iter("table"))
+    # The fixed policies are known from the evaluations so far.
+    assert "43.3% basic strategy" in [text_of(label) for label in by_class(root, "label")]
+
+
+def test_a_mixed_run_shows_every_environment_under_its_name(tmp_path: Path) -> None:
+    names = ("blackjack", "catch")
+    page = write_report(build_run(tmp_path / "mixed", environments=names)).read_text()
+    root = parse(page)
+    assert [text_of(head) for head in by_class(root, "group")] == list(names)
+    # Win rate, return and gap for each; games and time for the run.
+    assert len(by_class(root, "tile")) == 2 * 3 + 2
+    assert len(list(root.iter("table"))) == 2
+    heads = [text_of(head) for head in by_class(root, "environment")]
+    assert heads == [*names, *names, *names]
+    captions = [text_of(caption) for caption in root.iter("figcaption")]
+    assert sum(caption.startswith("Wins share of episodes") for caption in captions) == 2
+    assert "openspiel_env (game = blackjack) and openspiel_env (game = catch)" in text_of(root)
+
+
+def test_an_unfinished_mixed_run_shows_the_latest_evaluation_of_each(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "half", finished=False, environments=("blackjack", "catch"))
+    root = parse(write_report(run_dir).read_text())
+    latest = [tile for tile in by_class(root, "tile") if "the latest evaluation" in text_of(tile)]
+    assert len(latest) == 2
 
 
 def test_a_run_without_metrics_gives_a_page_that_says_so(tmp_path: Path) -> None:
@@ -161,7 +192,10 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
 
 def test_a_summary_of_a_stopped_run_is_marked_as_such(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
-    stopped = build_summary().model_copy(update={"finished": False, "gap_closed": None})
+    result = build_summary().results["blackjack"]
+    no_gap = result.report.model_copy(update={"gap_closed": None})
+    results = {"blackjack": result.model_copy(update={"report": no_gap})}
+    stopped = build_summary().model_copy(update={"finished": False, "results": results})
     (run_dir / SUMMARY_FILE).write_text(stopped.model_dump_json())
     root = parse(write_report(run_dir).read_text())
     assert "stopped before its last step" in text_of(by_class(root, "notices")[0])
@@ -189,6 +223,15 @@ def test_the_figure_is_one_standalone_picture(tmp_path: Path) -> None:
     assert "basic strategy, hard hands" in said
     content = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://|url\(|@import|href=", content)
+
+
+def test_the_figure_of_a_mixed_run_is_of_the_environment_that_has_a_chart(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "mixed", environments=("catch", "blackjack"))
+    said = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    assert "basic strategy, hard hands" in said
+    (run_dir / CHART_FILE).unlink()
+    alone = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    assert "hard hands" not in alone
 
 
 def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:

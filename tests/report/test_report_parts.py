@@ -4,7 +4,7 @@ import pytest
 
 from ludus.services.numbers import axis_count, compact, duration, fixed, percent, percent_interval
 from ludus.services.report.markup import Markup, element
-from ludus.services.report.scales import Scale, moving_mean, padded_range, round_ticks, spread
+from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,6 @@ def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
     # The order of the labels is that of the values.
     assert crowded[0] < crowded[2] < crowded[1]
     assert spread([95, 97], 15, 0, 100) == [85, 100]
-
-
-def test_moving_mean_of_known_numbers() -> None:
-    assert moving_mean([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
-    assert moving_mean([], 3) == []
 
 
 @pytest.mark.parametrize(

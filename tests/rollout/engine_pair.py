@@ -91,12 +91,10 @@ def make_folder(folder: Path, *, tie_embeddings: bool) -> str:
     return str(folder)
 
 
-def make_transformers_engine(path: str, *, max_batch_size: int = 1024, seed: int = 0) -> Engine:
+def make_transformers_engine(path: str, *, max_batch_size: int = 1024) -> Engine:
     """A transformers engine with the model of `path`."""
     model = load_language_model(path)
-    return TransformersEngine(
-        model, end_token_id=END_TOKEN_ID, seed=seed, max_batch_size=max_batch_size
-    )
+    return TransformersEngine(model, end_token_id=END_TOKEN_ID, max_batch_size=max_batch_size)
 
 
 def make_vllm_engine(path: str) -> Engine:
@@ -109,7 +107,6 @@ def make_vllm_engine(path: str) -> Engine:
         end_token_id=END_TOKEN_ID,
         max_tokens=MAX_TOKENS,
         dtype="float32",
-        seed=0,
     )
 
 
@@ -133,7 +130,12 @@ def move(model: PreTrainedModel, seed: int, size: float) -> None:
 
 
 def make_requests(
-    num_requests: int, *, temperature: float = 1.0, max_tokens: int = 12
+    num_requests: int,
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = 12,
+    top_p: float = 1.0,
+    first_seed: int = 0,
 ) -> list[EngineRequest]:
     """Requests with random prompts of four lengths."""
     draw = random.Random(0)
@@ -141,8 +143,8 @@ def make_requests(
         EngineRequest(
             request_id,
             [draw.randrange(3, 250) for _ in range(draw.choice([3, 8, 21, 40]))],
-            Sampling(temperature, max_tokens),
-            seed=request_id,
+            Sampling(temperature, max_tokens, top_p),
+            seed=first_seed + request_id,
         )
         for request_id in range(num_requests)
     ]

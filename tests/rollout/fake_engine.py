@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.types import Probe
@@ -19,6 +20,9 @@ class FakeEngine:
         self.batches: list[list[list[int]]] = []
         """The prompts of each step."""
         self.loaded: list[StateDict] = []
+        self.load_takes_s = 0.0
+        self.seeds: list[int] = []
+        """Of all requests."""
         self.failure: Exception | None = None
         """What the next step, load or score raises."""
         self.is_stepping = threading.Event()
@@ -43,6 +47,7 @@ class FakeEngine:
     def submit(self, request: EngineRequest) -> None:
         """Nothing; the request is answered by the next step."""
         self._waiting.append(request)
+        self.seeds.append(request.seed)
 
     def step(self) -> list[EngineOutput]:
         """The sum of each waiting prompt."""
@@ -60,6 +65,7 @@ class FakeEngine:
     def load_weights(self, state: StateDict) -> None:
         """Nothing; keeps the state for the test to see."""
         self._fail_if_told()
+        time.sleep(self.load_takes_s)
         self.loaded.append(state)
 
     def score(self, probe: Probe) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig
@@ -26,12 +27,14 @@ class ScriptedPolicy:
         self._script = script
         self._on_call = on_call
         self.prompts: list[list[int]] = []
+        self.seeds: list[int] = []
         self.version = 0
 
-    async def __call__(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         """The next answer, each token with log-prob -1."""
         await asyncio.sleep(0)
         self.prompts.append(list(prompt_ids))
+        self.seeds.append(seed)
         if self._on_call is not None:
             self._on_call()
         text = next(self._script)
@@ -48,7 +51,8 @@ def make_player(
     limits: RolloutConfig = LIMITS,
     on_call: Callable[[], None] | None = None,
     max_sessions: int = 0,
+    **parts: Any,
 ) -> tuple[Player, ScriptedPolicy]:
-    """A player that answers by script."""
+    """A player that answers by script; `parts` are further fields of it."""
     policy = ScriptedPolicy(chat, script, on_call)
-    return Player(client, policy, chat, ServerFace(), limits, max_sessions), policy
+    return Player("game", client, policy, chat, ServerFace(), limits, max_sessions, **parts), policy

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ludus.trainer.interfaces import EngineRequest
+from ludus.trainer.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.learner.micro_batches import one_piece
 from ludus.trainer.learner.model import Policy
-from ludus.trainer.types import Probe, Sampling
+from ludus.trainer.types import Probe, Sampling, TrainingSample
 from tests.rollout.engine_pair import (
     END_TOKEN_ID,
     PROBE,
@@ -42,7 +45,7 @@ def test_logprobs_are_those_of_a_full_forward(pair: EnginePair, temperature: flo
 
 def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
     prompt = [8, 60, 33, 21]
-    requests = [EngineRequest(i, prompt, Sampling(float(i % 2), 6)) for i in range(40)]
+    requests = [EngineRequest(i, prompt, Sampling(float(i % 2), 6), seed=i) for i in range(40)]
     outputs = answer(pair.engine, requests)
     greedy = {tuple(outputs[i].token_ids) for i in range(0, 40, 2)}
     sampled = {tuple(outputs[i].token_ids) for i in range(1, 40, 2)}
@@ -75,7 +78,9 @@ def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> N
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: float) -> None:
     prompt, num_samples = [8, 60, 33, 21], 3000
-    requests = [EngineRequest(i, prompt, Sampling(temperature, 1)) for i in range(num_samples)]
+    requests = [
+        EngineRequest(i, prompt, Sampling(temperature, 1), seed=i) for i in range(num_samples)
+    ]
     outputs = answer(pair.engine, requests)
     counts = Counter(output.token_ids[0] for output in outputs.values())
     with torch.no_grad():
@@ -118,18 +123,76 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
 
 def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
     temperature = 0.8
-    policy = Policy(pair.model, temperature)
+    policy = Policy(pair.model)
     requests = make_requests(16, temperature=temperature)
     for seed in range(3):
         pair.sync(seed)
         outputs = answer(pair.engine, requests)
         for request in requests:
             output = outputs[request.request_id]
-            token_ids = torch.tensor([request.prompt_ids + output.token_ids])
-            sampled = torch.arange(token_ids.shape[1])[None] >= len(request.prompt_ids)
+            token_ids = request.prompt_ids + output.token_ids
+            sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
+            nothing = [0.0] * len(token_ids)
+            piece = one_piece([TrainingSample(token_ids, sampled, nothing, nothing, nothing, True)])
             with torch.no_grad():
-                logprobs, _ = policy(token_ids, sampled)
-            assert logprobs[sampled].tolist() == pytest.approx(output.logprobs, abs=TOLERANCE)
+                logprobs = piece.of_samples(policy(piece.rows, temperature).logprobs)
+            assert logprobs[0].tolist() == pytest.approx(output.logprobs, abs=TOLERANCE)
+
+
+def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
+    """Whatever the batch, the order, the request's id, and what the engine did before."""
+    requests = make_requests(100)
+    together = tokens_by_seed(requests, answer(pair.engine, requests))
+    assert tokens_by_seed(requests, answer(pair.engine, reversed(requests))) == together
+    renamed = [replace(request, request_id=request.request_id + 500) for request in requests]
+    assert tokens_by_seed(renamed, answer(pair.engine, renamed)) == together
+    for request in requests[:5]:
+        alone = answer(pair.engine, [request])[request.request_id]
+        assert alone.token_ids == together[request.seed]
+    others = make_requests(100, first_seed=1000)
+    seen = answer(pair.engine, others)
+    same = sum(seen[r.request_id].token_ids == together[r.request_id] for r in others)
+    assert same < 20, "other seeds sample otherwise"
+
+
+@pytest.mark.parametrize("temperature", [1.5, 2.0])
+def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
+    pair: EnginePair, temperature: float
+) -> None:
+    prompt, top_p = [8, 60, 33, 21], 0.85
+    requests = [
+        EngineRequest(i, prompt, Sampling(temperature, 1, top_p), seed=i) for i in range(600)
+    ]
+    outputs = answer(pair.engine, requests).values()
+    with torch.no_grad():
+        logits = pair.model(torch.tensor([prompt])).logits[0, -1]
+    ordered = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    num_kept = int((ordered.values.cumsum(0) - ordered.values < top_p).sum())
+    kept = ordered.values[:num_kept] / ordered.values[:num_kept].sum()
+    logprob_of = dict(zip(ordered.indices.tolist(), kept.log().tolist(), strict=False))
+    seen = {output.token_ids[0] for output in outputs}
+    assert len(seen) > 1
+    assert seen <= logprob_of.keys()
+    for output in outputs:
+        assert output.logprobs[0] == pytest.approx(logprob_of[output.token_ids[0]], abs=TOLERANCE)
+
+
+def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
+    whole = make_requests(30)
+    cut = [
+        replace(r, request_id=100 + r.request_id, sampling=Sampling(1.0, 12, 0.3)) for r in whole
+    ]
+    alone = tokens_by_seed(whole, answer(pair.engine, whole))
+    mixed = answer(pair.engine, [*whole, *cut])
+    assert tokens_by_seed(whole, mixed) == alone
+    assert any(mixed[r.request_id].token_ids != alone[r.seed] for r in cut)
+
+
+def tokens_by_seed(
+    requests: Iterable[EngineRequest], outputs: dict[int, EngineOutput]
+) -> dict[int, list[int]]:
+    """The sampled tokens by the seed of their request."""
+    return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 
 def score_of(pair: EnginePair, probe: Probe) -> list[float]:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from ludus.env.client import AsyncEnvClient
 from ludus.env.server import EnvServer, ServerOptions
+from ludus.proto.config import RewardTerm
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.face import ImportedFace, ServerFace
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from openspiel_env import make_environment
+from tests.env.counting_env import CountingEnv
+from tests.rollout.reward_functions import play_and_say_nothing, play_in_pairs
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, ScriptedPolicy, make_player
+
+FUNCTIONS = "tests.rollout.reward_functions"
 
 
 async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> Rollout:
@@ -19,7 +28,7 @@ async def play_until_two_turns(client: AsyncEnvClient, chat: ChatTokenizer) -> R
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT", "STAND"]))
         rollout = await player.play(seed, SAMPLING)
-        if rollout.num_turns == 2:
+        if len(rollout.turns) == 2:
             return rollout
     raise AssertionError("no such deal")
 
@@ -28,11 +37,13 @@ async def test_exactly_the_sampled_tokens_are_in_the_mask(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     rollout = await play_until_two_turns(client, chat)
-    pairs = zip(rollout.token_ids, rollout.loss_mask, strict=True)
+    [sequence] = rollout.sequences
+    pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
     sampled = [token for token, is_sampled in pairs if is_sampled]
     assert sampled == chat.answer_ids("HIT") + chat.answer_ids("STAND")
-    assert [p for p, m in zip(rollout.logprobs, rollout.loss_mask, strict=True) if m] == [-1.0] * 4
-    assert not rollout.loss_mask[0], "the first token of a sequence has no log-prob"
+    logprobs = zip(sequence.logprobs, sequence.loss_mask, strict=True)
+    assert [logprob for logprob, is_sampled in logprobs if is_sampled] == [-1.0] * 4
+    assert not sequence.loss_mask[0], "the first token of a sequence has no log-prob"
 
 
 async def test_every_prompt_is_an_exact_prefix_of_the_next(
@@ -42,7 +53,7 @@ async def test_every_prompt_is_an_exact_prefix_of_the_next(
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         rollout = await player.play(seed, SAMPLING)
         for prompt in policy.prompts:
-            assert rollout.token_ids[: len(prompt)] == prompt
+            assert rollout.sequences[0].token_ids[: len(prompt)] == prompt
 
 
 async def test_text_that_is_no_action_ends_the_episode_at_the_configured_reward(
@@ -66,16 +77,107 @@ async def test_a_limit_on_turns_truncates_and_frees_the_session(
     assert server.core.load.num_sessions == 0
 
 
+async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    one_turn = LIMITS.model_copy(update={"max_turns": 1})
+    for seed in range(20):
+        player, _ = make_player(client, chat, iter(["HIT"]), one_turn)
+        cut = await player.play(seed, SAMPLING)
+        player, policy = make_player(client, chat, itertools.repeat("HIT"))
+        whole = await player.play(seed, SAMPLING)
+        [sequence] = cut.sequences
+        if cut.status is RolloutStatus.TERMINATED:
+            assert sequence.loss_mask[-1], "nothing follows the end"
+            continue
+        assert sequence.token_ids == policy.prompts[1]
+        assert sequence.turns == whole.sequences[0].turns[:1]
+
+
+async def test_the_environments_own_truncation_shows_its_last_observation(
+    chat: ChatTokenizer,
+) -> None:
+    async with (
+        EnvServer(CountingEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        player, _ = make_player(client, chat, iter(["ADD 1", "ADD 7"]))
+        rollout = await player.play(3, SAMPLING)
+    [sequence] = rollout.sequences
+    assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 8.0)
+    assert [turn.reward for turn in sequence.turns] == [1.0, 7.0]
+    rest = chat.decode(sequence.token_ids[sequence.turns[-1].end :])
+    assert rest == "Total 8."
+
+
+async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+    answers = itertools.repeat("<think>HIT is better</think>STAND")
+    limits = LIMITS.model_copy(update={"max_completion_tokens": 64, "max_tokens": 512})
+    for seed in range(5):
+        player, _ = make_player(client, chat, answers, limits)
+        rollout = await player.play(seed, SAMPLING)
+        assert (rollout.status, len(rollout.turns)) == (RolloutStatus.TERMINATED, 1)
+
+
+async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    async def seeds_of(seed: int, salt: int, run_seed: int) -> tuple[int, ...]:
+        player, policy = make_player(client, chat, itertools.repeat("HIT"), run_seed=run_seed)
+        await player.play(seed, SAMPLING, salt)
+        return tuple(policy.seeds)
+
+    asked = [await seeds_of(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]]
+    assert len({seeds[0] for seeds in asked}) == 4
+    assert await seeds_of(3, 1, 0) == asked[1]
+
+
+async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    script = itertools.cycle(["a poor hand", "STAND"])
+    reward = Reward([RewardTerm(), RewardTerm(function=f"{FUNCTIONS}:num_thoughts", weight=10)])
+    player, policy = make_player(
+        client, chat, script, rollout_function=play_in_pairs, reward=reward
+    )
+    group = await play_group(player, GroupSpec(0, "game", (4,)), SAMPLING, timeout_s=10)
+    [rollout] = group.rollouts
+    assert rollout.status is RolloutStatus.TERMINATED
+    assert rollout.episode_return is not None
+    assert rollout.reward == rollout.episode_return + 10
+    assert [turn.reward for turn in rollout.turns] == [0.0, rollout.episode_return]
+    assert "And now your move." in chat.decode(policy.prompts[1])
+
+
+async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
+    server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    script = iter(["a poor hand", "GIVE UP"])
+    player, _ = make_player(client, chat, script, rollout_function=play_in_pairs)
+    rollout = await player.play(4, SAMPLING)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.INVALID_ACTION, -1.0)
+    one_turn = LIMITS.model_copy(update={"max_turns": 1})
+    player, _ = make_player(
+        client, chat, iter(["a poor hand"]), one_turn, rollout_function=play_in_pairs
+    )
+    assert (await player.play(4, SAMPLING)).status is RolloutStatus.TRUNCATED
+    player, _ = make_player(client, chat, iter([]), rollout_function=play_and_say_nothing)
+    with pytest.raises(TypeError, match=r"environments\.game\.rollout expected to return Ended"):
+        await player.play(4, SAMPLING)
+    assert server.core.load.num_sessions == 0
+
+
 async def test_an_answer_cut_off_goes_on_with_an_unsampled_end_token(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     for seed in range(100):
         player, _ = make_player(client, chat, iter(["HIT...", "STAND"]))
         rollout = await player.play(seed, SAMPLING)
-        if rollout.num_turns == 2:
+        if len(rollout.turns) == 2:
             break
-    end = rollout.token_ids.index(chat.end_token_id, rollout.loss_mask.index(True))
-    assert not rollout.loss_mask[end]
+    [sequence] = rollout.sequences
+    end = sequence.token_ids.index(chat.end_token_id, sequence.loss_mask.index(True))
+    assert not sequence.loss_mask[end]
 
 
 async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTokenizer) -> None:
@@ -85,11 +187,11 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         answer = policy.__call__
 
-        async def die_first(prompt_ids: list[int], sampling: Sampling):
+        async def die_first(prompt_ids: list[int], sampling: Sampling, seed: int):
             await server.stop()
-            return await answer(prompt_ids, sampling)
+            return await answer(prompt_ids, sampling, seed)
 
-        player = Player(client, die_first, chat, ServerFace(), LIMITS)
+        player = Player("game", client, die_first, chat, ServerFace(), LIMITS)
         lost = await player.play(1, SAMPLING)
         never_began = await player.play(2, SAMPLING)
     for rollout in (lost, never_began):
@@ -101,7 +203,7 @@ async def test_render_and_parse_of_the_configuration_replace_the_face(
 ) -> None:
     face = ImportedFace("tests.rollout.test_episode:render", "tests.rollout.test_episode:parse")
     policy = ScriptedPolicy(chat, iter(["1"]))
-    rollout = await Player(client, policy, chat, face, LIMITS).play(5, SAMPLING)
+    rollout = await Player("game", client, policy, chat, face, LIMITS).play(5, SAMPLING)
     assert rollout.status is RolloutStatus.TERMINATED
     assert "legal: [0, 1]" in chat.decode(policy.prompts[0])
 

@@ -32,17 +32,17 @@ async def generator(engine: FakeEngine) -> AsyncIterator[Generator]:
 
 
 async def test_concurrent_calls_become_one_batch(engine: FakeEngine, generator: Generator) -> None:
-    completions = await asyncio.gather(*(generator([i, 1], SAMPLING) for i in range(20)))
+    completions = await asyncio.gather(*(generator([i, 1], SAMPLING, 0) for i in range(20)))
     assert [completion.token_ids for completion in completions] == [[i + 1] for i in range(20)]
     assert engine.batches == [[[i, 1] for i in range(20)]]
-    assert generator.num_tokens_generated == 20
+    assert generator.usage.num_tokens == generator.usage.num_requests == 20
 
 
 async def test_calls_that_arrive_during_a_step_form_the_next_batch(
     engine: FakeEngine, generator: Generator
 ) -> None:
-    first = await in_step(engine, generator([1], SAMPLING))
-    later = [asyncio.create_task(generator([i], SAMPLING)) for i in (2, 3, 4)]
+    first = await in_step(engine, generator([1], SAMPLING, 0))
+    later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
     await asyncio.sleep(0.05)
     engine.release()
     await within_a_second(first, *later)
@@ -52,7 +52,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
 async def test_weights_load_between_two_steps_while_calls_wait(
     engine: FakeEngine, generator: Generator
 ) -> None:
-    before = await in_step(engine, generator([1], SAMPLING))
+    before = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
     await asyncio.sleep(0.05)
     assert engine.loaded == []
@@ -60,13 +60,36 @@ async def test_weights_load_between_two_steps_while_calls_wait(
     completion, _ = await within_a_second(before, load)
     assert engine.loaded == [WEIGHTS]
     assert completion.policy_version == 0
-    assert (await generator([1], SAMPLING)).policy_version == 7
+    assert (await generator([1], SAMPLING, 0)).policy_version == 7
+
+
+async def test_the_time_of_the_engines_thread_is_told_apart(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    call = await in_step(engine, generator([1], SAMPLING, 0))
+    await asyncio.sleep(0.05)
+    engine.release()
+    await within_a_second(call)
+    after_step = generator.usage
+    assert after_step.busy_s >= 0.05
+    assert (after_step.pause_s, after_step.num_loads) == (0.0, 0)
+    engine.load_takes_s = 0.05
+    await generator.load_weights(WEIGHTS, version=1)
+    await generator.score(PROBE)
+    after_load = generator.usage
+    assert after_load.pause_s >= 0.05
+    assert (after_load.busy_s, after_load.num_loads) == (after_step.busy_s, 1)
+
+
+async def test_a_request_brings_its_seed(engine: FakeEngine, generator: Generator) -> None:
+    await asyncio.gather(*(generator([1], SAMPLING, seed) for seed in (5, 9)))
+    assert engine.seeds == [5, 9]
 
 
 async def test_a_score_is_of_the_weights_loaded_before_it(
     engine: FakeEngine, generator: Generator
 ) -> None:
-    call = await in_step(engine, generator([1], SAMPLING))
+    call = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
     score = asyncio.create_task(generator.score(PROBE))
     await asyncio.sleep(0)
@@ -80,13 +103,13 @@ async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
     engine.failure = ValueError("no such tensor")
     with pytest.raises(ValueError, match="no such tensor"):
         await generator.load_weights(WEIGHTS, version=1)
-    assert (await generator([1], SAMPLING)).policy_version == 0
+    assert (await generator([1], SAMPLING, 0)).policy_version == 0
 
 
 async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator: Generator) -> None:
-    in_batch = await in_step(engine, generator([1], SAMPLING))
+    in_batch = await in_step(engine, generator([1], SAMPLING, 0))
     waiting: list[asyncio.Task[Any]] = [
-        asyncio.create_task(generator([2], SAMPLING)),
+        asyncio.create_task(generator([2], SAMPLING, 0)),
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
         asyncio.create_task(generator.score(PROBE)),
     ]
@@ -104,8 +127,8 @@ async def test_a_call_after_a_failure_fails_at_once(
 ) -> None:
     engine.failure = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        await generator([1], SAMPLING)
-    for call in (generator([1], SAMPLING), generator.score(PROBE)):
+        await generator([1], SAMPLING, 0)
+    for call in (generator([1], SAMPLING, 0), generator.score(PROBE)):
         with pytest.raises(RuntimeError, match="the engine has failed"):
             await asyncio.wait_for(call, timeout=1)
 
@@ -113,8 +136,8 @@ async def test_a_call_after_a_failure_fails_at_once(
 async def test_a_cancelled_call_leaves_the_others_alone(
     engine: FakeEngine, generator: Generator
 ) -> None:
-    cancelled = await in_step(engine, generator([1], SAMPLING))
-    kept = asyncio.create_task(generator([2], SAMPLING))
+    cancelled = await in_step(engine, generator([1], SAMPLING, 0))
+    kept = asyncio.create_task(generator([2], SAMPLING, 0))
     cancelled.cancel()
     await asyncio.sleep(0)
     engine.release()
@@ -123,7 +146,7 @@ async def test_a_cancelled_call_leaves_the_others_alone(
 
 async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
     generator = Generator(engine)
-    await generator([1], SAMPLING)
+    await generator([1], SAMPLING, 0)
     generator.close()
     assert engine.is_closed.is_set()
 

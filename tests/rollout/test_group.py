@@ -50,8 +50,8 @@ async def test_same_seed_and_answers_give_the_same_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, (11,) * 8), SAMPLING, timeout_s=10)
-    assert len({(tuple(r.token_ids), r.reward, r.status) for r in group.rollouts}) == 1
+    group = await play_group(player, GroupSpec(0, "game", (11,) * 8), SAMPLING, timeout_s=10)
+    assert len({(tuple(r.sequences[0].token_ids), r.reward, r.status) for r in group.rollouts}) == 1
     assert [rollout.seed for rollout in group.rollouts] == [11] * 8
 
 
@@ -75,7 +75,7 @@ async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
 ) -> None:
     counted = CountedClient(client)
     player, _ = make_player(counted, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, seeds), SAMPLING, timeout_s=10)
+    group = await play_group(player, GroupSpec(0, "game", seeds), SAMPLING, timeout_s=10)
     assert (counted.group_sizes, counted.num_opens) == (sizes, num_opens)
     assert [rollout.seed for rollout in group.rollouts] == list(seeds)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
@@ -87,8 +87,8 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         player, _ = make_player(client, chat, itertools.repeat("STAND"), max_sessions=3)
-        together = [GroupSpec(index, (index,) * 2) for index in range(6)]
-        apart = GroupSpec(6, tuple(range(12)))
+        together = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
+        apart = GroupSpec(6, "game", tuple(range(12)))
         groups = await asyncio.gather(
             *(play_group(player, spec, SAMPLING, timeout_s=20) for spec in [*together, apart])
         )
@@ -103,7 +103,7 @@ async def test_a_group_whose_episodes_begin_differently_is_a_crash(chat: ChatTok
     ):
         player, policy = make_player(client, chat, itertools.repeat("ADD 1"), max_sessions=256)
         with pytest.raises(GroupMismatchError, match="on seed 4 to begin alike"):
-            await play_group(player, GroupSpec(0, (4,) * 4), SAMPLING, timeout_s=10)
+            await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=10)
         assert policy.prompts == []
         await emptied(server)
 
@@ -115,13 +115,13 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
     async with await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2) as client:
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
         await server.stop()
-        group = await play_group(player, GroupSpec(3, (1,) * 4), SAMPLING, timeout_s=10)
+        group = await play_group(player, GroupSpec(3, "game", (1,) * 4), SAMPLING, timeout_s=10)
     assert [(r.seed, r.status, r.reward) for r in group.rollouts] == [
         (1, RolloutStatus.LOST, None)
     ] * 4
 
 
-async def never(prompt_ids: list[int], sampling: Sampling) -> Completion:
+async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
     """A policy that does not answer."""
     await asyncio.Event().wait()
     raise AssertionError
@@ -131,8 +131,8 @@ async def never(prompt_ids: list[int], sampling: Sampling) -> Completion:
 async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player(client, never, chat, ServerFace(), LIMITS, max_sessions)
-    group = await play_group(player, GroupSpec(7, (1, 1)), SAMPLING, timeout_s=0.2)
+    player = Player("game", client, never, chat, ServerFace(), LIMITS, max_sessions)
+    group = await play_group(player, GroupSpec(7, "game", (1, 1)), SAMPLING, timeout_s=0.2)
     assert group.num_lost == 2
     assert group.index == 7
     await emptied(server)
@@ -147,7 +147,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
     ):
         await client.open()
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=3)
-        group = await play_group(player, GroupSpec(0, (1,) * 3), SAMPLING, timeout_s=0.3)
+        group = await play_group(player, GroupSpec(0, "game", (1,) * 3), SAMPLING, timeout_s=0.3)
         assert group.num_lost == 3
         await emptied(server, 1)
 
@@ -156,10 +156,10 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
 async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player(client, never, chat, ServerFace(), LIMITS, max_sessions)
+    player = Player("game", client, never, chat, ServerFace(), LIMITS, max_sessions)
     for num_turns_of_the_loop in range(40):
         playing = asyncio.create_task(
-            play_group(player, GroupSpec(0, (1,) * 4), SAMPLING, timeout_s=30)
+            play_group(player, GroupSpec(0, "game", (1,) * 4), SAMPLING, timeout_s=30)
         )
         for _ in range(num_turns_of_the_loop):
             await asyncio.sleep(0)
@@ -178,6 +178,20 @@ async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert server.core.load.num_sessions == num_sessions
+
+
+async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_replayed(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    async def seeds_of(index: int) -> list[int]:
+        player, policy = make_player(client, chat, itertools.repeat("STAND"), max_sessions=256)
+        await play_group(player, GroupSpec(index, "game", (11,) * 8), SAMPLING, timeout_s=10)
+        return sorted(policy.seeds)
+
+    first = await seeds_of(3)
+    assert len(set(first)) == 8
+    assert await seeds_of(3) == first
+    assert set(await seeds_of(4)).isdisjoint(first)
 
 
 def test_groups_have_seeds_of_their_own_below_those_of_evaluations() -> None:

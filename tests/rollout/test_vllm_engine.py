@@ -54,8 +54,8 @@ def test_an_answer_does_not_depend_on_the_batch_it_shares(pair: EnginePair) -> N
 
 
 @with_untied
-def test_equal_requests_of_different_ids_are_sampled_apart(pair: EnginePair) -> None:
-    requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4)) for i in range(50)]
+def test_equal_requests_of_different_seeds_are_sampled_apart(pair: EnginePair) -> None:
+    requests = [EngineRequest(i, [8, 60, 33], Sampling(1.0, 4), seed=i) for i in range(50)]
     assert len(set(map(tuple, tokens(answer(pair.engine, requests)).values()))) > 10
 
 
@@ -112,12 +112,12 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
     generator = Generator(KeptOpen(pair.engine))
     try:
         requests = make_requests(40)
-        calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling)) for r in requests]
+        calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling, r.seed)) for r in requests]
         move(pair.model, seed=14, size=0.05)
         await generator.load_weights(dict(pair.model.named_parameters()), version=1)
         score = await generator.score(PROBE)
         completions = await asyncio.gather(*calls)
-        late = await generator(requests[0].prompt_ids, requests[0].sampling)
+        late = await generator(requests[0].prompt_ids, requests[0].sampling, seed=0)
     finally:
         generator.close()
     assert score == pytest.approx(
@@ -144,8 +144,8 @@ def test_a_process_of_its_own_stays_quiet_alone_and_whole(tmp_path: Path) -> Non
     assert told["has_preload"] is False
     assert told["num_threads_after"] == 2, "torch.set_num_threads works after the start"
     first, again, other = told["answers"]
-    assert first == again, "seeds 5 and 5"
-    assert first != other, "seeds 5 and 6"
+    assert first == again, "the same seeds"
+    assert first != other, "other seeds"
     assert told["refused"] == ["ConfigError", "ConfigError"]
 
 

@@ -29,30 +29,29 @@ def main(model_path: str) -> None:
     from ludus.trainer.rollout.vllm_engine import VllmEngine
     from tests.rollout.engine_pair import END_TOKEN_ID, answer, make_requests
 
-    def open_engine(seed: int, **config: object) -> VllmEngine:
+    def open_engine(**config: object) -> VllmEngine:
         return VllmEngine(
             model_path,
             VllmGenerator.model_validate(config),
             end_token_id=END_TOKEN_ID,
             max_tokens=128,
             dtype="float32",
-            seed=seed,
         )
 
     def answers_of(seed: int) -> list[list[int]]:
-        engine = open_engine(seed)
-        outputs = answer(engine, make_requests(20))
+        engine = open_engine()
+        outputs = answer(engine, make_requests(20, first_seed=seed))
         engine.close()
         return [outputs[request_id].token_ids for request_id in sorted(outputs)]
 
     def refusal(**config: object) -> str:
         try:
-            open_engine(0, **config)
+            open_engine(**config)
         except ConfigError as error:
             return type(error).__name__
         return "none"
 
-    told = {"answers": [answers_of(seed) for seed in (5, 5, 6)]}
+    told = {"answers": [answers_of(seed) for seed in (500, 500, 600)]}
     torch.set_num_threads(2)
     refused = [refusal(tensor_parallel_size=2)]
     del os.environ[IN_PROCESS]

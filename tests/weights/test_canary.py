@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from ludus.trainer.types import WeightManifest
-from ludus.trainer.weights import CanaryReport, check_canary, make_manifest
+from ludus.trainer.weights import (
+    CanaryReport,
+    WorkerWeights,
+    cast_floats,
+    check_canary,
+    make_manifest,
+)
 from tests.rollout.engine_pair import PROBE, EngineKind, EnginePair, full_logprobs, open_pair
 
 LOGPROBS = [-1.5, -0.25, -4.0]
@@ -49,6 +55,20 @@ def test_a_logprob_that_is_no_number_never_passes(position: int, value: float) -
     answer = list(LOGPROBS)
     answer[position] = value
     assert not report_of(answer).ok
+
+
+def test_weights_that_travel_in_a_coarser_type_may_differ_by_what_it_cannot_hold() -> None:
+    state = cast_floats({"w": torch.ones(2), "count": torch.arange(3)}, "bfloat16")
+    answer = [LOGPROBS[0] + 0.05, *LOGPROBS[1:]]
+    assert check_canary(manifest_of(state, LOGPROBS), answer, "float32").ok
+    assert not report_of(answer).ok
+
+
+def test_what_a_worker_holds_can_be_read_off() -> None:
+    held = WorkerWeights(report_of([-1.5, -0.75, -4.0]), 0.25, 0.5, bytes_fetched=8)
+    assert (held.version, held.canary_error, held.ok) == (8, 0.5, False)
+    assert held.content_hash == manifest_of({"w": torch.ones(2)}, LOGPROBS).content_hash
+    assert "does not sample from the published weights" in str(held)
 
 
 def test_an_answer_of_another_length_is_an_error() -> None:

@@ -28,7 +28,9 @@ class ConnectFourFace(GameFace):
 
     def brief(self, observation: OpenSpielObservation) -> str:
         """The rows with "." for a free cell, and the player's mark."""
-        return "\n".join([*self._rows(observation), f"you {_MARKS[self.player]}"])
+        # Spaces between cells make each a word of its own, whatever the tokenizer.
+        lines = [" ".join(row) for row in self._rows(observation)]
+        return "\n".join([*lines, f"you {_MARKS[self.player]}"])
 
     def prose(self, observation: OpenSpielObservation) -> str:
         """The board under the numbers of its columns."""

@@ -30,8 +30,9 @@ class TicTacToeFace(GameFace):
 
     def brief(self, observation: OpenSpielObservation) -> str:
         """The rows with "." for a free cell, and the player's mark."""
-        board = rows(board_of(observation.info_state), SIDE)
-        return "\n".join([*board, f"you {_MARKS[self.player]}"])
+        # Spaces between cells make each a word of its own, whatever the tokenizer.
+        lines = [" ".join(row) for row in rows(board_of(observation.info_state), SIDE)]
+        return "\n".join([*lines, f"you {_MARKS[self.player]}"])
 
     def prose(self, observation: OpenSpielObservation) -> str:
         """The board with the numbers of the free cells."""

@@ -24,8 +24,12 @@
     │       └── CallTimeoutError
     ├── ClusterError              the Kubernetes API refused a request, or cannot be reached
     ├── WeightSyncError           weights did not arrive, or are not those published
+    │   ├── StoreAwayError        the weight store does not answer now
     │   └── CanaryError
+    ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
     ├── TrainingStalledError      nothing that is played teaches anything any more
+    ├── LearnerLostError          a learner rank died, or its ranks no longer meet
+    ├── WorkerStartError          a rollout worker does not start, try after try
     └── CheckpointError
 
 A message names the value that was found, what was expected, and the way out. A failed
@@ -216,12 +220,28 @@ class WeightSyncError(LudusError):
     """Published weights did not arrive whole."""
 
 
+class StoreAwayError(WeightSyncError):
+    """The weight store does not answer now; it may a moment later."""
+
+
 class CanaryError(WeightSyncError):
     """A worker's weights are not the ones that were published."""
 
 
 class TrainingStalledError(LudusError):
     """Groups keep coming, but none of them can be trained on."""
+
+
+class RewardFunctionError(LudusError):
+    """A reward function raised, took too long, or returned something other than rewards."""
+
+
+class LearnerLostError(LudusError):
+    """A rank of the learner died, or the ranks no longer meet; the others have been ended."""
+
+
+class WorkerStartError(LudusError):
+    """A rollout worker does not start, try after try."""
 
 
 class CheckpointError(UserError):

@@ -1,58 +1,309 @@
-"""Names of metrics, in one place: rows of metrics.jsonl, console and dashboards agree on them."""
+"""Names of metrics, in one place: rows of metrics.jsonl, console and dashboards agree on them.
+
+Metrics of a run know how they are combined, so that nobody averages averages:
+
+    values of environments  --+
+    values of steps         --+-- combine() --> values of the whole
+    values of workers       --+
+
+docs/metrics.md lists them all; it is written from this file.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
+REWARD_TERM_PREFIX = "reward_term."
+"""Before the name of a reward term: its mean per scored episode, before its weight."""
+_PROMETHEUS_PREFIX = "ludus_train_"
 
-class TrainMetric(StrEnum):
+
+class Reduction(StrEnum):
+    """How values of parts become the value of the whole."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Weighted by another metric of the same part."""
+    DEVIATION = "deviation"
+    """Of all that the parts hold, around their common mean."""
+    MIN = "min"
+    MAX = "max"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a metric is, and how its values are combined."""
+
+    reduction: Reduction
+    unit: str
+    """Of one value; empty for counts and pure numbers."""
+    help: str
+    weight: str | None = None
+    """The metric that a mean or deviation is weighted by; None counts every part once."""
+    centre: str | None = None
+    """The metric that a deviation is taken around."""
+    of_environment: bool = False
+    """True where every environment of a run has its own."""
+
+
+def _of_environment(
+    reduction: Reduction, unit: str, text: str, weight: str | None = None, centre: str | None = None
+) -> Spec:
+    return Spec(reduction, unit, text, weight, centre, of_environment=True)
+
+
+def _per_episode(unit: str, text: str) -> Spec:
+    return _of_environment(Reduction.MEAN, unit, text, "num_episodes_scored")
+
+
+def _count(text: str) -> Spec:
+    return _of_environment(Reduction.SUM, "", text)
+
+
+def _per_token(unit: str, text: str) -> Spec:
+    return Spec(Reduction.MEAN, unit, text, "num_tokens_trained")
+
+
+def _per_game(unit: str, text: str) -> Spec:
+    return _of_environment(Reduction.MEAN, unit, text, "num_games")
+
+
+def _end_of_interval(unit: str, text: str) -> Spec:
+    # Intervals cannot be averaged; where evaluations follow each other, the last one counts.
+    return _of_environment(Reduction.LAST, unit, text)
+
+
+def _seconds(text: str) -> Spec:
+    return Spec(Reduction.SUM, "s", text)
+
+
+_REWARD_TERM = _per_episode("reward", "Reward term of an episode, before its weight.")
+
+
+class _Metric(StrEnum):
+    """A name with its Spec."""
+
+    spec: Spec
+
+    def __new__(cls, name: str, spec: Spec) -> _Metric:
+        """The member: a string that has its Spec as an attribute."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.spec = spec
+        return member
+
+
+class TrainMetric(_Metric):
     """Values of one training step."""
 
-    LOSS = "loss"
-    REWARD_MEAN = "reward_mean"
-    REWARD_STD = "reward_std"
-    WIN_RATE = "win_rate"
-    NUM_EPISODES = "num_episodes"
-    NUM_EPISODES_LOST = "num_episodes_lost"
-    NUM_EPISODES_INVALID = "num_episodes_invalid"
-    NUM_EPISODES_TRUNCATED = "num_episodes_truncated"
-    NUM_TURNS_MEAN = "num_turns_mean"
-    DEAD_GROUP_RATIO = "dead_group_ratio"
-    STALENESS_MEAN = "staleness_mean"
-    STALENESS_MAX = "staleness_max"
-    MISMATCH_KL = "mismatch_kl"
-    REFERENCE_KL = "reference_kl"
-    ENTROPY = "entropy"
-    CLIP_RATIO = "clip_ratio"
-    MASKED_SEQUENCE_RATIO = "masked_sequence_ratio"
-    GRAD_NORM = "grad_norm"
-    LEARNING_RATE = "learning_rate"
-    NUM_TOKENS_GENERATED = "num_tokens_generated"
-    NUM_TOKENS_TRAINED = "num_tokens_trained"
-    NUM_TOKENS_FORWARDED = "num_tokens_forwarded"
-    BUFFER_DEPTH_GROUPS = "buffer_depth_groups"
-    WAIT_FOR_BATCH_S = "wait_for_batch_s"
-    TRAIN_S = "train_s"
-    WEIGHT_SYNC_S = "weight_sync_s"
-    WEIGHT_SYNC_BYTES = "weight_sync_bytes"
-    CANARY_ERROR = "canary_error"
-    TOKENS_PER_SECOND = "tokens_per_second"
-    EPISODES_PER_SECOND = "episodes_per_second"
+    REWARD_MEAN = "reward_mean", _per_episode("reward", "Reward of an episode, terms weighted.")
+    REWARD_STD = (
+        "reward_std",
+        _of_environment(
+            Reduction.DEVIATION,
+            "reward",
+            "Standard deviation of the episodes' rewards.",
+            "num_episodes_scored",
+            "reward_mean",
+        ),
+    )
+    WIN_RATE = (
+        "win_rate",
+        _of_environment(
+            Reduction.MEAN, "share", "Episodes with a return above 0.", "num_episodes_finished"
+        ),
+    )
+    NUM_WINS = "num_wins", _count("Episodes with a return above 0.")
+    NUM_DRAWS = "num_draws", _count("Episodes with a return of 0.")
+    NUM_LOSSES = "num_losses", _count("Episodes with a return below 0.")
+    NUM_EPISODES = "num_episodes", _count("Episodes played.")
+    NUM_EPISODES_FINISHED = "num_episodes_finished", _count("Episodes that have a return.")
+    NUM_EPISODES_SCORED = "num_episodes_scored", _count("Episodes that have a reward.")
+    NUM_EPISODES_LOST = "num_episodes_lost", _count("Episodes that infrastructure voided.")
+    NUM_EPISODES_INVALID = "num_episodes_invalid", _count("Episodes ended by text, not an action.")
+    NUM_EPISODES_TRUNCATED = "num_episodes_truncated", _count("Episodes cut off by a limit.")
+    NUM_TURNS_MEAN = (
+        "num_turns_mean",
+        _of_environment(Reduction.MEAN, "turns", "Turns of an episode.", "num_episodes"),
+    )
+    NUM_GROUPS = "num_groups", _count("Groups played.")
+    NUM_GROUPS_DEAD = "num_groups_dead", _count("Groups whose rewards were all equal.")
+    NUM_GROUPS_VOID = "num_groups_void", _count("Groups with fewer than two scored episodes.")
+    NUM_GROUPS_STALE = "num_groups_stale", _count("Groups dropped because they were too old.")
+    NUM_GROUPS_ROLLED_BACK = (
+        "num_groups_rolled_back",
+        _count("Groups played for a learner that died since."),
+    )
+    DEAD_GROUP_RATIO = (
+        "dead_group_ratio",
+        _of_environment(
+            Reduction.MEAN, "share", "Groups whose rewards were all equal.", "num_groups"
+        ),
+    )
+    NUM_GROUPS_TRAINED = "num_groups_trained", _count("Groups in the batch.")
+    STALENESS_MEAN = (
+        "staleness_mean",
+        _of_environment(
+            Reduction.MEAN, "versions", "Age of the batch's groups.", "num_groups_trained"
+        ),
+    )
+    STALENESS_MAX = (
+        "staleness_max",
+        _of_environment(Reduction.MAX, "versions", "Age of the batch's oldest group."),
+    )
+    NUM_TOKENS_GENERATED = "num_tokens_generated", _count("Tokens sampled.")
+    LOSS = "loss", Spec(Reduction.MEAN, "", "Value of the objective that was minimised.")
+    VALUE_LOSS = "value_loss", _per_token("", "Loss of the value head.")
+    EXPLAINED_VARIANCE = (
+        "explained_variance",
+        _per_token("share", "Variance of the returns that the value head explains."),
+    )
+    MISMATCH_KL = "mismatch_kl", _per_token("nats", "Divergence of the sampler from the learner.")
+    REFERENCE_KL = "reference_kl", _per_token("nats", "Divergence from the reference model.")
+    ENTROPY = "entropy", _per_token("nats", "Entropy of the policy where it sampled.")
+    CLIP_RATIO = "clip_ratio", _per_token("share", "Sampled tokens at which the clip held.")
+    MASKED_SEQUENCE_RATIO = (
+        "masked_sequence_ratio",
+        Spec(
+            Reduction.MEAN,
+            "share",
+            "Samples that the correction took out of the loss.",
+            "num_groups_trained",
+        ),
+    )
+    MASKED_TOKEN_RATIO = (
+        "masked_token_ratio",
+        _per_token("share", "Sampled tokens that the correction took out of the loss."),
+    )
+    GRAD_NORM = "grad_norm", Spec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
+    LEARNING_RATE = "learning_rate", Spec(Reduction.LAST, "", "Learning rate of the step.")
+    NUM_TOKENS_TRAINED = (
+        "num_tokens_trained",
+        Spec(Reduction.SUM, "", "Sampled tokens in the loss."),
+    )
+    NUM_TOKENS_IN_BATCH = (
+        "num_tokens_in_batch",
+        Spec(Reduction.SUM, "", "Tokens of all samples, prompts included."),
+    )
+    NUM_TOKENS_FORWARDED = (
+        "num_tokens_forwarded",
+        Spec(Reduction.SUM, "", "Tokens the learner's model computed, padding included."),
+    )
+    BUFFER_DEPTH_GROUPS = (
+        "buffer_depth_groups",
+        Spec(Reduction.LAST, "groups", "Groups that wait after the batch was taken."),
+    )
+    STEP_S = "step_s", _seconds("Time from one step's end to the next.")
+    WAIT_FOR_BATCH_S = "wait_for_batch_s", _seconds("Time the learner stood idle for a batch.")
+    TRAIN_S = "train_s", _seconds("Time in forward, backward and optimizer.")
+    ROLLOUT_IDLE_S = (
+        "rollout_idle_s",
+        _seconds("Time in which sampling stood still: the staleness bound admitted nothing."),
+    )
+    WEIGHT_SYNC_S = (
+        "weight_sync_s",
+        _seconds("Time from the last update until every worker samples from it."),
+    )
+    PUBLISH_S = "publish_s", _seconds("Time in which the learner published the weights.")
+    DELIVER_S = "deliver_s", _seconds("Time until all workers held what was published.")
+    WEIGHT_FETCH_S = (
+        "weight_fetch_s",
+        _seconds("Time the slowest worker took to fetch and check a version."),
+    )
+    SAMPLER_PAUSE_S = (
+        "sampler_pause_s",
+        _seconds("Time in which a worker's sampling stood still for new weights, at most."),
+    )
+    WEIGHT_SYNC_BYTES = (
+        "weight_sync_bytes",
+        Spec(Reduction.SUM, "bytes", "Bytes of the published version."),
+    )
+    WEIGHT_FETCH_BYTES = (
+        "weight_fetch_bytes",
+        Spec(Reduction.SUM, "bytes", "Bytes that all workers fetched for it."),
+    )
+    CANARY_ERROR = (
+        "canary_error",
+        Spec(Reduction.MAX, "nats", "Largest error of a probe token on any worker so far."),
+    )
+    NUM_CANARY_FAILURES = (
+        "num_canary_failures",
+        Spec(Reduction.SUM, "", "Deliveries after which a worker sampled from other weights."),
+    )
+    NUM_ENVIRONMENT_RESTARTS = (
+        "num_environment_restarts",
+        Spec(Reduction.SUM, "", "Environment servers that died and were started again."),
+    )
+    NUM_LEARNER_RESTARTS = (
+        "num_learner_restarts",
+        Spec(Reduction.SUM, "", "Times the learner's ranks were started anew."),
+    )
+    TOKENS_PER_SECOND = (
+        "tokens_per_second",
+        Spec(Reduction.MEAN, "tokens/s", "Tokens sampled per second of the step.", "step_s"),
+    )
+    EPISODES_PER_SECOND = (
+        "episodes_per_second",
+        Spec(Reduction.MEAN, "episodes/s", "Episodes played per second of the step.", "step_s"),
+    )
+    MFU = (
+        "mfu",
+        Spec(
+            Reduction.MEAN,
+            "share",
+            "Floating-point work of the model per second of training, of what the device can do.",
+            "train_s",
+        ),
+    )
 
 
-class EvalMetric(StrEnum):
+class EvalMetric(_Metric):
     """Values of one evaluation."""
 
-    NUM_GAMES = "num_games"
-    WIN_RATE = "win_rate"
-    WIN_RATE_CI95_LOW = "win_rate_ci95_low"
-    WIN_RATE_CI95_HIGH = "win_rate_ci95_high"
-    DRAW_RATE = "draw_rate"
-    RETURN_MEAN = "return_mean"
-    RETURN_CI95_LOW = "return_ci95_low"
-    RETURN_CI95_HIGH = "return_ci95_high"
-    INVALID_RATE = "invalid_rate"
-    GAP_CLOSED = "gap_closed"
+    NUM_GAMES = "num_games", _count("Games of the evaluation.")
+    WIN_RATE = "win_rate", _per_game("share", "Games with a return above 0.")
+    WIN_RATE_CI95_LOW = (
+        "win_rate_ci95_low",
+        _end_of_interval("share", "Lower end of the win rate's Wilson interval."),
+    )
+    WIN_RATE_CI95_HIGH = (
+        "win_rate_ci95_high",
+        _end_of_interval("share", "Upper end of the win rate's Wilson interval."),
+    )
+    DRAW_RATE = "draw_rate", _per_game("share", "Games with a return of 0.")
+    RETURN_MEAN = "return_mean", _per_game("reward", "Return of a game.")
+    RETURN_CI95_LOW = (
+        "return_ci95_low",
+        _end_of_interval("reward", "Lower end of the mean's 95 % interval."),
+    )
+    RETURN_CI95_HIGH = (
+        "return_ci95_high",
+        _end_of_interval("reward", "Upper end of the mean's 95 % interval."),
+    )
+    INVALID_RATE = "invalid_rate", _per_game("share", "Games ended by text that was no action.")
+    GAP_CLOSED = (
+        "gap_closed",
+        _per_game("share", "Part of the way from the random to the optimal policy."),
+    )
+
+
+class TrainSeries(StrEnum):
+    """What a run exports to Prometheus beside the metrics of its rows."""
+
+    RUN = "ludus_train_run"
+    PHASE = "ludus_train_phase"
+    STEP = "ludus_train_step"
+    ELAPSED = "ludus_train_elapsed_seconds"
+    GAMES_TRAINED = "ludus_train_games_trained"
+    REWARD_TERM = "ludus_train_reward_term_mean"
+    WORKERS = "ludus_train_workers"
+    WORKER_VERSION = "ludus_train_worker_weights_version"
+    WORKER_HASH = "ludus_train_worker_weights_hash"
+    WORKER_CANARY_ERROR = "ludus_train_worker_canary_error"
 
 
 class EnvServerMetric(StrEnum):
@@ -86,3 +337,85 @@ class GatewayMetric(StrEnum):
     AUTH_FAILURES = "ludus_gateway_auth_failures"
     RATE_LIMITED = "ludus_gateway_rate_limited"
     BUILD = "ludus_gateway_build"
+
+
+def prometheus_name(metric: TrainMetric | EvalMetric) -> str:
+    """The metric's name on a dashboard, in base units; counters get `_total` there."""
+    place = "eval_" if isinstance(metric, EvalMetric) else ""
+    name = metric.value.removeprefix("num_")
+    if metric.spec.unit == "s":
+        name = name.removesuffix("_s") + "_seconds"
+    return f"{_PROMETHEUS_PREFIX}{place}{name}"
+
+
+def combine(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The training values of the whole, from those of its parts in the order of time.
+
+    A metric that a part lacks is combined over the others.
+    """
+    rows = list(parts)
+    specs = {str(metric): metric.spec for metric in TrainMetric}
+    whole = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        of_term = name.startswith(REWARD_TERM_PREFIX)
+        value = _combined(name, _REWARD_TERM if of_term else specs[name], rows)
+        if value is not None:
+            whole[name] = value
+    return whole
+
+
+def combined(
+    metric: TrainMetric | EvalMetric, parts: Iterable[Mapping[str, float]]
+) -> float | None:
+    """One metric of the whole; None where no part has it."""
+    return _combined(metric, metric.spec, list(parts))
+
+
+def _combined(name: str, spec: Spec, parts: Sequence[Mapping[str, float]]) -> float | None:
+    """The combined value; None where it was not measured."""
+    rows = [row for row in parts if name in row]
+    values = [row[name] for row in rows]
+    if not values:
+        return None
+    match spec.reduction:
+        case Reduction.SUM:
+            return math.fsum(values)
+        case Reduction.MIN:
+            return min(values)
+        case Reduction.MAX:
+            return max(values)
+        case Reduction.LAST:
+            return values[-1]
+        case Reduction.MEAN:
+            return _mean(values, _weights(spec, rows))
+        case Reduction.DEVIATION:
+            return _deviation(values, spec, rows)
+
+
+def _weights(spec: Spec, rows: Sequence[Mapping[str, float]]) -> list[float]:
+    if spec.weight is None or any(spec.weight not in row for row in rows):
+        return [1.0] * len(rows)
+    return [row[spec.weight] for row in rows]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    total = math.fsum(weights)
+    if total == 0:
+        return None
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total
+
+
+def _deviation(
+    values: Sequence[float], spec: Spec, rows: Sequence[Mapping[str, float]]
+) -> float | None:
+    """Var = mean of (var_i + centre_i^2) - (mean of centre_i)^2, all means weighted."""
+    weights = _weights(spec, rows)
+    centres = [row[spec.centre] for row in rows] if spec.centre else [0.0] * len(rows)
+    common = _mean(centres, weights)
+    if common is None:
+        return None
+    squares = [
+        value**2 + (centre - common) ** 2 for value, centre in zip(values, centres, strict=True)
+    ]
+    variance = _mean(squares, weights)
+    return None if variance is None else math.sqrt(variance)

@@ -4,10 +4,15 @@ runs/<name>/
     config.json      RunConfig, resolved
     metrics.jsonl    MetricsRow, one a line, in the order of time
     summary.json     Summary
+    eval.json        Evaluation, made by `ludus eval`
     chart.json       PolicyChart, when the environment offers probes
     report.html      made from the files above
+    tensorboard/     event files, when metrics.tensorboard is set
+    wandb/           what `wandb sync` sends, when metrics.wandb is set
+    control.json     RunControl: what the user wants changed while the run goes on
     trainer.log      what the trainer's driver logged
-    environment.log  what the environment server that the run started logged
+    environment.log  what the environment server that the run started logged; with several
+                     environments each has its own, environment-<name>.log
     checkpoints/     step-<n>/, newest last
 """
 
@@ -15,9 +20,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -25,9 +30,12 @@ SUMMARY_FILE = "summary.json"
 EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
 REPORT_FILE = "report.html"
+CONTROL_FILE = "control.json"
 LOG_FILE = "trainer.log"
 ENVIRONMENT_LOG_FILE = "environment.log"
 CHECKPOINTS_FOLDER = "checkpoints"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FOLDER = "wandb"
 
 
 class Phase(StrEnum):
@@ -46,20 +54,56 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class MetricsRow(_Record):
-    """One line of metrics.jsonl."""
+RowKind = Literal["phase", "train", "environment", "eval", "baseline", "weights", "event"]
 
-    kind: Literal["train", "eval", "phase"]
+
+class HeldWeights(_Record):
+    """What one rollout worker samples from."""
+
+    worker: int
+    version: int
+    content_hash: str
+    canary_error: float
+    """Largest difference of a probe token's log-prob from the learner's, in nats."""
+
+
+class RunControl(_Record):
+    """What the user wants changed while a run goes on; the driver reads it each second."""
+
+    num_workers: Annotated[int, Field(ge=1)] | None = None
+    """Rollout workers; null leaves their number as it is."""
+
+
+class MetricsRow(_Record):
+    """One line of metrics.jsonl.
+
+    kind         environment  values
+    phase        -            none: `phase` says what the run turns to
+    train        -            TrainMetric of a step, the whole run
+    environment  its name     TrainMetric of a step, as far as one environment has its own
+    eval         its name     EvalMetric of the trained policy
+    baseline     its name     EvalMetric of the fixed policy `policy`, on the same deals
+    weights      -            TrainMetric of a delivery; `weights` says what every worker holds
+    event        -            TrainMetric that counts what happened just now
+    """
+
+    kind: RowKind
     step: int
     """Optimizer batches done; 0 before the first."""
+    environment: str | None = None
+    """Its name in the run."""
+    policy: str | None = None
+    """Name of the fixed policy."""
     phase: Phase | None = None
-    """What the run turns to now; set in rows of kind "phase" only."""
+    """What the run turns to now."""
+    weights: tuple[HeldWeights, ...] = ()
     elapsed_s: float
     """Seconds of training so far; evaluations do not count."""
     num_games_trained: int
-    """Episodes whose gradients were taken so far."""
+    """Episodes whose gradients were taken so far; 0 in rows that do not say it."""
     values: dict[str, float] = {}
-    """By TrainMetric or EvalMetric; a value that could not be had is left out."""
+    """By TrainMetric or EvalMetric, and by reward term (`REWARD_TERM_PREFIX`); a value that
+    could not be had is left out."""
 
 
 class PolicyResult(_Record):
@@ -89,12 +133,32 @@ class EvalReport(_Record):
     """Interval from the paired differences on these deals."""
 
 
+class Evaluation(_Record):
+    """A policy, judged in every environment of its run."""
+
+    environments: dict[str, EvalReport]
+    """By the environment's name in the run."""
+
+
+class EnvironmentResult(_Record):
+    """What a run came to in one of its environments."""
+
+    environment: str
+    """Name of the environment and what it was built with."""
+    start: PolicyResult | None
+    """The policy before training."""
+    report: EvalReport
+    """The policy after training."""
+
+
 class Summary(_Record):
-    """What a run came to."""
+    """What a run came to; the figures of one policy are those of the first environment."""
 
     name: str
     environment: str
-    """Name of the environment and what it was built with."""
+    """Name of the first environment and what it was built with."""
+    results: dict[str, EnvironmentResult]
+    """Every environment, by its name in the run."""
     finished: bool
     """False when the run was stopped before its last step."""
     seed: int
@@ -128,6 +192,10 @@ class Summary(_Record):
     canary_max_error: float
     """Largest difference of a probe token's log-prob between worker and learner."""
     environment_restarts: int
+    learner_restarts: int
+    """Times the learner's ranks were started anew, since one of them died."""
+    groups_rolled_back: int
+    """Groups that were lost with a learner: trained on, waiting or played, and then void."""
     max_staleness_seen: int
     versions: dict[str, str]
     """Packages that decide the result."""
@@ -146,8 +214,10 @@ class ChartCell(_Record):
 
 
 class PolicyChart(_Record):
-    """The policy in every situation the environment's probes name."""
+    """The policy in every situation that an environment's probes name."""
 
+    environment: str
+    """Its name in the run."""
     answers: tuple[str, ...]
     cells: tuple[ChartCell, ...]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ludus.proto.runs import PolicyResult, Summary
+from ludus.proto.runs import EnvironmentResult, PolicyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +23,16 @@ def readable(policy_name: str) -> str:
     return policy_name.replace("_", " ")
 
 
-def trained_policy(summary: Summary) -> PolicyResult:
-    """The trained policy's own numbers."""
-    return PolicyResult(
-        num_games=summary.eval_num_games,
-        win_rate=summary.win_rate,
-        win_rate_ci95=summary.win_rate_ci95,
-        draw_rate=summary.draw_rate,
-        expected_return=summary.expected_return,
-        expected_return_ci95=summary.expected_return_ci95,
-        invalid_rate=summary.invalid_rate,
-    )
-
-
-def compared_policies(summary: Summary) -> list[NamedResult]:
+def compared_policies(result: EnvironmentResult) -> list[NamedResult]:
     """The policy before and after training, then the fixed policies from worst to best."""
-    results = [NamedResult("policy after training", trained_policy(summary), is_trained=True)]
-    if summary.start is not None:
-        results.insert(0, NamedResult("policy before training", summary.start))
-    return results + ranked(summary.baselines)
+    report = result.report
+    results = [NamedResult("policy after training", report.policy, is_trained=True)]
+    if result.start is not None:
+        results.insert(0, NamedResult("policy before training", result.start))
+    return results + ranked(report.baselines)
 
 
-def ranked(baselines: dict[str, PolicyResult]) -> list[NamedResult]:
+def ranked(baselines: Mapping[str, PolicyResult]) -> list[NamedResult]:
     """Fixed policies from the lowest to the highest expected return."""
     by_return = sorted(baselines.items(), key=lambda item: item[1].expected_return)
     return [NamedResult(readable(name), result) for name, result in by_return]

@@ -14,11 +14,13 @@ import os
 import shutil
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
-from ludus.trainer.types import RolloutGroup
+from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.data.mixture import MixtureState
+from ludus.trainer.types import GroupSpec, RolloutGroup
 
 _STATE_FILE = "state.json"
 
@@ -30,12 +32,14 @@ class RunState(BaseModel):
 
     step: int = 0
     """Batches trained on; also the version of the weights."""
-    next_group: int = 0
-    """Index of the next group that was never begun."""
-    unfinished_groups: list[int] = []
-    """Groups that were being played; they are played again."""
+    mixture: MixtureState = Field(default_factory=MixtureState)
+    """Which groups were begun, and what decides on the next."""
+    unfinished_groups: list[GroupSpec] = []
+    """Groups that were being played, or about to be; they are played again."""
     buffered_groups: list[RolloutGroup] = []
     """Groups that waited for training."""
+    counts: dict[str, RolloutCounts] = {}
+    """What was played since the last batch, by environment."""
     games_played: int = 0
     games_trained: int = 0
     episodes_lost: int = 0
@@ -43,9 +47,27 @@ class RunState(BaseModel):
     canary_failures: int = 0
     canary_max_error: float = 0.0
     environment_restarts: int = 0
+    learner_restarts: int = 0
+    num_groups_rolled_back: int = 0
+    """Groups that were trained on, waited or were played when a learner died, and were not in
+    the checkpoint that its successor began with."""
     max_staleness_seen: int = 0
-    start: PolicyResult | None = None
-    """The policy before training, once it was judged."""
+    start: dict[str, PolicyResult] = {}
+    """The policy before training, by environment, once it was judged there."""
+
+    def go_back_to(self, earlier: RunState) -> None:
+        """Nothing; stands where `earlier` stood, in all that follows from training.
+
+        What has happened to episodes, servers and weights has happened all the same.
+        """
+        self.step = earlier.step
+        self.games_trained = earlier.games_trained
+        self.unfinished_groups = earlier.unfinished_groups
+        self.buffered_groups = earlier.buffered_groups
+
+    def forget_under_way(self) -> None:
+        """Nothing; what waited or was being played is in other hands."""
+        self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 
 class CheckpointFolder:
@@ -71,6 +93,10 @@ class CheckpointFolder:
         for old in list_checkpoints(self._folder)[: -self._keep]:
             shutil.rmtree(old)
         return target
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, if there is one."""
+        return next(reversed(list_checkpoints(self._folder)), None)
 
 
 def learner_folder(checkpoint: Path) -> Path:

@@ -1,24 +1,43 @@
-"""The two loops of a run.
+"""The two loops of a run, and what keeps it going.
 
-                     admits at most (version + S + 1) * B groups in all
-    rollout slot --------------------------------------------------------+
-      consumes   places of Admission            (waits; unblocked by a   |
-      produces   finished groups, to the buffer  new version, or a group |
+                     at most (held version + S + 1) * B groups in all
+    sampling loop -------------------------------------------------------+
+      consumes   capacity of Admission          (waits; unblocked by a   |
+      produces   finished groups, to the buffer  delivery, or a group    |
                                                  that must be replaced)  v
                                                                       buffer
     training loop <-------------------------------------------------------
-      consumes   B groups                       (waits; unblocked by the rollout slots)
-      produces   weights version + 1, to every rollout worker
+      consumes   B groups                       (waits; unblocked by finished groups)
+      produces   weights version + 1            (waits for the delivery before)
+                          |
+    delivery <------------+
+      brings the version to every rollout worker while the next step trains; then it is the
+      held version
 
-    environment watch: restarts a local server that died; nobody waits for it, sessions of the
+    environment watch: restarts local servers that died; nobody waits for it, sessions of the
     dead server are lost, clients reconnect by themselves.
+
+With S = 1, beside each other:
+
+    learner    | step t     |pub| step t + 1   |pub| step t + 2
+    delivery   |            |   | t + 1 ....|  |   | t + 2 ....|
+    workers    | play groups of version t      | t + 1 ........     batch t + 1 is there already
+
+With S = 0, batch t + 1 is played by version t + 1 alone: learner and workers take turns.
 
 Neither loop waits for the other except through Admission (sampling must not run further ahead
 than S versions) and the buffer (training needs B groups). A group that will not be trained on
-(dead, void, too old) gives its place back, so the buffer always fills again: no deadlock.
+gives its place back, so the buffer always fills again: no deadlock. A failed or late delivery is
+the failure of a task, and ends the run with its error at once.
+
+When the learner is lost, everything above ends, its ranks are started anew from the newest
+checkpoint, and everything begins again as after a resume, in the same process: what had begun
+since is not trained on (`GroupBuffer.restore` holds what the checkpoint held, and refuses late
+comers), and no group index is given twice. Versions repeat with other contents; no group that an
+old one sampled can be in the buffer, and workers tell contents apart by their hash.
 
 Between two steps the run stands still for a checkpoint: what trained is in the learner, what
-waits is in the buffer, what is being played is a list of group numbers.
+waits or is played is listed, and what is listed as played is played again.
 """
 
 from __future__ import annotations
@@ -26,35 +45,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ludus.env.local_server import LocalServer
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import CanaryError, TrainingStalledError
+from ludus.proto.errors import CanaryError, LearnerLostError
+from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import TakenGroups
-from ludus.trainer.actors.groups import Buffer, LearnerGroup, RolloutWorkers
-from ludus.trainer.checkpoint import CheckpointFolder, RunState, learner_folder, model_folder
-from ludus.trainer.data.admission import Admission
+from ludus.trainer.actors.groups import Buffer, LearnerGroup
+from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.background import Background
+from ludus.trainer.checkpoint import (
+    CheckpointFolder,
+    RunState,
+    learner_folder,
+    model_folder,
+    read_state,
+)
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
-from ludus.trainer.data.buffer import RolloutCounts
+from ludus.trainer.data.counts import total
+from ludus.trainer.data.mixture import Mixture
+from ludus.trainer.data.progress import Progress
+from ludus.trainer.delivery import Delivered, Delivery
 from ludus.trainer.evaluation import Evaluator
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.sampling import SamplingLoop
 from ludus.trainer.schedule import coefficients
-from ludus.trainer.types import GroupSpec, Probe
+from ludus.trainer.types import Probe
 
 _log = logging.getLogger(__name__)
 
-_SLOTS_PER_WORKER = 4
 _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
-_MAX_DEAD_BATCHES = 100
 
 
 @dataclass(slots=True)
@@ -70,8 +98,8 @@ class Parts:
     evaluator: Evaluator
     chat: ChatTokenizer
     probe: Probe
-    server: LocalServer | None
-    """The environment server that this run owns."""
+    servers: Mapping[str, LocalServer]
+    """The environment servers that this run owns."""
 
 
 @dataclass(slots=True)
@@ -80,18 +108,22 @@ class Controller:
 
     parts: Parts
     state: RunState
-    _admission: Admission = field(init=False)
-    _waiting: deque[int] = field(init=False)
-    """Groups to begin before new ones: those an earlier process had not finished."""
-    _playing: set[int] = field(init=False, default_factory=set)
-    _changed: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
+    _mixture: Mixture = field(init=False)
+    _sampling: SamplingLoop = field(init=False)
+    _delivery: Delivery = field(init=False)
+    _deliver_s: float = field(init=False, default=0.0)
+    """Of the deliveries that ended since the last step."""
+    _clock_runs: bool = field(init=False, default=False)
     _stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        training = self.parts.run.training
-        num_admitted = self.state.step * training.groups_per_step + len(self.state.buffered_groups)
-        self._admission = Admission(training.groups_per_step, training.max_staleness, num_admitted)
-        self._waiting = deque(self.state.unfinished_groups)
+        run = self.parts.run
+        size, shared = run.rollout.group_size, run.rollout.group_seed == "shared"
+        self._mixture = Mixture(
+            run,
+            self.state.mixture,
+            lambda index: group_seeds(run.seed, index, size, shared=shared),
+        )
 
     def stop(self) -> None:
         """Nothing; the run ends after the step it is in, with a checkpoint."""
@@ -112,61 +144,79 @@ class Controller:
 
         Raises:
             WeightSyncError: weights did not arrive, or a canary failed.
+            LearnerLostError: the learner was lost once too often.
             Exception: a failed step or an environment that stays away ends the run.
         """
-        await self._sync_weights()
-        await self.parts.buffer.put(self.state.buffered_groups)
-        if self.state.step == 0:
-            await self._evaluate()
-        self.parts.folder.start_clock()
-        self.parts.folder.phase(Phase.TRAIN, self.state.step)
-        background = [asyncio.create_task(self._watch_environment())]
-        for worker in range(len(self.parts.workers)):
-            background += [
-                asyncio.create_task(self._rollout_slot(worker)) for _ in range(_SLOTS_PER_WORKER)
-            ]
+        lost = False
         try:
-            await _first_failure(self._training_loop(), background)
+            while True:
+                try:
+                    if lost:
+                        await self._start_learner_anew()
+                    return await self._run_until_lost()
+                except LearnerLostError as error:
+                    self._count_loss(error)
+                    lost = True
+        except CanaryError:
+            self.state.canary_failures += 1
+            self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            raise
         finally:
             self.parts.folder.stop_clock()
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _run_until_lost(self) -> None:
+        """Nothing; as `run`, with the learner that is there."""
+        parts = self.parts
+        self._sampling = SamplingLoop(parts.run, self._mixture, parts.workers, parts.buffer)
+        self._delivery = Delivery(
+            parts.learners,
+            parts.workers,
+            parts.probe,
+            parts.run.weights.timeout_s,
+            self._note_delivery,
+        )
+        async with Background() as background:
+            background.start(self._watch_environments())
+            await background.run(self._run_loops(background))
+
+    async def _run_loops(self, background: Background) -> None:
+        folder, state = self.parts.folder, self.state
+        await self._delivery.publish(state.step, background)
+        await self._delivery.settled()
+        await self._sampling.restore(state)
+        state.forget_under_way()
+        if state.step == 0 and not state.start:
+            await self._evaluate()
+        if not self._clock_runs:
+            folder.start_clock()
+            self._clock_runs = True
+        folder.phase(Phase.TRAIN, state.step)
+        background.start(self._sampling.run(background))
+        await self._training_loop(background)
         await self._save_checkpoint()
 
-    async def _rollout_slot(self, worker: int) -> None:
-        """One of a worker's places for a chunk of groups: admit, play, repeat."""
-        rollout = self.parts.run.rollout
-        chunk = max(1, rollout.num_groups_in_flight // _SLOTS_PER_WORKER)
-        while True:
-            specs = await self._admit(chunk)
-            num_refused = await self.parts.workers.play(worker, specs)
-            self._playing.difference_update(spec.index for spec in specs)
-            await self._give_back(num_refused)
-
-    async def _training_loop(self) -> None:
+    async def _training_loop(self, background: Background) -> None:
         training = self.parts.run.training
+        progress = Progress(self.parts.run)
         while not self.finished:
             started = time.monotonic()
-            taken = await self._take_batch()
+            taken = await self._take_batch(progress)
             if taken is None:
                 return
             waited = time.monotonic()
-            metrics, num_games = await self._train_step(taken)
+            metrics = await self._train_step(taken)
             trained = time.monotonic()
             self.state.step += 1
-            num_bytes = await self._sync_weights()
-            self._record(
-                taken,
-                metrics,
-                num_games,
-                StepTimes(
-                    wait_s=waited - started,
-                    train_s=trained - waited,
-                    sync_s=time.monotonic() - trained,
-                    sync_bytes=num_bytes,
-                ),
+            num_bytes = await self._delivery.publish(self.state.step, background)
+            times = StepTimes(
+                wait_s=waited - started,
+                train_s=trained - waited,
+                publish_s=time.monotonic() - trained,
+                deliver_s=self._deliver_s,
+                rollout_idle_s=self._sampling.take_idle_s(),
+                sync_bytes=num_bytes,
             )
+            self._record(taken, metrics, times)
             if self._is_due(self.parts.run.eval.every_steps):
                 await self._evaluate()
             if self._is_due(training.checkpoint_every_steps):
@@ -175,150 +225,122 @@ class Controller:
             if self._stopping.is_set():
                 return
 
-    async def _take_batch(self) -> TakenGroups | None:
+    async def _take_batch(self, progress: Progress) -> TakenGroups | None:
         """The next batch's groups; None when the run is to stop.
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
+            UnavailableError: an environment stays away for longer than it may.
         """
-        training = self.parts.run.training
         while not self._stopping.is_set():
-            taken = await self.parts.buffer.take(
-                training.groups_per_step, self.state.step, _TAKE_TIMEOUT_S
-            )
-            if taken.num_stale:
-                await self._give_back(taken.num_stale)
+            taken = await self.parts.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
+            progress.observe(taken.counts, time.monotonic(), taken=bool(taken.groups))
             if taken.groups:
                 return taken
-            _check_progress(taken.counts, training.groups_per_step)
         return None
 
-    async def _train_step(self, taken: TakenGroups) -> tuple[StepMetrics, int]:
-        """What the step did, and the number of games it learned from."""
+    async def _train_step(self, taken: TakenGroups) -> StepMetrics:
         run, step = self.parts.run, self.state.step
         groups = taken.groups
         if run.training.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=run.seed * 1_000_003 + step)
         batch = make_batch(groups, run.algorithm)
-        metrics = await self.parts.learners.train_step(batch, coefficients(run, step))
-        return metrics, batch.num_samples
+        return await self.parts.learners.train_step(batch, coefficients(run, step))
 
-    async def _sync_weights(self) -> int:
-        """The bytes of the version that every worker now samples from."""
+    async def _note_delivery(self, delivered: Delivered) -> None:
         parts, state = self.parts, self.state
-        published = await parts.learners.publish(state.step, parts.probe)
-        try:
-            reports = await parts.workers.load_weights(published, parts.run.weights.timeout_s)
-        except CanaryError:
-            state.canary_failures += 1
-            raise
         state.weight_syncs += 1
-        state.canary_max_error = max(state.canary_max_error, *(r.error for r in reports))
-        async with self._changed:
-            self._changed.notify_all()
-        return published.manifest.num_bytes
+        state.canary_max_error = max(state.canary_max_error, delivered.worst_error)
+        self._deliver_s += delivered.duration_s
+        parts.folder.delivered(delivered.version, parts.workers.held_weights)
+        await self._sampling.hold(delivered.version)
 
-    async def _admit(self, most: int) -> list[GroupSpec]:
-        """Between one and `most` groups that may begin now."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._admission.capacity(self.state.step) > 0)
-            number = min(most, self._admission.capacity(self.state.step))
-            self._admission.admit(number)
-            indices = [self._next_index() for _ in range(number)]
-        self._playing.update(indices)
-        run = self.parts.run
-        shared = run.rollout.group_seed == "shared"
-        name = next(iter(run.environments))
-        return [
-            GroupSpec(i, name, group_seeds(run.seed, i, run.rollout.group_size, shared=shared))
-            for i in indices
-        ]
-
-    def _next_index(self) -> int:
-        if self._waiting:
-            return self._waiting.popleft()
-        self.state.next_group += 1
-        return self.state.next_group - 1
-
-    async def _give_back(self, num_groups: int) -> None:
-        async with self._changed:
-            self._admission.give_back(num_groups)
-            self._changed.notify_all()
-
-    async def _watch_environment(self) -> None:
-        server = self.parts.server
-        while server is not None:
+    async def _watch_environments(self) -> None:
+        while self.parts.servers:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            if not server.is_running:
-                _log.warning("the environment server died; starting it again")
-                self.state.environment_restarts += 1
-                await asyncio.to_thread(server.restart)
+            for name, server in self.parts.servers.items():
+                if not server.is_running:
+                    _log.warning("the server of environment '%s' died; starting it again", name)
+                    self.state.environment_restarts += 1
+                    self.parts.folder.happened(
+                        self.state.step, TrainMetric.NUM_ENVIRONMENT_RESTARTS
+                    )
+                    await asyncio.to_thread(server.restart)
 
     def _is_due(self, every_steps: int) -> bool:
         return not self.finished and self.state.step % every_steps == 0
 
     async def _evaluate(self) -> None:
-        run, step = self.parts.run, self.state.step
+        run, state, folder = self.parts.run, self.state, self.parts.folder
         if run.eval.num_games_during == 0:
             return
-        self.parts.folder.phase(Phase.EVALUATE, step)
-        report = await self.parts.evaluator.judge(run.eval.num_games_during)
-        if step == 0:
-            self.state.start = report.policy
-        self.parts.folder.evaluated(step, self.state.games_trained, report)
-        self.parts.folder.phase(Phase.TRAIN, step)
+        # It is this step's weights that are judged, and not on some workers those before.
+        await self._delivery.settled()
+        folder.phase(Phase.EVALUATE, state.step)
+        reports = await self.parts.evaluator.judge(run.eval.num_games_during)
+        if state.step == 0:
+            state.start = {name: report.policy for name, report in reports.items()}
+        for name, report in reports.items():
+            folder.evaluated(state.step, state.games_trained, name, report)
+        folder.phase(Phase.TRAIN, state.step)
+        # The workers were not idle: they played the evaluation's games.
+        self._sampling.take_idle_s()
 
-    def _record(
-        self, taken: TakenGroups, metrics: StepMetrics, num_games: int, times: StepTimes
-    ) -> None:
-        state = self.state
+    def _record(self, taken: TakenGroups, metrics: StepMetrics, times: StepTimes) -> None:
+        state, counts = self.state, total(taken.counts.values())
         # The groups were trained on by the weights before this step's update.
         staleness = [state.step - 1 - group.policy_version for group in taken.groups]
-        state.games_trained += num_games
-        state.games_played += taken.counts.num_episodes
-        state.episodes_lost += taken.counts.num_lost
+        scored = [r for group in taken.groups for r in group.rewards if r is not None]
+        state.games_trained += len(scored)
+        state.games_played += counts.num_episodes
+        state.episodes_lost += counts.num_lost
+        state.num_groups_rolled_back += counts.num_rolled_back_groups
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
+        self._mixture.observe(taken.counts)
+        self._deliver_s = 0.0
         values = train_values(taken, metrics, staleness, times, state.canary_max_error)
         self.parts.folder.trained(state.step, state.games_trained, values)
 
     async def _save_checkpoint(self) -> None:
-        parts, state = self.parts, self.state
-        parts.folder.phase(Phase.SAVE_CHECKPOINT, state.step)
-        playing = sorted(self._playing | set(self._waiting))
-        state.buffered_groups = list(await parts.buffer.groups())
-        # A group that reached the buffer in between is not played again.
-        buffered = {group.index for group in state.buffered_groups}
-        state.unfinished_groups = [index for index in playing if index not in buffered]
+        parts = self.parts
+        await self._delivery.settled()
+        parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)
+        under_way = await self._sampling.under_way()
+        # A copy: sampling goes on while the learner writes.
+        state = self.state.model_copy(deep=True)
+        state.unfinished_groups = under_way.unfinished
+        state.buffered_groups = under_way.finished
+        state.counts = under_way.counts
         aside = parts.checkpoints.begin(state.step)
         await parts.learners.save(learner_folder(aside), model_folder(aside))
         parts.checkpoints.commit(aside, state)
 
+    def _count_loss(self, error: LearnerLostError) -> None:
+        """Nothing; raises when the learner may not be started once more."""
+        allowed = self.parts.run.training.max_learner_restarts
+        # An error that crossed a Ray actor carries its traceback in the text.
+        reason = getattr(error, "cause", None) or error
+        if self.state.learner_restarts >= allowed:
+            raise LearnerLostError(
+                f"{reason}; it was started anew {self.state.learner_restarts} times, and "
+                f"training.max_learner_restarts = {allowed}; see trainer.log for what the ranks "
+                "died of, and go on with --resume"
+            ) from error
+        self.state.learner_restarts += 1
+        _log.warning("the learner is lost (%s); starting it anew", reason)
 
-def _check_progress(counts: RolloutCounts, groups_per_step: int) -> None:
-    """Nothing; ends a run that would replace groups without end."""
-    if counts.num_dead_groups < _MAX_DEAD_BATCHES * groups_per_step:
-        return
-    num_scored = max(1, counts.num_episodes - counts.num_lost)
-    raise TrainingStalledError(
-        f"the last {counts.num_dead_groups} groups had equal rewards within each group (mean "
-        f"{counts.reward_sum / num_scored:.3g}, {counts.num_invalid / num_scored:.0%} of the "
-        "episodes ended in text that was no action), so there is nothing to learn from; lower "
-        "learner.learning_rate or algorithm.entropy_coef if the policy collapsed, raise "
-        "rollout.group_size or rollout.temperature if it became certain"
-    )
-
-
-async def _first_failure(main: Awaitable[None], background: list[asyncio.Task[None]]) -> None:
-    """Nothing, when `main` has ended; a background task that fails ends it with its error."""
-    task = asyncio.ensure_future(main)
-    waiting: set[asyncio.Future[None]] = {task, *background}
-    try:
-        # A background task may also end well, and early: nothing is watched for a remote server.
-        while not task.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done - {task}:
-                await ended
-        await task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    async def _start_learner_anew(self) -> None:
+        """Nothing; learner and state stand where the newest checkpoint does."""
+        parts, state = self.parts, self.state
+        checkpoint = parts.checkpoints.newest()
+        earlier = read_state(checkpoint) if checkpoint else RunState()
+        await parts.learners.restart(learner_folder(checkpoint) if checkpoint else None)
+        trained_since = state.step - earlier.step
+        state.num_groups_rolled_back += trained_since * parts.run.training.groups_per_step
+        self._mixture.go_back_to(earlier.mixture)
+        state.go_back_to(earlier)
+        # Late comers of the old index must not be taken for the group that is played anew.
+        state.unfinished_groups = [self._mixture.renewed(s) for s in earlier.unfinished_groups]
+        parts.folder.rewind(state.step)
+        parts.folder.happened(state.step, TrainMetric.NUM_LEARNER_RESTARTS)
+        _log.warning("training goes on from step %d", state.step)

@@ -18,57 +18,72 @@ _MAX_ATTEMPTS = 3
 class PlaysGames(Protocol):
     """What plays the policy: the rollout workers."""
 
-    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[EpisodeOutcome]: ...
+    async def evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The policy's judge; all policies play the same deals."""
+    """The policy's judge; in an environment all policies play the same deals."""
 
     config: EvalConfig
-    environment: EnvironmentConfig
+    environments: Mapping[str, EnvironmentConfig]
     workers: PlaysGames
-    baselines: Mapping[str, Sequence[EpisodeOutcome]]
-    """Outcomes of the fixed policies on the first `num_games` deals, in their order."""
+    baselines: Mapping[str, Mapping[str, Sequence[EpisodeOutcome]]]
+    """By environment: outcomes of the fixed policies on the first deals, in their order."""
 
-    async def judge(self, num_games: int) -> EvalReport:
-        """The policy on the first `num_games` deals, and the fixed policies on the same."""
+    async def judge(self, num_games: int) -> dict[str, EvalReport]:
+        """By environment: the policy on the first `num_games` deals, beside the fixed policies.
+
+        Raises:
+            UnavailableError: in one of them all games were lost.
+        """
+        return {name: await self._judge(name, num_games) for name in self.environments}
+
+    async def _judge(self, environment: str, num_games: int) -> EvalReport:
         seeds = eval_seeds(self.config, num_games)
-        outcomes = await self._play(seeds)
+        outcomes = await self._play(environment, seeds)
         if all(outcome.episode_return is None for outcome in outcomes):
             raise UnavailableError(
-                f"all {num_games} games of the evaluation were lost: the environment server was "
-                "away for longer than environment.reconnect_timeout_s; see that it stays up"
+                f"all {num_games} games of the evaluation in '{environment}' were lost: its "
+                "server was away for longer than environment.reconnect_timeout_s; see that it "
+                "stays up"
             )
-        same = {name: played[:num_games] for name, played in self.baselines.items()}
-        closed = self._gap_closed(outcomes, same)
+        played = self.baselines.get(environment, {})
+        same = {name: of_policy[:num_games] for name, of_policy in played.items()}
+        closed = _gap_closed(self.environments[environment], outcomes, same)
         return EvalReport(
             policy=summarise(outcomes),
-            baselines={name: summarise(played) for name, played in same.items()},
+            baselines={name: summarise(of_policy) for name, of_policy in same.items()},
             temperature=self.config.temperature,
             gap_closed=closed[0] if closed else None,
             gap_closed_ci95=closed[1] if closed else None,
         )
 
-    async def _play(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
+    async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
         """One outcome per seed; games that infrastructure ended are played again."""
         played: dict[int, EpisodeOutcome] = {}
         missing = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
-            outcomes = await self.workers.evaluate(missing, self.config.temperature)
+            temperature = self.config.temperature
+            outcomes = await self.workers.evaluate(environment, missing, temperature)
             played |= {outcome.seed: outcome for outcome in outcomes}
             missing = [seed for seed in seeds if played[seed].episode_return is None]
             if not missing:
                 break
         return [played[seed] for seed in seeds]
 
-    def _gap_closed(
-        self, outcomes: Sequence[EpisodeOutcome], baselines: Mapping[str, Sequence[EpisodeOutcome]]
-    ) -> tuple[float, tuple[float, float]] | None:
-        worst, best = self.environment.random_policy, self.environment.optimal_policy
-        if worst is None or best is None:
-            return None
-        return gap_closed(outcomes, baselines[worst], baselines[best])
+
+def _gap_closed(
+    environment: EnvironmentConfig,
+    outcomes: Sequence[EpisodeOutcome],
+    baselines: Mapping[str, Sequence[EpisodeOutcome]],
+) -> tuple[float, tuple[float, float]] | None:
+    worst, best = environment.random_policy, environment.optimal_policy
+    if worst is None or best is None:
+        return None
+    return gap_closed(outcomes, baselines[worst], baselines[best])
 
 
 async def play_baselines(
@@ -77,7 +92,7 @@ async def play_baselines(
     baselines: Sequence[str],
     config: EvalConfig,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the fixed policies `baselines` on all evaluation deals."""
+    """The outcomes of the fixed policies `baselines` on one environment's evaluation deals."""
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
     return {name: await play_policy(client, policies[name], seeds) for name in baselines}
 

@@ -84,6 +84,18 @@ class PublishedWeights:
     """Where the store keeps the bytes; only the store that published it can read it."""
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedWeights:
+    """A version as a worker got it, and what that took."""
+
+    state: StateDict
+    """Nobody may write to these: the next version may build on them."""
+    num_bytes: int
+    """Fetched for it: fewer than the tensors have where differences travel."""
+    fetch_s: float
+    """Including the check of all that was fetched."""
+
+
 class WeightStore(Protocol):
     """Carries weights from the learner to the rollout workers."""
 
@@ -91,10 +103,10 @@ class WeightStore(Protocol):
         """The version, complete and fetchable; older ones beyond the retention are dropped."""
         ...
 
-    def fetch(self, published: PublishedWeights) -> StateDict:
+    def fetch(self, published: PublishedWeights) -> FetchedWeights:
         """The tensors as they were published.
 
         Raises:
-            WeightSyncError: missing, cut off or altered.
+            WeightSyncError: missing, cut off or altered, or away for too long.
         """
         ...

@@ -8,37 +8,35 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from ludus.env import PolicyProbe
-from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.local_server import LocalServer
-from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import (
-    FolderWeightStore,
-    LocalEnvironment,
     RunConfig,
     TransformersGenerator,
     VllmGenerator,
-    WeightStoreConfig,
 )
-from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError, UserError
+from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.runs import (
     CHART_FILE,
     CHECKPOINTS_FOLDER,
-    ENVIRONMENT_LOG_FILE,
     SUMMARY_FILE,
-    EvalReport,
+    Evaluation,
     Phase,
 )
-from ludus.trainer.actors.groups import Buffer, LearnerGroup, RolloutWorkers
-from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec, environment_token
+from ludus.trainer import control
+from ludus.trainer.actors.groups import Buffer, LearnerGroup
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.weight_store import check_reachable, located
+from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.checkpoint import (
     CheckpointFolder,
     RunState,
@@ -48,12 +46,13 @@ from ludus.trainer.checkpoint import (
     read_state,
 )
 from ludus.trainer.controller import Controller, Parts
+from ludus.trainer.environments import Environment, connected, local_servers
 from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.prepare import make_probe, prepare_model
 from ludus.trainer.rollout.engines import has_vllm
-from ludus.trainer.rollout.face import import_object, make_face
+from ludus.trainer.rollout.face import import_object
 from ludus.trainer.run_folder import RunFolder, log_to
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 
@@ -62,14 +61,18 @@ _INITIAL_MODEL_FOLDER = "initial_model"
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
-    """The environment of a run, up and connected."""
+class Infrastructure:
+    """What a run stands on: Ray, and its environments."""
 
-    server: LocalServer | None
-    """The server that this run owns."""
-    address: str
-    client: AsyncEnvClient
-    description: EnvironmentDescription
+    servers: dict[str, LocalServer]
+    """Those that the run owns."""
+    environments: dict[str, Environment]
+    """All, in the run's order."""
+
+    @property
+    def first(self) -> Environment:
+        """The environment that the probe and the chart are taken from."""
+        return next(iter(self.environments.values()))
 
 
 class Stopped(Exception):
@@ -92,11 +95,17 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
         folder = RunFolder.create(run, overwrite=overwrite)
     log_to(folder.path, run.log_level)
     try:
+        folder.open_sinks()
         await _train(run, folder, checkpoint, state)
     except UserError:
-        if not resume:
+        if resume or state.step > 0:
+            _log.exception("the run has failed")
+        else:
             # It could not start as configured, so there is nothing to keep.
             folder.discard()
+        raise
+    except Stopped as stopped:
+        _log.info("%s", stopped)
         raise
     except Exception:
         _log.exception("the run has failed")
@@ -111,22 +120,23 @@ async def _train(
 ) -> None:
     begun = time.monotonic()
     folder.phase(Phase.START_ENVIRONMENT)
-    async with _infrastructure(run, folder.path) as environment:
-        parts = await _build(run, folder, environment, checkpoint)
+    async with (
+        _infrastructure(run, folder.path) as infrastructure,
+        _parts(run, folder, infrastructure, checkpoint) as parts,
+    ):
         controller = Controller(parts, state)
         with _stop_on_signal(controller):
-            await controller.run()
+            await _run_controlled(controller, folder, parts.workers)
         if not controller.finished:
             raise Stopped(f"stopped after step {state.step}")
-        await _finish(parts, state, environment.description, begun)
-        await parts.workers.close()
+        await _finish(parts, state, infrastructure, begun)
     folder.phase(Phase.DONE, state.step)
 
 
 async def evaluate(
     run: RunConfig, checkpoint: Path | None, *, num_games: int, temperature: float | None
-) -> EvalReport:
-    """How a checkpoint's policy does beside the fixed policies."""
+) -> Evaluation:
+    """How a checkpoint's policy does beside the fixed policies, in each environment."""
     run = with_available_generator(run)
     chosen = run.eval.model_copy(
         update={
@@ -139,70 +149,83 @@ async def evaluate(
     checkpoint = checkpoint or newest_checkpoint(run_path / CHECKPOINTS_FOLDER)
     read_state(checkpoint)
     log_to(run_path, run.log_level)
-    async with _infrastructure(run, run_path) as environment:
-        weights = _resolved(run.weights, run_path)
-        specs = _worker_specs(run, str(model_folder(checkpoint)), environment, weights)
-        workers, baselines = await asyncio.gather(
-            RolloutWorkers.start(specs, Buffer(run)), _baselines(run, environment)
+    async with _infrastructure(run, run_path) as infrastructure:
+        spec = _worker_spec(run, str(model_folder(checkpoint)), infrastructure, run_path)
+        workers, baselines = await _together(
+            RolloutWorkers.start(spec, Buffer(run)), _baselines(run, infrastructure.environments)
         )
-        report = await Evaluator(run.eval, run.environment, workers, baselines).judge(num_games)
-        await workers.close()
-    return report
+        try:
+            judge = Evaluator(run.eval, run.environments, workers, baselines)
+            return Evaluation(environments=await judge.judge(num_games))
+        finally:
+            await workers.close()
 
 
-async def _build(
-    run: RunConfig, folder: RunFolder, environment: Environment, checkpoint: Path | None
-) -> Parts:
+@asynccontextmanager
+async def _parts(
+    run: RunConfig, folder: RunFolder, infrastructure: Infrastructure, checkpoint: Path | None
+) -> AsyncIterator[Parts]:
     """Everything a run consists of, started and connected."""
-    face = make_face(run.environment)
+    environments = infrastructure.environments
     folder.phase(Phase.PREPARE_MODEL)
-    initial = folder.path / _INITIAL_MODEL_FOLDER
-    model_path = (
-        str(model_folder(checkpoint))
-        if checkpoint
-        else await prepare_model(run, environment.client, face, initial)
-    )
+    model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
-    probe = await make_probe(environment.client, face, chat)
+    probe = await make_probe(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
     learners, buffer = LearnerGroup(run), Buffer(run)
-    weights = _resolved(run.weights, folder.path)
-    _, workers, baselines = await asyncio.gather(
-        learners.start(_learner_spec(run, model_path), weights),
-        RolloutWorkers.start(_worker_specs(run, model_path, environment, weights), buffer),
-        _baselines(run, environment),
+    spec = _worker_spec(run, model_path, infrastructure, folder.path)
+    workers, baselines, _ = await _together(
+        RolloutWorkers.start(spec, buffer),
+        _baselines(run, environments),
+        learners.start(make_learner_spec(run, model_path), spec.weights),
     )
-    if checkpoint:
-        await learners.load(learner_folder(checkpoint))
-    return Parts(
-        run=run,
-        folder=folder,
-        checkpoints=CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints),
-        learners=learners,
-        workers=workers,
-        buffer=buffer,
-        evaluator=Evaluator(run.eval, run.environment, workers, baselines),
-        chat=chat,
-        probe=probe,
-        server=environment.server,
-    )
+    try:
+        if checkpoint:
+            await learners.load(learner_folder(checkpoint))
+        yield Parts(
+            run=run,
+            folder=folder,
+            checkpoints=CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints),
+            learners=learners,
+            workers=workers,
+            buffer=buffer,
+            evaluator=Evaluator(run.eval, run.environments, workers, baselines),
+            chat=chat,
+            probe=probe,
+            servers=infrastructure.servers,
+        )
+    finally:
+        # Before Ray ends: a keeper would start it anew to replace the worker that it lost.
+        await workers.close()
+
+
+async def _run_controlled(
+    controller: Controller, folder: RunFolder, workers: RolloutWorkers
+) -> None:
+    """Nothing; the run has ended, and did on its way what its control file said."""
+    following = asyncio.create_task(control.follow(folder.path, workers))
+    try:
+        await controller.run()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def _finish(
-    parts: Parts, state: RunState, environment: EnvironmentDescription, begun: float
+    parts: Parts, state: RunState, infrastructure: Infrastructure, begun: float
 ) -> None:
     """Nothing; the final evaluation, summary and chart are written."""
     run, folder = parts.run, parts.folder
     folder.phase(Phase.EVALUATE, state.step)
-    report = await parts.evaluator.judge(run.eval.num_games)
-    folder.evaluated(state.step, state.games_trained, report)
-    if run.environment.probes:
-        await _write_chart(parts)
+    reports = await parts.evaluator.judge(run.eval.num_games)
+    for name, report in reports.items():
+        folder.evaluated(state.step, state.games_trained, name, report)
+    await _write_chart(parts)
     summary = make_summary(
         run,
         state,
-        report,
-        environment,
+        reports,
+        {name: one.description for name, one in infrastructure.environments.items()},
         training_s=folder.elapsed_s,
         total_s=time.monotonic() - begun,
     )
@@ -210,47 +233,33 @@ async def _finish(
 
 
 async def _write_chart(parts: Parts) -> None:
-    path = parts.run.environment.probes
-    assert path is not None
-    probes: Sequence[PolicyProbe] = import_object(path, "environment.probes")()
-    chat = parts.chat
-    logprobs = await parts.learners.answer_logprobs(chart_questions(probes, chat))
-    parts.folder.record(CHART_FILE, make_chart(probes, logprobs))
+    """Nothing; the first environment that has probes has its chart."""
+    for name, environment in parts.run.environments.items():
+        if environment.probes is not None:
+            probes: Sequence[PolicyProbe] = import_object(
+                environment.probes, "environment.probes"
+            )()
+            questions = chart_questions(probes, parts.chat)
+            logprobs = await parts.learners.answer_logprobs(questions)
+            parts.folder.record(CHART_FILE, make_chart(name, probes, logprobs))
+            return
 
 
 @asynccontextmanager
-async def _infrastructure(run: RunConfig, log_folder: Path) -> AsyncIterator[Environment]:
-    """Ray and the run's environment, connected; what the run started ends with it.
+async def _infrastructure(run: RunConfig, log_folder: Path) -> AsyncIterator[Infrastructure]:
+    """Ray and the run's environments, connected; what the run started ends with it.
 
     The order matters: a server refuses bad options before Ray takes seconds to start, and
     Ray forks processes, which must happen before this one speaks gRPC.
     """
-    config = run.environment
-    with ExitStack() as stack:
-        server = None
-        if isinstance(config, LocalEnvironment):
-            log_file = log_folder / ENVIRONMENT_LOG_FILE
-            server = LocalServer(config.package, config.options, config.max_sessions, log_file)
-            stack.callback(server.stop)
-            address = server.start().grpc
-        else:
-            address = config.address
+    check_reachable(located(run.weights, run.name, log_folder))
+    with local_servers(run, log_folder) as servers:
         _start_ray()
-        stack.callback(ray.shutdown)
-        async with await _connect(run, address) as client:
-            yield Environment(server, address, client, await client.describe())
-
-
-async def _connect(run: RunConfig, address: str) -> AsyncEnvClient:
-    """A client; a server that is not there when a run begins is the user's to mend."""
-    try:
-        return await AsyncEnvClient.connect(
-            address,
-            token=environment_token(run.environment),
-            reconnect_timeout_s=run.environment.reconnect_timeout_s,
-        )
-    except (UnavailableError, AuthenticationError) as error:
-        raise ConfigError(f"environment.address = '{address}': {error}") from error
+        try:
+            async with connected(run, servers) as environments:
+                yield Infrastructure(servers, environments)
+        finally:
+            ray.shutdown()
 
 
 def _start_ray() -> None:
@@ -295,7 +304,8 @@ def _starting_point(run: RunConfig) -> tuple[Path, RunState]:
     return checkpoint, read_state(checkpoint)
 
 
-def _learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
+def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
+    """What the learner's ranks are made from."""
     return LearnerSpec(
         model_path=model_path,
         config=run.learner,
@@ -303,46 +313,54 @@ def _learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
         temperature=run.rollout.temperature,
         max_tokens=run.rollout.max_tokens,
         seed=run.seed,
+        lora=run.model.lora,
     )
 
 
-def _worker_specs(
-    run: RunConfig, model_path: str, environment: Environment, weights: WeightStoreConfig
-) -> list[RolloutWorkerSpec]:
-    return [
-        RolloutWorkerSpec(
-            run=run,
-            model_path=model_path,
-            environment_address=environment.address,
-            weights=weights,
-            seed=run.seed * 1_000_003 + index,
-        )
-        for index in range(run.rollout.num_workers)
-    ]
+def _worker_spec(
+    run: RunConfig, model_path: str, infrastructure: Infrastructure, run_path: Path
+) -> RolloutWorkerSpec:
+    addresses = {name: one.address for name, one in infrastructure.environments.items()}
+    return RolloutWorkerSpec(run, model_path, addresses, located(run.weights, run.name, run_path))
 
 
-async def _baselines(run: RunConfig, environment: Environment) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the fixed policies that the evaluation compares with."""
-    if not run.environment.baselines:
+async def _baselines(
+    run: RunConfig, environments: Mapping[str, Environment]
+) -> dict[str, dict[str, list[EpisodeOutcome]]]:
+    """The outcomes of the fixed policies that an evaluation compares with, by environment."""
+    return {
+        name: await _baselines_of(run, name, environment)
+        for name, environment in environments.items()
+    }
+
+
+async def _baselines_of(
+    run: RunConfig, name: str, environment: Environment
+) -> dict[str, list[EpisodeOutcome]]:
+    config = environment.config
+    if not config.baselines:
         return {}
-    path = run.environment.policies
-    assert path is not None
-    policies = import_object(path, "environment.policies")(environment.description.options)
-    unknown = sorted(set(run.environment.baselines) - policies.keys())
+    assert config.policies is not None
+    field = f"environments.{name}"
+    policies = import_object(config.policies, f"{field}.policies")(environment.description.options)
+    unknown = sorted(set(config.baselines) - policies.keys())
     if unknown:
         raise ConfigError(
-            f"environment.baselines: '{path}' has no policy {unknown}; it has {sorted(policies)}"
+            f"{field}.baselines: '{config.policies}' has no policy {unknown}; it has "
+            f"{sorted(policies)}"
         )
-    return await play_baselines(environment.client, policies, run.environment.baselines, run.eval)
+    return await play_baselines(environment.client, policies, config.baselines, run.eval)
 
 
-def _resolved(weights: WeightStoreConfig, run_path: Path) -> WeightStoreConfig:
-    """The store's configuration with its folder named in full."""
-    if isinstance(weights, FolderWeightStore):
-        return weights.model_copy(
-            update={"path": str(Path(weights.path or run_path / "weights").absolute())}
-        )
-    return weights
+async def _together(*parts: Awaitable[Any]) -> list[Any]:
+    """The results of all; the first failure ends the others, and their processes with them."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def with_available_generator(run: RunConfig) -> RunConfig:

@@ -1,4 +1,10 @@
-"""The rows of metrics.jsonl, computed from what each step and evaluation returned."""
+"""The rows of metrics.jsonl, computed from what each step and evaluation returned.
+
+counts of each environment --> values of each environment --combine--> of the run --+
+StepMetrics, StepTimes, canary -----------------------------------------------------+--> row
+
+Only sums are added across environments; `combine` knows how means and ratios follow from them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.metrics import EvalMetric, TrainMetric
-from ludus.proto.runs import EvalReport
+from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine
+from ludus.proto.runs import HeldWeights, PolicyResult
 from ludus.trainer.actors.buffer import TakenGroups
+from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.weights import WorkerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +25,36 @@ class StepTimes:
     """Where a training step's time went."""
 
     wait_s: float
-    """For the batch."""
+    """The learner stood idle: until the batch was there."""
     train_s: float
-    sync_s: float
-    """From the last update until every worker samples from it."""
+    publish_s: float
+    """From the last update until its weights could be fetched; the learner did nothing else."""
+    deliver_s: float
+    """Until every worker held what was published. It runs beside the next step, so this is of
+    the newest delivery that has ended; 0 when none has since the last step."""
+    rollout_idle_s: float
+    """No group was played: the staleness bound admitted none."""
     sync_bytes: int
+
+    @property
+    def sync_s(self) -> float:
+        """From the last update until every worker samples from it."""
+        return self.publish_s + self.deliver_s
 
     @property
     def total_s(self) -> float:
         """The whole step."""
-        return self.wait_s + self.train_s + self.sync_s
+        return self.wait_s + self.train_s + self.publish_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """What a training step is said to have done."""
+
+    run: Mapping[str, float]
+    """By TrainMetric."""
+    environments: Mapping[str, Mapping[str, float]]
+    """By environment, those TrainMetrics and reward terms that each has of its own."""
 
 
 def train_values(
@@ -35,60 +63,141 @@ def train_values(
     staleness: Sequence[int],
     times: StepTimes,
     canary_error: float,
-) -> Mapping[str, float]:
-    """The values of a training step's row, by TrainMetric."""
-    counts = taken.counts
-    num_scored = max(1, counts.num_episodes - counts.num_lost)
-    reward_mean = counts.reward_sum / num_scored
-    variance = max(0.0, counts.reward_square_sum / num_scored - reward_mean**2)
+) -> StepValues:
+    """The values of a training step; `staleness` is that of each taken group."""
+    ages: dict[str, list[int]] = {}
+    for group, age in zip(taken.groups, staleness, strict=True):
+        ages.setdefault(group.environment, []).append(age)
+    environments = {
+        name: _environment_values(taken.counts.get(name, RolloutCounts()), ages.get(name, []))
+        for name in sorted(taken.counts.keys() | ages.keys())
+    }
+    played = combine(environments.values())
+    # Each environment has reward terms of its own; a name in two of them may mean two things.
+    run = {name: v for name, v in played.items() if not name.startswith(REWARD_TERM_PREFIX)}
+    run |= _learner_values(metrics, times)
+    run |= {TrainMetric.BUFFER_DEPTH_GROUPS: taken.depth, TrainMetric.CANARY_ERROR: canary_error}
+    if times.total_s > 0:
+        for rate, num in (
+            (TrainMetric.TOKENS_PER_SECOND, TrainMetric.NUM_TOKENS_GENERATED),
+            (TrainMetric.EPISODES_PER_SECOND, TrainMetric.NUM_EPISODES),
+        ):
+            run[rate] = run[num] / times.total_s
+    return StepValues(run, environments)
+
+
+def eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mapping[str, float]:
+    """How a policy did in an evaluation, by EvalMetric."""
+    values: dict[str, float] = {
+        EvalMetric.NUM_GAMES: result.num_games,
+        EvalMetric.WIN_RATE: result.win_rate,
+        EvalMetric.WIN_RATE_CI95_LOW: result.win_rate_ci95[0],
+        EvalMetric.WIN_RATE_CI95_HIGH: result.win_rate_ci95[1],
+        EvalMetric.DRAW_RATE: result.draw_rate,
+        EvalMetric.RETURN_MEAN: result.expected_return,
+        EvalMetric.RETURN_CI95_LOW: result.expected_return_ci95[0],
+        EvalMetric.RETURN_CI95_HIGH: result.expected_return_ci95[1],
+        EvalMetric.INVALID_RATE: result.invalid_rate,
+    }
+    if gap_closed is not None:
+        values[EvalMetric.GAP_CLOSED] = gap_closed
+    return values
+
+
+def held_weights(worker: int, weights: WorkerWeights) -> HeldWeights:
+    """What a worker samples from, as a row says it."""
+    return HeldWeights(
+        worker=worker,
+        version=weights.version,
+        content_hash=weights.content_hash,
+        canary_error=weights.canary_error,
+    )
+
+
+def delivery_values(weights: Sequence[WorkerWeights]) -> Mapping[str, float]:
+    """What a delivery cost the workers, by TrainMetric."""
+    if not weights:
+        return {}
     return {
-        TrainMetric.LOSS: metrics.loss,
-        TrainMetric.REWARD_MEAN: reward_mean,
-        TrainMetric.REWARD_STD: math.sqrt(variance),
-        TrainMetric.WIN_RATE: counts.num_wins / num_scored,
+        TrainMetric.WEIGHT_FETCH_S: max(of_worker.fetch_s for of_worker in weights),
+        TrainMetric.SAMPLER_PAUSE_S: max(of_worker.load_s for of_worker in weights),
+        TrainMetric.WEIGHT_FETCH_BYTES: sum(of_worker.bytes_fetched for of_worker in weights),
+    }
+
+
+def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str, float]:
+    """What happened in one environment; means of nothing are left out."""
+    num_finished = counts.num_wins + counts.num_draws + counts.num_losses
+    values: dict[str, float] = {
         TrainMetric.NUM_EPISODES: counts.num_episodes,
+        TrainMetric.NUM_EPISODES_FINISHED: num_finished,
+        TrainMetric.NUM_EPISODES_SCORED: counts.num_scored,
         TrainMetric.NUM_EPISODES_LOST: counts.num_lost,
         TrainMetric.NUM_EPISODES_INVALID: counts.num_invalid,
         TrainMetric.NUM_EPISODES_TRUNCATED: counts.num_truncated,
-        TrainMetric.NUM_TURNS_MEAN: counts.num_turns / max(1, counts.num_episodes),
-        TrainMetric.DEAD_GROUP_RATIO: counts.num_dead_groups / max(1, counts.num_groups),
-        TrainMetric.STALENESS_MEAN: sum(staleness) / len(staleness),
-        TrainMetric.STALENESS_MAX: max(staleness),
+        TrainMetric.NUM_WINS: counts.num_wins,
+        TrainMetric.NUM_DRAWS: counts.num_draws,
+        TrainMetric.NUM_LOSSES: counts.num_losses,
+        TrainMetric.NUM_GROUPS: counts.num_groups,
+        TrainMetric.NUM_GROUPS_DEAD: counts.num_dead_groups,
+        TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
+        TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
+        TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,
+        TrainMetric.NUM_GROUPS_TRAINED: len(ages),
+        TrainMetric.NUM_TOKENS_GENERATED: counts.num_tokens_generated,
+    }
+    if num_finished:
+        values[TrainMetric.WIN_RATE] = counts.num_wins / num_finished
+    if counts.num_episodes:
+        values[TrainMetric.NUM_TURNS_MEAN] = counts.num_turns / counts.num_episodes
+    if counts.num_groups:
+        values[TrainMetric.DEAD_GROUP_RATIO] = counts.num_dead_groups / counts.num_groups
+    if ages:
+        values[TrainMetric.STALENESS_MEAN] = sum(ages) / len(ages)
+        values[TrainMetric.STALENESS_MAX] = max(ages)
+    return values | _reward_values(counts)
+
+
+def _reward_values(counts: RolloutCounts) -> dict[str, float]:
+    values: dict[str, float] = {}
+    if counts.num_scored:
+        mean = counts.reward_sum / counts.num_scored
+        variance = max(0.0, counts.reward_square_sum / counts.num_scored - mean**2)
+        values[TrainMetric.REWARD_MEAN] = mean
+        values[TrainMetric.REWARD_STD] = math.sqrt(variance)
+    for name, term in counts.terms.items():
+        if term.num_scored:
+            values[REWARD_TERM_PREFIX + name] = term.total / term.num_scored
+    return values
+
+
+def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
+    values: dict[str, float] = {
+        TrainMetric.LOSS: metrics.loss,
         TrainMetric.MISMATCH_KL: metrics.mismatch_kl,
         TrainMetric.REFERENCE_KL: metrics.reference_kl,
         TrainMetric.ENTROPY: metrics.entropy,
         TrainMetric.CLIP_RATIO: metrics.clip_ratio,
         TrainMetric.MASKED_SEQUENCE_RATIO: metrics.masked_sequence_ratio,
+        TrainMetric.MASKED_TOKEN_RATIO: metrics.masked_token_ratio,
         TrainMetric.GRAD_NORM: metrics.grad_norm,
         TrainMetric.LEARNING_RATE: metrics.learning_rate,
-        TrainMetric.NUM_TOKENS_GENERATED: counts.num_tokens_generated,
         TrainMetric.NUM_TOKENS_TRAINED: metrics.num_tokens_trained,
+        TrainMetric.NUM_TOKENS_IN_BATCH: metrics.num_tokens_in_batch,
         TrainMetric.NUM_TOKENS_FORWARDED: metrics.num_tokens_forwarded,
-        TrainMetric.BUFFER_DEPTH_GROUPS: taken.depth,
+        TrainMetric.STEP_S: times.total_s,
         TrainMetric.WAIT_FOR_BATCH_S: times.wait_s,
         TrainMetric.TRAIN_S: times.train_s,
+        TrainMetric.PUBLISH_S: times.publish_s,
+        TrainMetric.DELIVER_S: times.deliver_s,
+        TrainMetric.ROLLOUT_IDLE_S: times.rollout_idle_s,
         TrainMetric.WEIGHT_SYNC_S: times.sync_s,
         TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
-        TrainMetric.CANARY_ERROR: canary_error,
-        TrainMetric.TOKENS_PER_SECOND: counts.num_tokens_generated / times.total_s,
-        TrainMetric.EPISODES_PER_SECOND: counts.num_episodes / times.total_s,
     }
-
-
-def eval_values(report: EvalReport) -> Mapping[str, float]:
-    """The values of an evaluation's row, by EvalMetric."""
-    policy = report.policy
-    values: dict[str, float] = {
-        EvalMetric.NUM_GAMES: policy.num_games,
-        EvalMetric.WIN_RATE: policy.win_rate,
-        EvalMetric.WIN_RATE_CI95_LOW: policy.win_rate_ci95[0],
-        EvalMetric.WIN_RATE_CI95_HIGH: policy.win_rate_ci95[1],
-        EvalMetric.DRAW_RATE: policy.draw_rate,
-        EvalMetric.RETURN_MEAN: policy.expected_return,
-        EvalMetric.RETURN_CI95_LOW: policy.expected_return_ci95[0],
-        EvalMetric.RETURN_CI95_HIGH: policy.expected_return_ci95[1],
-        EvalMetric.INVALID_RATE: policy.invalid_rate,
-    }
-    if report.gap_closed is not None:
-        values[EvalMetric.GAP_CLOSED] = report.gap_closed
+    if metrics.value_loss is not None:
+        values[TrainMetric.VALUE_LOSS] = metrics.value_loss
+    if metrics.explained_variance is not None:
+        values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
+    if metrics.peak_flops and times.train_s > 0:
+        values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
     return values

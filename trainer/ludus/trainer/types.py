@@ -176,6 +176,8 @@ class GroupSpec:
     """Its name in the run."""
     seeds: tuple[int, ...]
     """[G] one per episode; all equal in a same-seed group."""
+    num_replaced: int = 0
+    """Groups in a row that taught nothing, and whose place this one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +292,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     checksum: str
-    """BLAKE2b of the raw bytes."""
+    """BLAKE3 of the raw bytes."""
 
 
 @dataclass(frozen=True, slots=True)

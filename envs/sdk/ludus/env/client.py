@@ -347,6 +347,22 @@ class AsyncSession:
         finally:
             self._busy = False
 
+    async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
+        """What a tool of the environment returned; the episode takes no step.
+
+        Raises:
+            ToolError: there is no such tool, or it failed; the episode goes on.
+            InfrastructureError: the session is gone and its episode void.
+        """
+        self._begin()
+        try:
+            return await self._wire.call_tool(name, arguments or {})
+        except BaseException as error:
+            self._drop_on(error)
+            raise
+        finally:
+            self._busy = False
+
     async def close(self) -> None:
         """Frees the session; one that is gone already is no error."""
         if self._gone is None:

@@ -33,6 +33,7 @@ from ludus.proto.errors import (
     ExecutionError,
     InvalidCallError,
     SessionLostError,
+    ToolError,
 )
 
 
@@ -162,6 +163,13 @@ class LegacyHttpSession:
     async def state(self) -> JsonObject:
         """The environment's state."""
         return await self._call("GET", "/state", None)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """Raises: OpenEnv 0.1 knows no tools."""
+        raise ToolError(
+            f"expected no tools on an OpenEnv 0.1 server, got a call of '{name}'; rebuild the "
+            "environment with OpenEnv 0.2 or later"
+        )
 
     async def close(self) -> None:
         """Makes room for another session of this client."""

@@ -34,6 +34,7 @@ from ludus.proto.errors import (
     ErrorCode,
     ExecutionError,
     InfrastructureError,
+    InvalidCallError,
     RateLimitError,
     SessionLostError,
 )
@@ -137,6 +138,13 @@ class ReplayingSession:
                 return await self._wire.state()
 
             return await self._bounded(error, again)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """Raises: what a tool has done cannot be done again in the session that replaces this."""
+        raise InvalidCallError(
+            f"expected steps in a session with resume=True, got a call of tool '{name}', which a "
+            "rebuilt session would lack; open it without resume"
+        )
 
     async def close(self) -> None:
         """Returns when the server has freed the session."""

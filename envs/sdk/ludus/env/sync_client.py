@@ -150,6 +150,10 @@ class Session:
         """The result of an action, given as JSON or as a language model's text."""
         return self._loop.run(self.asynchronous.step(action, text=text))
 
+    def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
+        """What a tool of the environment returned; see AsyncSession.call_tool."""
+        return self._loop.run(self.asynchronous.call_tool(name, arguments))
+
     def state(self) -> JsonObject:
         """The environment's state."""
         return self._loop.run(self.asynchronous.state())

@@ -88,6 +88,10 @@ class WireSession(Protocol):
         """The environment's state."""
         ...
 
+    def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
+        """What a tool of the environment returned."""
+        ...
+
     def close(self) -> Awaitable[None]:
         """Returns when the server has freed the session."""
         ...

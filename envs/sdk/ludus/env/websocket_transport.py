@@ -40,6 +40,7 @@ from ludus.proto.errors import (
     EnvError,
     InvalidCallError,
     SessionLostError,
+    ToolError,
     error_from_wire,
 )
 
@@ -231,6 +232,17 @@ class WebSocketSession:
     async def state(self) -> JsonObject:
         """The environment's state."""
         return await self._call({"type": "state"})
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """What a tool of the environment returned, called by OpenEnv's action for it."""
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        data = await self._call({"type": "step", "data": action})
+        returned = data.get("observation") or {}
+        if error := returned.get("error"):
+            raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
+        result = returned.get("result")
+        structured = result.get("structured_content") if isinstance(result, dict) else None
+        return structured if isinstance(structured, dict) else {"result": result}
 
     async def close(self) -> None:
         """Returns when the connection is closed, which frees the session."""

@@ -19,13 +19,18 @@ class RewardTerm(Section):
     """One term of an episode's reward."""
 
     function: ImportPath | None = None
-    """Called with lists, one entry per episode of a group, as keyword arguments: prompts,
-    completions, and every field of the rollouts; returns one number or None (cannot be scored)
-    per episode. Null is the environment's own return."""
+    """Called with lists, one entry per episode of a group that was not lost, as keyword
+    arguments: prompts, completions, and every field of the rollouts (docs/rewards.md); returns
+    one number or None (cannot be scored) per episode. Null is the environment's own return."""
     weight: float = 1.0
     """What the term is multiplied with."""
     name: str | None = None
     """In metrics; null takes the function's name, or "environment"."""
+
+
+def name_of_term(term: RewardTerm) -> str:
+    """What metrics call a term of the reward."""
+    return term.name or (term.function or "environment").rpartition(":")[2]
 
 
 class _Environment(Section):
@@ -35,6 +40,8 @@ class _Environment(Section):
     """Replaces the environment's parser: (text, observation) -> action."""
     tools: bool = False
     """Whether answers call the environment's tools, which the chat template then lists."""
+    rollout: ImportPath | None = None
+    """Plays the episodes in place of the usual loop of answers and steps (docs/rewards.md)."""
     policies: ImportPath | None = None
     """Fixed policies to compare with: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
@@ -53,6 +60,8 @@ class _Environment(Section):
     """Replaces rollout.max_turns here."""
     max_tokens: PositiveInt | None = None
     """Replaces rollout.max_tokens here; may not be larger."""
+    max_completion_tokens: PositiveInt | None = None
+    """Replaces rollout.max_completion_tokens here."""
     reconnect_timeout_s: PositiveFloat = 60.0
     """How long a lost server may stay away before the run fails."""
 
@@ -92,6 +101,23 @@ class _Environment(Section):
         if not self.rewards:
             raise ValueError(
                 "rewards expected at least one term, got none; [{}] is the environment's own return"
+            )
+        names = [name_of_term(term) for term in self.rewards]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"rewards expected terms of different names, got two '{twice[0]}'; "
+                "set name in one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _plays_one_way(self) -> Self:
+        if self.rollout is not None and (self.tools or self.render is not None):
+            other = "tools" if self.tools else "render and parse"
+            raise ValueError(
+                f"rollout = '{self.rollout}' plays episodes by itself, so {other} would go "
+                "unheard; remove the one or the other"
             )
         return self
 

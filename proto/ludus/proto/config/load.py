@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ludus.proto.config.presets import with_preset
 from ludus.proto.config.run import RunConfig
 from ludus.proto.errors import ConfigError, NotFoundError
 
@@ -21,7 +22,7 @@ JsonObject = dict[str, Any]
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run configuration of a file, after `a.b=value` overrides.
+    """The run configuration of a file, after `a.b=value` overrides, over its preset.
 
     Args:
         path: .toml, .yaml, .yml or .json; None starts from the defaults.
@@ -33,6 +34,7 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
     """
     tree = _read_file(path) if path else {}
     apply_overrides(tree, overrides)
+    tree = with_preset(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -25,8 +25,11 @@ from ludus.proto.config.sections import (
     RolloutConfig,
     TinyModel,
     TransformersGenerator,
+    VllmGenerator,
     WeightStoreConfig,
 )
+
+_MAX_VLLM_TEMPERATURE = 2.0
 
 
 class TrainingConfig(Section):
@@ -119,6 +122,7 @@ class RunConfig(Section):
     def _sections_fit(self) -> Self:
         self._check_minibatches()
         self._check_tokens()
+        self._check_temperatures()
         self._check_sessions()
         self._check_algorithm()
         return self
@@ -138,6 +142,34 @@ class RunConfig(Section):
                 f"rollout.max_tokens = {self.rollout.max_tokens} is more than model.max_tokens = "
                 f"{self.model.max_tokens}; lower the one or raise the other"
             )
+        for name, environment in self.environments.items():
+            num_tokens = environment.max_tokens or self.rollout.max_tokens
+            completion = environment.max_completion_tokens or self.rollout.max_completion_tokens
+            if num_tokens > self.rollout.max_tokens:
+                raise ValueError(
+                    f"environments.{name}.max_tokens = {num_tokens} is more than "
+                    f"rollout.max_tokens = {self.rollout.max_tokens}, which the model is made "
+                    "ready for; lower the one or raise the other"
+                )
+            if completion >= num_tokens:
+                raise ValueError(
+                    f"environments.{name}: max_completion_tokens = {completion} leaves no room "
+                    f"for a prompt in max_tokens = {num_tokens}; lower the one or raise the other"
+                )
+
+    def _check_temperatures(self) -> None:
+        if not isinstance(self.generator, VllmGenerator):
+            return
+        for section, value in (
+            ("rollout", self.rollout.temperature),
+            ("eval", self.eval.temperature),
+        ):
+            if value > _MAX_VLLM_TEMPERATURE:
+                raise ValueError(
+                    f"{section}.temperature = {value:g}, but vLLM samples at "
+                    f"{_MAX_VLLM_TEMPERATURE:g} at most; lower it, or set generator.kind = "
+                    "'transformers'"
+                )
 
     def _check_sessions(self) -> None:
         rollout = self.rollout
@@ -156,11 +188,13 @@ class RunConfig(Section):
                 "algorithm.kind = 'ppo' needs a value head, but learner.value_head = false; "
                 "remove it, or set algorithm.kind = 'grpo'"
             )
-        if self.rollout.top_p < 1 and self.algorithm.correction.kind != "off":
+        compared = self.algorithm.compares_with_sampler
+        if self.rollout.top_p < 1 and compared:
             raise ValueError(
                 f"rollout.top_p = {self.rollout.top_p} samples from a cut-off distribution, whose "
-                "log-probs cannot be compared with the learner's, but algorithm.correction.kind = "
-                f"'{self.algorithm.correction.kind}'; set top_p = 1 or correction.kind = 'off'"
+                f"log-probs cannot be compared with the learner's, but algorithm.{compared} does; "
+                "set rollout.top_p = 1, or algorithm.correction.kind = 'off', geometric_mask = "
+                "null and old_logprobs = 'recompute'"
             )
         if self.rollout.min_workers > self.rollout.num_workers:
             raise ValueError(

@@ -10,7 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 class Section(BaseModel):
     """A frozen group of fields; an unknown key is an error, the text under a field its help."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from ludus.proto.config.section import (
     NonNegativeFloat,
@@ -23,8 +24,17 @@ class LoraConfig(Section):
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
     """Names of the linear layers that get an adapter."""
+
+
+_LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a Qwen2-shaped model, apart from its head."""
 
 
 class TinyModel(Section):
@@ -60,6 +70,16 @@ class TinyModel(Section):
     leaves the random features, which all of training builds on, as they are."""
     warm_start_learning_rate: PositiveFloat = 3e-2
     """Peak learning rate of the warm start; 3e-3 suits "all"."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        missing = sorted(set(self.lora.targets) - set(_LINEAR_LAYERS)) if self.lora else []
+        if missing:
+            raise ValueError(
+                f"model.lora.targets: a tiny model has no linear layer {missing}; it has "
+                f"{list(_LINEAR_LAYERS)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -171,10 +191,11 @@ class LearnerConfig(Section):
     """CPU threads of each rank."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """Course of the learning rate after the warm-up; linear falls to learning_rate_final."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; linear and cosine fall to
+    learning_rate_final, one evenly, the other slowly at both ends."""
     learning_rate_final: NonNegativeFloat = 0.0
-    """Learning rate after the last step of a linear schedule."""
+    """Learning rate of the last step, unless the schedule is constant."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises from zero."""
     weight_decay: NonNegativeFloat = 0.0
@@ -215,7 +236,12 @@ class _WeightStore(Section):
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the tensors that travel; "learner" is learner.dtype."""
     full_every: PositiveInt = 1
-    """Every so manyth version travels as a whole, those between as what has changed."""
+    """Every so manyth version travels as a whole, those between as what has changed. Above 1,
+    learner and workers keep a copy of the last version in memory."""
+
+    def travelling_dtype(self, learner_dtype: str) -> str:
+        """The type of the tensors that travel, where the learner computes in `learner_dtype`."""
+        return learner_dtype if self.dtype == "learner" else self.dtype
 
 
 class RayWeightStore(_WeightStore):
@@ -229,7 +255,7 @@ class FolderWeightStore(_WeightStore):
 
     kind: Literal["folder"] = "folder"
     path: str | None = None
-    """Folder; null takes `weights` in the run's folder."""
+    """Folder, in which each run makes one of its name; null takes `weights` in the run's own."""
 
 
 class S3WeightStore(_WeightStore):
@@ -240,14 +266,27 @@ class S3WeightStore(_WeightStore):
     """
 
     kind: Literal["s3"] = "s3"
-    bucket: str
+    bucket: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
     """Bucket; it must exist."""
-    prefix: str = "ludus"
+    prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!_.*'()/-]{0,256}$")] = "ludus"
     """First part of all keys; the run's name follows."""
     endpoint: str | None = None
     """URL of a store that is not Amazon's, for example http://127.0.0.1:9000."""
     region: str = "us-east-1"
     """Region of the bucket."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _names_a_place_only(cls, endpoint: str | None) -> str | None:
+        # Endpoints stand in logs and messages, so nothing secret may stand in them. The value
+        # is not repeated here for the same reason.
+        if endpoint is None or re.fullmatch(r"https?://[^/@?#\s]+/?", endpoint):
+            return endpoint
+        raise ValueError(
+            "weights.endpoint expected a URL of scheme, host and port alone, like "
+            "https://storage.example:9000; credentials come from AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY in the environment"
+        )
 
 
 WeightStoreConfig = Annotated[

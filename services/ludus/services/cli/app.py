@@ -11,7 +11,13 @@ import sys
 import typer
 
 from ludus.proto.errors import LudusError, UserError
-from ludus.services.cli import env_commands, gateway_command, report_command, train_command
+from ludus.services.cli import (
+    env_commands,
+    gateway_command,
+    report_command,
+    scale_command,
+    train_command,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -27,6 +33,7 @@ app = typer.Typer(
 app.add_typer(env_commands.app, name="env")
 app.command("train")(train_command.train)
 app.command("eval")(train_command.evaluate)
+app.command("scale")(scale_command.scale)
 app.command("report")(report_command.report)
 app.command("gateway")(gateway_command.gateway)
 

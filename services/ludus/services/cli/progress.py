@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.metrics import EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.services.numbers import compact, duration, fixed, percent, percent_interval
 
@@ -32,24 +32,32 @@ class RunProgress:
         self.num_steps = num_steps
         self.step = 0
         self.num_games_trained = 0
-        self.num_episodes_lost = 0
         self.phase: Phase | None = None
         self.is_stopping = False
-        self._eval: dict[str, float] = {}
+        self._num_lost: dict[int, int] = {}
+        """By step: after a restart of the learner its rows come once more."""
+        self._evals: dict[str, dict[str, float]] = {}
+        """The newest evaluation of each environment."""
         self._recent: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
     def update(self, rows: Iterable[MetricsRow]) -> None:
         """Takes in further rows."""
         for row in rows:
-            self.step = max(self.step, row.step)
-            self.num_games_trained = max(self.num_games_trained, row.num_games_trained)
-            if row.kind == "phase":
-                self.phase = row.phase
-            elif row.kind == "eval":
-                self._eval = row.values
-            else:
-                self._take_step(row)
+            match row.kind:
+                case "phase":
+                    self.phase = row.phase
+                case "eval":
+                    self._take_place(row)
+                    self._evals[row.environment or ""] = row.values
+                case "train":
+                    self._take_place(row)
+                    self._take_step(row)
+
+    @property
+    def num_episodes_lost(self) -> int:
+        """Episodes that infrastructure voided."""
+        return sum(self._num_lost.values())
 
     @property
     def phase_name(self) -> str:
@@ -70,16 +78,14 @@ class RunProgress:
 
     def facts(self) -> dict[str, str]:
         """What is known by now, for people; in the order in which it is shown."""
-        facts = {
-            "wins": self._eval_text(),
-            "return": _decimal(self._eval.get(EvalMetric.RETURN_MEAN)),
-            "reward": _decimal(self._mean(TrainMetric.REWARD_MEAN)),
+        facts = self._eval_facts() | {
+            "reward": _decimal(self._lately(TrainMetric.REWARD_MEAN)),
             "games": f"{self.num_games_trained:,}" if self.num_games_trained else None,
-            "episodes/s": _compact(self._mean(TrainMetric.EPISODES_PER_SECOND)),
-            "tokens/s": _compact(self._mean(TrainMetric.TOKENS_PER_SECOND)),
-            "staleness": _compact(self._mean(TrainMetric.STALENESS_MEAN)),
-            "dead groups": _percent(self._mean(TrainMetric.DEAD_GROUP_RATIO)),
-            "canary error": _compact(self._largest(TrainMetric.CANARY_ERROR)),
+            "episodes/s": _compact(self._lately(TrainMetric.EPISODES_PER_SECOND)),
+            "tokens/s": _compact(self._lately(TrainMetric.TOKENS_PER_SECOND)),
+            "staleness": _compact(self._lately(TrainMetric.STALENESS_MEAN)),
+            "dead groups": _percent(self._lately(TrainMetric.DEAD_GROUP_RATIO)),
+            "canary error": _compact(self._lately(TrainMetric.CANARY_ERROR)),
             "lost episodes": f"{self.num_episodes_lost:,}" if self.num_episodes_lost else None,
         }
         return {name: text for name, text in facts.items() if text is not None}
@@ -95,27 +101,30 @@ class RunProgress:
     def _take_step(self, row: MetricsRow) -> None:
         self._recent.append(row.values)
         self._pace.append((row.step, row.elapsed_s))
-        self.num_episodes_lost += int(row.values.get(TrainMetric.NUM_EPISODES_LOST, 0))
+        self._num_lost[row.step] = int(row.values.get(TrainMetric.NUM_EPISODES_LOST, 0))
 
-    def _mean(self, metric: TrainMetric) -> float | None:
-        values = self._recent_values(metric)
-        return sum(values) / len(values) if values else None
+    def _take_place(self, row: MetricsRow) -> None:
+        # The newest row, not the largest: a run whose learner died goes back some steps.
+        self.step, self.num_games_trained = row.step, row.num_games_trained
 
-    def _largest(self, metric: TrainMetric) -> float | None:
-        return max(self._recent_values(metric), default=None)
+    def _lately(self, metric: TrainMetric) -> float | None:
+        return combined(metric, self._recent)
 
-    def _recent_values(self, metric: TrainMetric) -> list[float]:
-        return [values[metric] for values in self._recent if metric in values]
+    def _eval_facts(self) -> dict[str, str | None]:
+        if len(self._evals) != 1:
+            return {f"wins in {name}": _wins(values) for name, values in self._evals.items()}
+        (values,) = self._evals.values()
+        return {"wins": _wins(values), "return": _decimal(values.get(EvalMetric.RETURN_MEAN))}
 
-    def _eval_text(self) -> str | None:
-        values = self._eval
-        if EvalMetric.WIN_RATE not in values:
-            return None
-        text = percent(values[EvalMetric.WIN_RATE])
-        if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
-            ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
-            text += f" ({percent_interval(ends)})"
-        return text
+
+def _wins(values: Mapping[str, float]) -> str | None:
+    if EvalMetric.WIN_RATE not in values:
+        return None
+    text = percent(values[EvalMetric.WIN_RATE])
+    if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
+        ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
+        text += f" ({percent_interval(ends)})"
+    return text
 
 
 def _decimal(value: float | None) -> str | None:

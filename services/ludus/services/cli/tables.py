@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ludus.proto.runs import EvalReport, PolicyResult, Summary
+from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
 from ludus.services.numbers import NONE, fixed, percent, percent_interval
 from ludus.services.results import NamedResult, compared_policies, ranked, readable
 
@@ -83,25 +84,33 @@ def result_cells(result: PolicyResult) -> list[str]:
     ]
 
 
-def summary_table(summary: Summary) -> Table:
-    """The policy before and after training, and the fixed policies."""
-    return policy_table(compared_policies(summary), summary.name)
+def summary_tables(summary: Summary) -> Iterator[RenderableType]:
+    """For each environment: the policy before and after training, the fixed ones, the gap."""
+    several = len(summary.results) > 1
+    for name, result in summary.results.items():
+        title = f"{summary.name}, {name}" if several else summary.name
+        yield policy_table(compared_policies(result), title)
+        yield from _gap(result.report)
 
 
-def eval_table(report: EvalReport) -> Table:
-    """The evaluated policy and the fixed policies."""
-    policy = NamedResult("policy", report.policy, is_trained=True)
-    return policy_table(
-        [policy, *ranked(report.baselines)], f"at temperature {report.temperature:g}"
-    )
+def eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
+    """For each environment: the evaluated policy, the fixed policies, the gap."""
+    several = len(evaluation.environments) > 1
+    for name, report in evaluation.environments.items():
+        policy = NamedResult("policy", report.policy, is_trained=True)
+        title = f"at temperature {report.temperature:g}"
+        yield policy_table(
+            [policy, *ranked(report.baselines)], f"{name}, {title}" if several else title
+        )
+        yield from _gap(report)
 
 
-def gap_line(gap: float | None, interval: Interval | None) -> str | None:
-    """The share of the gap closed as a sentence; None where it is not defined."""
-    if gap is None:
-        return None
+def _gap(report: EvalReport) -> Iterator[RenderableType]:
+    if report.gap_closed is None:
+        return
+    interval = report.gap_closed_ci95
     spread = f" ({percent_interval(interval)}, 95%)" if interval is not None else ""
-    return f"gap closed  {percent(gap)}{spread}"
+    yield Text(f"gap closed  {percent(report.gap_closed)}{spread}", style="bold")
 
 
 def half_width(interval: Interval) -> float:

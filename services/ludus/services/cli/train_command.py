@@ -17,14 +17,14 @@ from ludus.proto.runs import (
     LOG_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
-    EvalReport,
+    Evaluation,
     Summary,
 )
 from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.live_view import progress_view
 from ludus.services.cli.metrics_follower import MetricsFollower
 from ludus.services.cli.progress import RunProgress
-from ludus.services.cli.tables import eval_table, gap_line, summary_table
+from ludus.services.cli.tables import eval_tables, summary_tables
 from ludus.services.cli.trainer_process import (
     STOP_GRACE_S,
     TrainerEnd,
@@ -72,7 +72,7 @@ def train(
     if dry_run:
         typer.echo(config.model_dump_json(indent=2))
         return
-    _check_environment(config)
+    _check_environments(config)
     run_dir = Path(config.output_dir) / config.name
     flags = [flag for flag, is_set in (("--resume", resume), ("--overwrite", overwrite)) if is_set]
     end = _run_training(config, run_dir, flags)
@@ -117,26 +117,24 @@ def evaluate(
             arguments += [flag, str(value)]
     end = _run_evaluation([*arguments, "--output", str(output)])
     _exit_unless_well(end, run_dir, "nothing was written")
-    report = EvalReport.model_validate_json(output.read_bytes())
+    evaluation = Evaluation.model_validate_json(output.read_bytes())
     console = results_console()
-    console.print(eval_table(report))
-    if line := gap_line(report.gap_closed, report.gap_closed_ci95):
-        say(console, line, style="bold")
+    for part in eval_tables(evaluation):
+        console.print(part)
     say(console, f"written to {output}", style="dim")
 
 
-def _check_environment(config: RunConfig) -> None:
-    """Returns where the environment can be built: other mistakes cost no start of the trainer.
+def _check_environments(config: RunConfig) -> None:
+    """Returns where all can be built: other mistakes cost no start of the trainer.
 
     Raises:
         UserError: there is no such package, game or option.
     """
-    environment = config.environment
-    if not isinstance(environment, LocalEnvironment):
-        return
     from ludus.env.targets import environment_factory
 
-    environment_factory(environment.package, environment.options)().close()
+    for environment in config.environments.values():
+        if isinstance(environment, LocalEnvironment):
+            environment_factory(environment.package, environment.options)().close()
 
 
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
@@ -221,9 +219,8 @@ def _show_results(run_dir: Path) -> None:
     summary = Summary.model_validate_json(path.read_bytes())
     report = write_report(run_dir)
     console = results_console()
-    console.print(summary_table(summary))
-    if line := gap_line(summary.gap_closed, summary.gap_closed_ci95):
-        say(console, line, style="bold")
+    for part in summary_tables(summary):
+        console.print(part)
     say(
         console,
         f"{summary.games_trained:,} games in {duration(summary.wall_seconds_training)} of training"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.metrics import EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, PolicyResult
 from ludus.services.numbers import compact, fixed, fixed_interval, percent, percent_interval
 from ludus.services.report.drawing import Drawing
 from ludus.services.report.line_chart import Frame, Level, LineChart, Point, draw
 from ludus.services.report.run_files import RunFiles
-from ludus.services.report.scales import moving_mean
-from ludus.services.results import readable, trained_policy
+from ludus.services.results import readable
 
 MEAN_WINDOW = 10
 """Training steps over which the small charts average."""
@@ -73,24 +72,39 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
     _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
     _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
+    _TrainingCurve(TrainMetric.DEAD_GROUP_RATIO, "Dead groups", "share of groups"),
+    _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
+    _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
+ENVIRONMENT_CURVES = (
+    _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
+    _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
+    _TrainingCurve(TrainMetric.DEAD_GROUP_RATIO, "Dead groups", "share of groups"),
+)
+"""What a run with several environments shows of each."""
 
 
-def learning_curve(run: RunFiles, measure: Measure, frame: Frame = CURVE_FRAME) -> Drawing | None:
+@dataclass(frozen=True, slots=True)
+class SmallChart:
+    """One training metric over games."""
+
+    title: str
+    unit: str
+    latest: str
+    drawing: Drawing
+
+
+def learning_curve(
+    run: RunFiles, environment: str, measure: Measure, frame: Frame = CURVE_FRAME
+) -> Drawing | None:
     """An evaluation measure over games trained, with 95 % band and baselines; None without data."""
-    points = _eval_points(run, measure)
+    points = _eval_points(run, environment, measure)
     if not points:
         return None
-    baselines = run.summary.baselines if run.summary is not None else {}
-    goal = run.config.environment.optimal_policy if run.config is not None else None
-    levels = [
-        Level(readable(name), measure.of_result(result)[0], is_goal=name == goal)
-        for name, result in baselines.items()
-    ]
     chart = LineChart(
         label=f"{measure.name} over games trained",
         points=points,
-        levels=levels,
+        levels=_levels(run, environment, measure),
         format_y=measure.format,
         format_tick=measure.format_tick,
         final_label="this policy",
@@ -100,23 +114,40 @@ def learning_curve(run: RunFiles, measure: Measure, frame: Frame = CURVE_FRAME) 
     return draw(chart, frame)
 
 
-def training_curves(run: RunFiles) -> list[tuple[str, str, str, Drawing]]:
-    """Title, unit, latest value and chart of each training metric that the run recorded."""
-    curves = []
-    for curve in TRAINING_CURVES:
-        rows = [row for row in run.train_rows if curve.metric in row.values]
-        if rows:
-            values = [row.values[curve.metric] for row in rows]
-            means = moving_mean(values, MEAN_WINDOW)
-            drawing = _training_chart(curve, rows, values, means)
-            curves.append((curve.title, curve.unit, compact(means[-1]), drawing))
-    return curves
+def training_curves(run: RunFiles) -> list[SmallChart]:
+    """A chart of each training metric that the run recorded."""
+    return _small_charts(run.train_rows, TRAINING_CURVES)
 
 
-def _training_chart(
-    curve: _TrainingCurve, rows: list[MetricsRow], values: list[float], means: list[float]
-) -> Drawing:
+def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
+    """A chart of each training metric that an environment has of its own."""
+    return _small_charts(run.environment_rows(environment), ENVIRONMENT_CURVES)
+
+
+def _small_charts(rows: list[MetricsRow], curves: tuple[_TrainingCurve, ...]) -> list[SmallChart]:
+    charts = []
+    for curve in curves:
+        having = [row for row in rows if curve.metric in row.values]
+        if having:
+            means = _moving_means(curve.metric, having)
+            drawing = _training_chart(curve, having, means)
+            charts.append(SmallChart(curve.title, curve.unit, compact(means[-1]), drawing))
+    return charts
+
+
+def _moving_means(metric: TrainMetric, rows: list[MetricsRow]) -> list[float]:
+    """Over the newest rows up to each, combined as the metric says."""
+    means = []
+    for end in range(1, len(rows) + 1):
+        window = [row.values for row in rows[max(0, end - MEAN_WINDOW) : end]]
+        mean = combined(metric, window)
+        means.append(rows[end - 1].values[metric] if mean is None else mean)
+    return means
+
+
+def _training_chart(curve: _TrainingCurve, rows: list[MetricsRow], means: list[float]) -> Drawing:
     games = [float(row.num_games_trained) for row in rows]
+    values = [row.values[curve.metric] for row in rows]
     chart = LineChart(
         label=f"{curve.title} over games trained",
         points=[Point(x, y) for x, y in zip(games, means, strict=True)],
@@ -125,17 +156,35 @@ def _training_chart(
     return draw(chart, SMALL_FRAME)
 
 
-def _eval_points(run: RunFiles, measure: Measure) -> list[Point]:
+def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
+    """The fixed policies: as the summary has them, or as the newest evaluation did."""
+    config = run.environment_config(environment)
+    goal = config.optimal_policy if config is not None else None
+    if run.summary is not None:
+        results = run.summary.results[environment].report.baselines
+        values = {name: measure.of_result(result)[0] for name, result in results.items()}
+    else:
+        rows = run.baseline_rows(environment)
+        values = {
+            name: row.values[measure.value]
+            for name, row in rows.items()
+            if measure.value in row.values
+        }
+    return [Level(readable(name), value, is_goal=name == goal) for name, value in values.items()]
+
+
+def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:
     """One point per evaluation; the summary's, on more games, replaces the one at the end."""
     summary = run.summary
     points = [
         _row_point(row, measure)
-        for row in run.eval_rows
+        for row in run.eval_rows(environment)
         if measure.value in row.values
         and (summary is None or row.num_games_trained != summary.games_trained)
     ]
     if summary is not None:
-        value, interval = measure.of_result(trained_policy(summary))
+        policy = summary.results[environment].report.policy
+        value, interval = measure.of_result(policy)
         points.append(_point(summary.games_trained, value, interval, measure))
     return sorted(points, key=lambda point: point.x)
 

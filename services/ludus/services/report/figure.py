@@ -39,26 +39,30 @@ def write_figure(run_dir: Path, path: Path) -> Path:
 
 
 def render_figure(run: RunFiles) -> str:
-    """The SVG as text."""
-    curve = learning_curve(run, WIN_RATE, CURVE)
+    """The SVG as text; of several environments it shows the one that has a chart, or the first."""
+    chart = run.chart if run.chart is not None and run.chart.cells else None
+    environment = chart.environment if chart is not None else next(iter(run.environments), "")
+    curve = learning_curve(run, environment, WIN_RATE, CURVE)
     if curve is None:
         raise ConfigError(
             f"expected a run with at least one evaluation, got '{run.run_dir}' without; "
             "train it first with `ludus train`"
         )
     parts = [_titled("Win rate over games trained", curve)]
-    if run.chart is not None and run.chart.cells:
-        agreement = f"{num_agreeing(run.chart)} of {len(run.chart.cells)}"
-        title = f"What it learned: {agreement} answers as {run.reference_name}"
-        parts.append(_titled(title, _twins(run, run.chart)))
-    return _card(run, parts)
+    if chart is not None:
+        agreement = f"{num_agreeing(chart)} of {len(chart.cells)}"
+        title = f"What it learned: {agreement} answers as {run.reference_name(environment)}"
+        parts.append(_titled(title, _twins(run, chart)))
+    return _card(run, environment, parts)
 
 
 def _twins(run: RunFiles, chart: PolicyChart) -> Drawing:
     """The first panel of the policy chart beside the reference's, and how to read them."""
     panel = panels(chart)[0]
     policy = draw_policy(chart, panel, f"this policy, {panel.name}")
-    reference = draw_reference(chart, panel, f"{run.reference_name}, {panel.name}")
+    reference = draw_reference(
+        chart, panel, f"{run.reference_name(chart.environment)}, {panel.name}"
+    )
     caption = (
         f"Orange {chart.answers[0]}, blue {chart.answers[-1]}; paler where the policy is less "
         "sure; outlined where the two differ."
@@ -81,7 +85,7 @@ def _titled(title: str, drawing: Drawing) -> Drawing:
     return Drawing(drawing.width, drawing.height + TITLE, body, title)
 
 
-def _card(run: RunFiles, parts: list[Drawing]) -> str:
+def _card(run: RunFiles, environment: str, parts: list[Drawing]) -> str:
     """The parts side by side on a sheet of their own, so that any page's colour will do."""
     height = max(part.height for part in parts) + 2 * MARGIN
     placed: list[Markup] = []
@@ -90,10 +94,12 @@ def _card(run: RunFiles, parts: list[Drawing]) -> str:
         placed.append(part.placed(x, MARGIN))
         x += part.width + MARGIN
     sheet = element("rect", x=0.5, y=0.5, width=x - 1, height=height - 1, rx=14, class_="paper")
-    final = f", {percent(run.summary.win_rate)} wins" if run.summary is not None else ""
+    title = run.name
+    if run.summary is not None:
+        title += f", {percent(run.summary.results[environment].report.policy.win_rate)} wins"
     return element(
         "svg",
-        element("title", f"{run.name}{final}"),
+        element("title", title),
         element("style", style_sheet("style.css")),
         sheet,
         join(*placed),

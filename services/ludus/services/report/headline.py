@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import EnvironmentConfig, RunConfig
 from ludus.proto.metrics import EvalMetric
-from ludus.proto.runs import MetricsRow, Summary
+from ludus.proto.runs import EnvironmentResult, EvalReport, MetricsRow, Summary
 from ludus.services.numbers import duration, fixed, fixed_interval, percent, percent_interval
-from ludus.services.report.markup import Markup, element
+from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.run_files import RunFiles
 from ludus.services.results import readable
 
@@ -37,13 +37,26 @@ def notices(run: RunFiles) -> Markup | None:
 
 def headline(run: RunFiles) -> Markup | None:
     """The numbers that matter, large; None before the first evaluation."""
-    if run.summary is not None:
-        tiles = _summary_tiles(run, run.summary)
-    elif run.eval_rows:
-        tiles = _latest_tiles(run.eval_rows[-1])
-    else:
+    parts = [part for name in run.environments for part in _of_environment(run, name)]
+    if not parts:
         return None
-    return element("dl", *tiles, class_="tiles")
+    if len(run.environments) == 1:
+        return element("dl", join(*parts), *_of_run(run), class_="tiles")
+    return join(*parts, element("dl", *_of_run(run), class_="tiles"))
+
+
+def _of_environment(run: RunFiles, name: str) -> list[Markup]:
+    """The tiles of one environment; with several, under its name."""
+    rows = run.eval_rows(name)
+    if run.summary is not None:
+        tiles = _result_tiles(run, name, run.summary.results[name])
+    elif rows:
+        tiles = _latest_tiles(rows[-1])
+    else:
+        return []
+    if len(run.environments) == 1:
+        return tiles
+    return [element("h2", name, class_="group"), element("dl", *tiles, class_="tiles")]
 
 
 def _lead(run: RunFiles) -> str:
@@ -53,13 +66,16 @@ def _lead(run: RunFiles) -> str:
     # What really ran: the generator falls back where vLLM is not installed.
     generator = run.summary.generator if run.summary is not None else config.generator.kind
     return (
-        f"{_environment_of(config)} · {config.training.num_steps} steps · "
+        f"{_environments_of(config)} · {config.training.num_steps} steps · "
         f"{generator} generator · seed {config.seed}"
     )
 
 
-def _environment_of(config: RunConfig) -> str:
-    environment = config.environment
+def _environments_of(config: RunConfig) -> str:
+    return " and ".join(_described(one) for one in config.environments.values())
+
+
+def _described(environment: EnvironmentConfig) -> str:
     if environment.kind == "remote":
         return environment.address
     options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())
@@ -72,53 +88,37 @@ def _progress(run: RunFiles) -> str:
     return f"step {run.num_steps_done}{of_all}"
 
 
-def _summary_tiles(run: RunFiles, summary: Summary) -> list[Markup]:
-    start = summary.start
+def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Markup]:
+    start, policy = result.start, result.report.policy
     before = [f"{percent(start.win_rate)} before training"] if start else []
     return_before = [f"{fixed(start.expected_return, 3)} before training"] if start else []
     tiles = [
         _tile(
             "Win rate",
-            percent(summary.win_rate),
-            [f"{percent_interval(summary.win_rate_ci95)} (95%)", *before],
+            percent(policy.win_rate),
+            [f"{percent_interval(policy.win_rate_ci95)} (95%)", *before],
             main=True,
         ),
         _tile(
             "Expected return",
-            fixed(summary.expected_return, 3),
-            [f"{fixed_interval(summary.expected_return_ci95)} (95%)", *return_before],
+            fixed(policy.expected_return, 3),
+            [f"{fixed_interval(policy.expected_return_ci95)} (95%)", *return_before],
         ),
     ]
-    if summary.gap_closed is not None:
-        tiles.append(_gap_tile(run, summary, summary.gap_closed))
-    tiles.append(
-        _tile(
-            "Games trained",
-            f"{summary.games_trained:,}",
-            [f"{summary.games_played:,} played", f"{summary.episodes_lost:,} lost"],
-        )
-    )
-    tiles.append(
-        _tile(
-            "Training time",
-            duration(summary.wall_seconds_training),
-            [
-                f"{duration(summary.wall_seconds_total)} in all",
-                _workers(summary),
-            ],
-        )
-    )
+    if result.report.gap_closed is not None:
+        tiles.append(_gap_tile(run, environment, result.report, result.report.gap_closed))
     return tiles
 
 
-def _gap_tile(run: RunFiles, summary: Summary, gap: float) -> Markup:
-    interval = summary.gap_closed_ci95
+def _gap_tile(run: RunFiles, environment: str, report: EvalReport, gap: float) -> Markup:
+    interval = report.gap_closed_ci95
     notes = [f"{percent_interval(interval)} (95%)"] if interval else []
-    low = run.config.environment.random_policy if run.config is not None else None
+    config = run.environment_config(environment)
+    low = config.random_policy if config is not None else None
     return _tile(
         "Gap closed",
         percent(gap),
-        [*notes, f"from {readable(low or 'random')} to {run.reference_name}"],
+        [*notes, f"from {readable(low or 'random')} to {run.reference_name(environment)}"],
     )
 
 
@@ -130,9 +130,34 @@ def _latest_tiles(row: MetricsRow) -> list[Markup]:
         tiles.append(_tile("Win rate", percent(values[EvalMetric.WIN_RATE]), [note], main=True))
     if EvalMetric.RETURN_MEAN in values:
         tiles.append(_tile("Expected return", fixed(values[EvalMetric.RETURN_MEAN], 3), []))
-    tiles.append(_tile("Games trained", f"{row.num_games_trained:,}", []))
-    tiles.append(_tile("Training time", duration(row.elapsed_s), []))
+    if EvalMetric.GAP_CLOSED in values:
+        tiles.append(_tile("Gap closed", percent(values[EvalMetric.GAP_CLOSED]), []))
     return tiles
+
+
+def _of_run(run: RunFiles) -> list[Markup]:
+    """The tiles of the whole run."""
+    summary = run.summary
+    if summary is None:
+        last = run.metrics[-1]
+        num_games = max(row.num_games_trained for row in run.metrics)
+        return [
+            _tile("Games trained", f"{num_games:,}", []),
+            _tile("Training time", duration(last.elapsed_s), []),
+        ]
+    in_all = f"{duration(summary.wall_seconds_total)} in all"
+    return [
+        _tile(
+            "Games trained",
+            f"{summary.games_trained:,}",
+            [f"{summary.games_played:,} played", f"{summary.episodes_lost:,} lost"],
+        ),
+        _tile(
+            "Training time",
+            duration(summary.wall_seconds_training),
+            [in_all, _workers(summary)],
+        ),
+    ]
 
 
 def _tile(title: str, figure: str, notes: list[str], *, main: bool = False) -> Markup:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import EnvironmentConfig, RunConfig
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import (
     CHART_FILE,
@@ -47,25 +47,49 @@ class RunFiles:
         return self.config.name if self.config is not None else self.run_dir.resolve().name
 
     @property
-    def eval_rows(self) -> list[MetricsRow]:
-        """Rows of evaluations."""
-        return [row for row in self.metrics if row.kind == "eval"]
+    def environments(self) -> list[str]:
+        """The run's environments by name, the first one first."""
+        if self.summary is not None:
+            return list(self.summary.results)
+        if self.config is not None:
+            return list(self.config.environments)
+        return list(dict.fromkeys(row.environment or "" for row in self._rows("eval")))
+
+    def environment_config(self, environment: str) -> EnvironmentConfig | None:
+        """How an environment was configured."""
+        return self.config.environments.get(environment) if self.config is not None else None
+
+    def eval_rows(self, environment: str) -> list[MetricsRow]:
+        """Rows of the trained policy's evaluations in an environment."""
+        return [row for row in self._rows("eval") if row.environment == environment]
+
+    def baseline_rows(self, environment: str) -> dict[str, MetricsRow]:
+        """The newest row of each fixed policy in an environment."""
+        rows = [row for row in self._rows("baseline") if row.environment == environment]
+        return {row.policy or "": row for row in rows}
+
+    def environment_rows(self, environment: str) -> list[MetricsRow]:
+        """Rows of training steps, as far as they are of one environment."""
+        return [row for row in self._rows("environment") if row.environment == environment]
 
     @property
     def train_rows(self) -> list[MetricsRow]:
-        """Rows of training steps."""
-        return [row for row in self.metrics if row.kind == "train"]
+        """Rows of training steps, of the whole run."""
+        return self._rows("train")
 
     @property
     def num_steps_done(self) -> int:
         """Training steps that the metrics know of."""
         return max((row.step for row in self.train_rows), default=0)
 
-    @property
-    def reference_name(self) -> str:
+    def reference_name(self, environment: str) -> str:
         """What the best policy known is called."""
-        optimal = self.config.environment.optimal_policy if self.config is not None else None
+        config = self.environment_config(environment)
+        optimal = config.optimal_policy if config is not None else None
         return readable(optimal) if optimal else "the reference"
+
+    def _rows(self, kind: str) -> list[MetricsRow]:
+        return [row for row in self.metrics if row.kind == kind]
 
 
 def load_run_files(run_dir: Path) -> RunFiles:

@@ -55,17 +55,6 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
     return moved
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and the up to `window - 1` before it."""
-    means, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value
-        if index >= window:
-            total -= values[index - window]
-        means.append(total / min(index + 1, window))
-    return means
-
-
 def _round_step(step: float) -> float:
     power = 10.0 ** math.floor(math.log10(step))
     for factor in (1.0, 2.0, 2.5, 5.0, 10.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.proto.runs import PolicyChart, PolicyResult, Summary
+from ludus.proto.runs import EnvironmentResult, PolicyChart, PolicyResult, Summary
 from ludus.services.numbers import (
     compact,
     fixed,
@@ -14,6 +14,8 @@ from ludus.services.report.curves import (
     EXPECTED_RETURN,
     MEAN_WINDOW,
     WIN_RATE,
+    SmallChart,
+    environment_curves,
     learning_curve,
     training_curves,
 )
@@ -37,18 +39,23 @@ NUMBER_COLUMNS = frozenset({"Games", "Wins", "Draws", "Return"})
 
 def learning(run: RunFiles) -> Markup | None:
     """Win rate and return over games trained; None before the first evaluation."""
-    figures = [
-        element("figure", element("h3", measure.name), curve.inline())
-        for measure in (WIN_RATE, EXPECTED_RETURN)
-        if (curve := learning_curve(run, measure)) is not None
-    ]
-    if not figures:
+    pairs = []
+    for environment in run.environments:
+        figures = [
+            element("figure", element("h3", measure.name), curve.inline())
+            for measure in (WIN_RATE, EXPECTED_RETURN)
+            if (curve := learning_curve(run, environment, measure)) is not None
+        ]
+        if figures:
+            pair = element("div", *figures, class_="pair")
+            pairs.append(_part(run, environment, pair))
+    if not pairs:
         return None
     explanation = (
         "Evaluations on deals that training never sees. Bands are 95% intervals; dashed lines "
         "are fixed policies on the same deals."
     )
-    return _section("Learning", explanation, element("div", *figures, class_="pair"))
+    return _section("Learning", explanation, *pairs)
 
 
 def learned_policy(run: RunFiles) -> Markup | None:
@@ -56,64 +63,52 @@ def learned_policy(run: RunFiles) -> Markup | None:
     chart = run.chart
     if chart is None or not chart.cells:
         return None
+    reference_name = run.reference_name(chart.environment)
+    where = "every situation"
+    if len(run.environments) > 1:
+        where += f" of {chart.environment}"
     explanation = (
-        "The likeliest answer in every situation, and how sure the policy is of it, beside "
-        f"{run.reference_name}. Outlined cells differ from it."
+        f"The likeliest answer in {where}, and how sure the policy is of it, beside "
+        f"{reference_name}. Outlined cells differ from it."
     )
-    drawn = [_panel(chart, panel, run.reference_name) for panel in panels(chart)]
+    drawn = [_panel(chart, panel, reference_name) for panel in panels(chart)]
     # The last panel is usually the lowest: the legend stands under it.
     *first, last = drawn
-    column = element("div", last, _legend(chart, run.reference_name))
+    column = element("div", last, _legend(chart, reference_name))
     return _section("What it learned", explanation, element("div", *first, column, class_="grids"))
 
 
 def policies(run: RunFiles) -> Markup | None:
-    """The table of policies; None before the summary is there."""
+    """The tables of policies; None before the summary is there."""
     if run.summary is None:
         return None
-    results = compared_policies(run.summary)
-    ends = [end for named in results for end in named.result.expected_return_ci95]
-    scale = Scale(*padded_range(ends), 4, 196)
-    heads = [
-        element("th", name, class_="number" if name in NUMBER_COLUMNS else None)
-        for name in POLICY_COLUMNS
+    tables = [
+        _part(run, environment, element("div", _policy_table(result), class_="scroll"))
+        for environment, result in run.summary.results.items()
     ]
-    table = element(
-        "table",
-        element("thead", element("tr", *heads)),
-        element("tbody", *(_policy_row(named, scale) for named in results)),
-    )
     explanation = (
         f"Judged at temperature {run.summary.eval_temperature:g}. Fixed policies play the same "
         "deals as the trained one."
     )
-    return _section("Policies", explanation, element("div", table, class_="scroll"))
+    return _section("Policies", explanation, *tables)
 
 
 def training(run: RunFiles) -> Markup | None:
     """What training looked like inside, as small charts; None without training steps."""
-    figures = [
-        element(
-            "figure",
-            element(
-                "figcaption",
-                element("strong", title),
-                " ",
-                element("span", unit, class_="unit"),
-                " ",
-                element("span", latest, class_="latest"),
-            ),
-            drawing.inline(),
-        )
-        for title, unit, latest, drawing in training_curves(run)
-    ]
-    if not figures:
+    charts = training_curves(run)
+    if not charts:
         return None
+    parts = [_small(charts)]
+    if len(run.environments) > 1:
+        for environment in run.environments:
+            of_environment = environment_curves(run, environment)
+            if of_environment:
+                parts.append(_part(run, environment, _small(of_environment)))
     explanation = (
         f"Over games trained: every step faintly, the mean of {MEAN_WINDOW} steps in full. "
         "The number on the right is the latest mean."
     )
-    return _section("Training", explanation, element("div", *figures, class_="small"))
+    return _section("Training", explanation, *parts)
 
 
 def details(run: RunFiles) -> Markup | None:
@@ -126,6 +121,47 @@ def details(run: RunFiles) -> Markup | None:
         config = element("pre", run.config.model_dump_json(indent=2))
         parts.append(_disclosure("Configuration, resolved", config))
     return _section("Run", None, *parts) if parts else None
+
+
+def _part(run: RunFiles, environment: str, content: Markup) -> Markup:
+    """What belongs to one environment: under its name where there are several."""
+    if len(run.environments) == 1:
+        return content
+    return element("div", element("h3", environment, class_="environment"), content)
+
+
+def _small(charts: list[SmallChart]) -> Markup:
+    figures = [
+        element(
+            "figure",
+            element(
+                "figcaption",
+                element("strong", chart.title),
+                " ",
+                element("span", chart.unit, class_="unit"),
+                " ",
+                element("span", chart.latest, class_="latest"),
+            ),
+            chart.drawing.inline(),
+        )
+        for chart in charts
+    ]
+    return element("div", *figures, class_="small")
+
+
+def _policy_table(result: EnvironmentResult) -> Markup:
+    results = compared_policies(result)
+    ends = [end for named in results for end in named.result.expected_return_ci95]
+    scale = Scale(*padded_range(ends), 4, 196)
+    heads = [
+        element("th", name, class_="number" if name in NUMBER_COLUMNS else None)
+        for name in POLICY_COLUMNS
+    ]
+    return element(
+        "table",
+        element("thead", element("tr", *heads)),
+        element("tbody", *(_policy_row(named, scale) for named in results)),
+    )
 
 
 def _panel(chart: PolicyChart, panel: Panel, reference_name: str) -> Markup:
@@ -191,9 +227,11 @@ def _run_facts(summary: Summary) -> list[tuple[str, str]]:
         ("Largest canary error", f"{compact(summary.canary_max_error)} nats"),
         ("Largest staleness in versions", str(summary.max_staleness_seen)),
         ("Environment restarts", f"{summary.environment_restarts:,}"),
+        ("Learner restarts", f"{summary.learner_restarts:,}"),
+        ("Groups lost with a learner", f"{summary.groups_rolled_back:,}"),
         ("Invalid answers", percent(summary.invalid_rate, 2)),
         ("Episodes lost", f"{summary.episodes_lost:,}"),
-        ("Environment", summary.environment),
+        *(("Environment", result.environment) for result in summary.results.values()),
     ]
 
 

@@ -1,33 +1,31 @@
 """The actors of one kind as one object: what the controller talks to.
 
 LearnerGroup     num_ranks LearnerActors, called together
-RolloutWorkers   num_workers RolloutWorkerActors, each called for itself
 Buffer           one BufferActor
+
+The rollout workers, which come and go, are in workers.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
-from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import RunConfig, WeightStoreConfig
-from ludus.proto.errors import CanaryError, WeightSyncError
+from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.buffer import BufferActor, TakenGroups
 from ludus.trainer.actors.learner import LearnerActor
-from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.data.buffer import BufferState
+from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
-from ludus.trainer.rollout.vllm_environment import vllm_environment
-from ludus.trainer.types import Batch, Coefficients, GroupSpec, Probe, RolloutGroup
-from ludus.trainer.weights import CanaryReport
+from ludus.trainer.types import Batch, Coefficients, Probe, RolloutGroup
 
 _log = logging.getLogger(__name__)
 
@@ -36,40 +34,73 @@ class Buffer:
     """The replay buffer."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(
-            max_staleness=run.training.max_staleness,
-            keep_dead_groups=run.algorithm.dead_groups == "keep",
-        )
+        self.actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(run)
 
-    async def put(self, groups: Sequence[RolloutGroup]) -> int:
-        """The number of groups that were not taken in and must be replaced."""
-        return await self.actor.put.remote(list(groups))
+    async def begin(self, indices: Sequence[int], version: int) -> None:
+        """See BufferActor.begin."""
+        await self.actor.begin.remote(list(indices), version)
 
-    async def take(self, num_groups: int, version: int, timeout_s: float) -> TakenGroups:
+    async def settle(self, indices: Sequence[int]) -> list[int]:
+        """See BufferActor.settle."""
+        return await self.actor.settle.remote(list(indices))
+
+    async def put_played(self, groups: ray.ObjectRef | list[RolloutGroup]) -> int:
+        """The number of groups that must be replaced; they come from where they were played."""
+        return await self.actor.put.remote(groups)
+
+    def raise_if_lost(self, error: ray.exceptions.RayError) -> None:
+        """Nothing, unless it is the buffer that died: what waited in it is gone, so that raises."""
+        if getattr(error, "actor_id", None) == self.actor._actor_id.hex():
+            raise error
+
+    async def take(self, version: int, timeout_s: float) -> TakenGroups:
         """See BufferActor.take."""
-        return await self.actor.take.remote(num_groups, version, timeout_s)
+        return await self.actor.take.remote(version, timeout_s)
 
-    async def groups(self) -> tuple[RolloutGroup, ...]:
-        """The waiting groups, oldest first."""
-        return await self.actor.groups.remote()
+    async def state(self) -> BufferState:
+        """See BufferActor.state."""
+        return await self.actor.state.remote()
+
+    async def restore(
+        self, groups: Sequence[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
+    ) -> int:
+        """See BufferActor.restore."""
+        return await self.actor.restore.remote(list(groups), dict(counts), version)
 
 
 class LearnerGroup:
-    """All ranks of the learner; each call goes to all of them and returns rank 0's answer."""
+    """All ranks of the learner; each call goes to all of them and returns rank 0's answer.
+
+    A rank that dies leaves the others waiting in a collective. So the first rank that is lost,
+    by its death or because a collective ran out of time, ends them all; the call that was under
+    way, and every later one, raises LearnerLostError until `restart`.
+    """
 
     def __init__(self, run: RunConfig) -> None:
-        config = run.learner
-        self._ranks: list[ActorHandle] = [
-            ray.remote(num_cpus=0, num_gpus=config.num_gpus_per_rank)(LearnerActor).remote(
-                rank, config.num_threads
-            )
-            for rank in range(config.num_ranks)
-        ]
+        self._config = run.learner
+        self._ranks: list[ActorHandle] = []
 
     async def start(self, spec: LearnerSpec, weights: WeightStoreConfig) -> None:
-        """Nothing; the ranks have met and hold the model."""
-        address = await self._ranks[0].rendezvous.remote()
+        """Nothing; the ranks have met and hold the model.
+
+        Raises:
+            LearnerLostError: a rank died over it.
+        """
+        self._spec, self._weights = spec, weights
+        config = self._config
+        actor_class = ray.remote(num_cpus=0, num_gpus=config.num_gpus_per_rank)(LearnerActor)
+        self._ranks = [
+            actor_class.remote(rank, config.num_threads) for rank in range(config.num_ranks)
+        ]
+        [address] = await self._call("rendezvous", self._ranks[:1])
         await self._all("start", address, len(self._ranks), spec, weights)
+
+    async def restart(self, learner_folder: Path | None) -> None:
+        """Nothing; new ranks have met, and go on from a checkpoint or from the first model."""
+        self._end_ranks()
+        await self.start(self._spec, self._weights)
+        if learner_folder is not None:
+            await self.load(learner_folder)
 
     async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """What the step did."""
@@ -93,117 +124,50 @@ class LearnerGroup:
         """Nothing; goes on from a checkpoint."""
         await self._all("load", folder.absolute())
 
+    def close(self) -> None:
+        """Nothing; ends the ranks, with what they do."""
+        self._end_ranks()
+
     async def _all(self, method: str, *args: object) -> Any:
-        calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
-        return (await asyncio.gather(*calls))[0]
+        """Rank 0's answer to a call of all ranks."""
+        return (await self._call(method, self._ranks, *args))[0]
 
-
-@dataclass(slots=True)
-class RolloutWorkers:
-    """The rollout workers; one that dies is replaced and holds the newest weights again."""
-
-    specs: list[RolloutWorkerSpec]
-    buffer: Buffer
-    _actors: list[ActorHandle]
-    _newest: PublishedWeights | None = None
-    num_restarts: int = 0
-
-    @classmethod
-    async def start(cls, specs: list[RolloutWorkerSpec], buffer: Buffer) -> RolloutWorkers:
-        """The workers, ready to play."""
-        actors = await asyncio.gather(*(_start_worker(spec) for spec in specs))
-        return cls(specs, buffer, list(actors))
-
-    def __len__(self) -> int:
-        return len(self._actors)
-
-    async def play(self, index: int, groups: Sequence[GroupSpec]) -> int:
-        """The number of groups that must be replaced; the others are in the buffer."""
+    async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
+        if not ranks:
+            raise LearnerLostError("the learner's ranks were lost and have not been restarted")
+        calls = [asyncio.ensure_future(getattr(rank, method).remote(*args)) for rank in ranks]
         try:
-            # The groups go from worker to buffer without passing through this process.
-            played = self._actors[index].play.remote(list(groups))
-            return await self.buffer.actor.put.remote(played)
-        except ray.exceptions.RayActorError:
-            await self._replace(index)
-            return len(groups)
+            return await _all_or_first_failure(calls)
+        except ray.exceptions.RayActorError as error:
+            self._end_ranks()
+            raise LearnerLostError(
+                f"a learner rank died in '{method}': {reason_of(error)}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, LearnerLostError):
+                raise
+            self._end_ranks()
+            raise error.cause from None
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
-    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[EpisodeOutcome]:
-        """The outcome of one game per seed, in their order."""
-        num = len(self._actors)
-        parts = [
-            self._ask(index, "evaluate", list(seeds[index::num]), temperature)
-            for index in range(num)
-        ]
-        outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
-        return sorted(outcomes, key=lambda outcome: outcome.seed)
-
-    async def load_weights(
-        self, published: PublishedWeights, timeout_s: float
-    ) -> list[CanaryReport]:
-        """The canary reports of all workers, which now sample from the published weights.
-
-        Raises:
-            CanaryError: a worker does not sample from them; it must take no traffic.
-            WeightSyncError: a worker did not hold them in time.
-        """
-        self._newest = published
-        loads = [self._ask(i, "load_weights", published) for i in range(len(self._actors))]
-        try:
-            async with asyncio.timeout(timeout_s):
-                reports: list[CanaryReport] = await asyncio.gather(*loads)
-        except TimeoutError:
-            raise WeightSyncError(
-                f"weights version {published.manifest.version} "
-                f"({published.manifest.num_bytes} bytes) did not reach all "
-                f"{len(loads)} rollout workers within weights.timeout_s = {timeout_s:g}; "
-                "raise it, or see trainer.log for what the workers do"
-            ) from None
-        for report in reports:
-            if not report.ok:
-                raise CanaryError(str(report))
-        return reports
-
-    async def close(self) -> None:
-        """Nothing; ends engines and connections."""
-        closing = [actor.close.remote() for actor in self._actors]
-        await asyncio.gather(*closing, return_exceptions=True)
-
-    async def _ask(self, index: int, method: str, *args: object) -> Any:
-        """A worker's answer; if it dies over the question, that of the one that replaces it."""
-        try:
-            return await getattr(self._actors[index], method).remote(*args)
-        except ray.exceptions.RayActorError:
-            await self._replace(index)
-            return await getattr(self._actors[index], method).remote(*args)
-
-    async def _replace(self, index: int) -> None:
-        """Nothing; several calls that died with one worker replace it once."""
-        dead = self._actors[index]
-        async with _REPLACING:
-            if self._actors[index] is not dead:
-                return
-            _log.warning("rollout worker %d died; starting another", index)
-            self.num_restarts += 1
-            actor = await _start_worker(self.specs[index])
-            if self._newest is not None:
-                report = await actor.load_weights.remote(self._newest)
-                if not report.ok:
-                    raise CanaryError(str(report))
-            self._actors[index] = actor
+    def _end_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            ray.kill(rank)
 
 
-_REPLACING = asyncio.Lock()
+async def _all_or_first_failure(calls: Sequence[asyncio.Future[Any]]) -> list[Any]:
+    """All answers; the first failure does not wait for calls that may never end."""
+    await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+    for call in calls:
+        if call.done():
+            call.result()
+    return [call.result() for call in calls]
 
 
-async def _start_worker(spec: RolloutWorkerSpec) -> ActorHandle:
-    rollout = spec.run.rollout
-    # Engines read their environment when Python starts, before any code of ours.
-    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
-    worker_class = ray.remote(
-        num_cpus=0,
-        num_gpus=rollout.num_gpus_per_worker,
-        runtime_env={"env_vars": environment},
-    )(RolloutWorkerActor)
-    actor = worker_class.remote(rollout.num_threads)
-    await actor.start.remote(spec)
-    return actor
+def reason_of(error: ray.exceptions.RayError) -> str:
+    """Why an actor died, in one line and without the advice that Ray gives for every death."""
+    return " ".join(str(error).split()).partition(" Some common causes include")[0]

@@ -1,27 +1,34 @@
-"""A rollout worker as a Ray actor: one engine, one connection, many episodes at once."""
+"""A rollout worker as a Ray actor: one engine, one connection to each environment.
+
+play(specs)            groups of any environment --+
+evaluate(name, seeds)  games of one                +--> players --> one generator, one engine
+load_weights(version)  fetch, load, canary       --+
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import torch
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.proto.config import EnvironmentConfig, RunConfig, WeightStoreConfig
-from ludus.trainer.actors.learner import make_store
+from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.trainer.actors.weight_store import make_store
+from ludus.trainer.environments import environment_token
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
-from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import make_face
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.player import make_player
 from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
-from ludus.trainer.weights.canary import CanaryReport, check_canary
+from ludus.trainer.weights import WorkerWeights, check_canary
+from ludus.trainer.weights.adapters import AdapterMerger
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +37,11 @@ class RolloutWorkerSpec:
 
     run: RunConfig
     model_path: str
-    environment_address: str
+    addresses: Mapping[str, str]
+    """Of each environment, by its name in the run."""
     weights: WeightStoreConfig
-    seed: int
-    """Of its sampling; differs between workers."""
+    number: int = 0
+    """Tells workers apart."""
 
 
 class RolloutWorkerActor:
@@ -41,68 +49,89 @@ class RolloutWorkerActor:
 
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+        self._closed = asyncio.Event()
+        self._clients = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> None:
-        """Nothing; connects to the environment and loads the engine."""
+        """Nothing; connects to the environments and loads the engine."""
         run = spec.run
         self._run = run
         self._store = make_store(spec.weights)
         chat = ChatTokenizer.load(spec.model_path, run.model)
-        self._client = await AsyncEnvClient.connect(
-            spec.environment_address,
-            token=environment_token(run.environment),
-            timeout_s=run.rollout.group_timeout_s,
-            reconnect_timeout_s=run.environment.reconnect_timeout_s,
-        )
-        engine = make_engine(run, spec.model_path, chat, spec.seed)
-        self._generator = Generator(engine)
-        self._player = Player(
-            next(iter(run.environments)),
-            self._client,
-            self._generator,
-            chat,
-            make_face(run.environment),
-            run.rollout,
-            max_sessions=(await self._client.describe()).max_sessions,
-        )
+        clients = {name: await self._connect(spec, name) for name in run.environments}
+        self._generator = Generator(make_engine(run, spec.model_path, chat))
+        self._merger = None
+        if run.model.lora is not None:
+            self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
+        self._players = {}
+        for name, client in clients.items():
+            max_sessions = (await client.describe()).max_sessions
+            self._players[name] = make_player(
+                run, name, client, self._generator, chat, max_sessions
+            )
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """The groups, once all of them are over."""
         rollout = self._run.rollout
-        sampling = Sampling(rollout.temperature, rollout.max_completion_tokens)
+        sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
         groups = [
-            play_group(self._player, spec, sampling, rollout.group_timeout_s) for spec in specs
+            play_group(self._players[spec.environment], spec, sampling, rollout.group_timeout_s)
+            for spec in specs
         ]
         return list(await asyncio.gather(*groups))
 
-    async def evaluate(self, seeds: Sequence[int], temperature: float) -> list[EpisodeOutcome]:
+    async def evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
         """The outcome of one game per seed, in their order."""
-        rollout = self._run.rollout
+        rollout, player = self._run.rollout, self._players[environment]
         sampling = Sampling(temperature, rollout.max_completion_tokens)
         places = asyncio.Semaphore(rollout.num_groups_in_flight * rollout.group_size)
 
         async def play(seed: int) -> EpisodeOutcome:
             async with places:
-                return _outcome(await self._player.play(seed, sampling))
+                return _outcome(await player.play(seed, sampling))
 
         return list(await asyncio.gather(*(play(seed) for seed in seeds)))
 
-    async def load_weights(self, published: PublishedWeights) -> CanaryReport:
-        """What the canary said after the weights were loaded; raises nothing by itself."""
-        state = self._store.fetch(published)
+    async def load_weights(self, published: PublishedWeights) -> WorkerWeights:
+        """What the worker holds now, and whether its canary sings; raises nothing by itself."""
+        # A store that is away is waited for, while the games go on.
+        fetched = await asyncio.to_thread(self._store.fetch, published)
+        begun = time.monotonic()
+        state = fetched.state
+        if self._merger is not None:
+            state = await asyncio.to_thread(self._merger.merge, state)
         await self._generator.load_weights(state, published.manifest.version)
         answer = await self._generator.score(published.manifest.probe)
-        return check_canary(published.manifest, answer, self._run.learner.dtype)
+        canary = check_canary(published.manifest, answer, self._run.learner.dtype)
+        load_s = time.monotonic() - begun
+        return WorkerWeights(canary, fetched.fetch_s, load_s, fetched.num_bytes)
+
+    async def until_closed(self) -> None:
+        """Nothing, once `close` was called: whoever waits for it learns of this process's death."""
+        await self._closed.wait()
+
+    async def sign_of_life(self) -> None:
+        """Nothing; the event loop turns."""
 
     async def close(self) -> None:
-        """Nothing; ends the engine and the connection."""
-        await self._client.close()
+        """Nothing; ends the engine and the connections."""
+        await self._clients.aclose()
         self._generator.close()
+        self._closed.set()
 
-
-def environment_token(environment: EnvironmentConfig) -> str | None:
-    """The bearer token for the run's environment; it never stands in a configuration."""
-    return os.environ.get(environment.token_env) if environment.kind == "remote" else None
+    async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
+        environment = spec.run.environments[name]
+        client = await AsyncEnvClient.connect(
+            spec.addresses[name],
+            token=environment_token(environment),
+            timeout_s=spec.run.rollout.group_timeout_s,
+            # A worker may join while the server is being started again.
+            connect_timeout_s=environment.reconnect_timeout_s,
+            reconnect_timeout_s=environment.reconnect_timeout_s,
+        )
+        return await self._clients.enter_async_context(client)
 
 
 def _outcome(rollout: Rollout) -> EpisodeOutcome:

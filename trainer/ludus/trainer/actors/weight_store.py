@@ -1,43 +1,95 @@
-"""A weight store in Ray's object store."""
+"""The weight store that a configuration names, and the one that lies in Ray's object store."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import ray
 
+from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import PublishedWeights, StateDict
-from ludus.trainer.types import WeightManifest
-from ludus.trainer.weights import verify
+from ludus.trainer.weights.folder import FolderFiles
+from ludus.trainer.weights.store import Shelf, VersionStore
 
 
-class RayStore:
+def make_store(config: WeightStoreConfig) -> VersionStore:
+    """The store that the configuration names, once `located` has said where it lies."""
+    return VersionStore(_make_shelf(config), config)
+
+
+def located(config: WeightStoreConfig, run_name: str, run_path: Path) -> WeightStoreConfig:
+    """The configuration with a place that no other run uses, told from every machine."""
+    match config:
+        case FolderWeightStore():
+            path = Path(config.path) / run_name if config.path else run_path / "weights"
+            return config.model_copy(update={"path": str(path.absolute())})
+        case S3WeightStore():
+            prefix = "/".join(part for part in (config.prefix.strip("/"), run_name) if part)
+            return config.model_copy(update={"prefix": prefix})
+    return config
+
+
+def check_reachable(config: WeightStoreConfig) -> None:
+    """Nothing; a bucket answers. For the moment before anything heavy starts.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if isinstance(config, S3WeightStore):
+        from ludus.trainer.weights.bucket import BucketObjects
+
+        BucketObjects(config).check()
+
+
+def _make_shelf(config: WeightStoreConfig) -> Shelf:
+    match config:
+        case RayWeightStore():
+            return RayObjects()
+        case FolderWeightStore():
+            assert config.path is not None
+            return FolderFiles(Path(config.path))
+        case S3WeightStore():
+            # Imported where it is wanted: it starts threads of its own.
+            from ludus.trainer.weights.bucket import BucketObjects
+
+            return BucketObjects(config)
+
+
+class RayObjects:
     """Versions as objects that the publishing process owns.
 
-    Workers map the same shared memory, so a version is copied once per machine. The object
-    lives as long as this store holds its reference; a worker that fetches while the version
-    is dropped holds one of its own.
+    Workers map the same shared memory, so a version is copied once per machine. An object lives
+    as long as somebody holds its reference: the store, for versions that it keeps, and a worker
+    that fetches one.
     """
 
-    def __init__(self, keep_versions: int = 2) -> None:
-        self._kept: deque[ray.ObjectRef] = deque(maxlen=keep_versions)
+    place = "Ray's object store"
 
-    def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
-        """The version, complete and fetchable; older ones beyond the retention are dropped."""
-        reference = ray.put(dict(state))
-        self._kept.append(reference)
-        # In a list Ray hands on the reference itself instead of the object behind it.
-        return PublishedWeights(manifest, [reference])
-
-    def fetch(self, published: PublishedWeights) -> StateDict:
-        """The tensors as they were published."""
+    def put(self, name: str, buffers: Sequence[np.ndarray]) -> list[ray.ObjectRef]:
+        """The reference, in a list: in one, Ray hands on itself instead of what it refers to."""
         try:
-            state: StateDict = ray.get(published.location[0])
+            return [ray.put(list(buffers))]
         except ray.exceptions.RayError as error:
             raise WeightSyncError(
-                f"weights version {published.manifest.version} are gone from the object store: "
-                f"{error}; raise weights.keep_versions or see why the learner died"
+                f"{self.place} takes no {name}: {error}; give Ray more memory, or set "
+                "weights.kind = 'folder'"
             ) from error
-        verify(published.manifest, state)
-        return state
+
+    def get(self, location: list[ray.ObjectRef], num_bytes: int) -> Sequence[np.ndarray]:
+        """The buffers, in shared memory."""
+        try:
+            buffers: list[np.ndarray] = ray.get(location[0])
+        except ray.exceptions.RayError as error:
+            raise WeightSyncError(
+                f"{self.place} has lost them: {error}; see why the learner died"
+            ) from error
+        return buffers
+
+    def drop(self, location: list[ray.ObjectRef]) -> None:
+        """Nothing; the last reference goes with the store's own."""
+
+    def leftovers(self) -> Sequence[list[ray.ObjectRef]]:
+        """None: objects end with the process that owns them."""
+        return ()

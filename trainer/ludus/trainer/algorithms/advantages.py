@@ -1,7 +1,16 @@
-"""From rewards to advantages: group baselines for GRPO, generalised advantages for PPO.
+"""From rewards to advantages: baselines of groups and turns, returns, generalised advantages.
 
-Shapes: N = sequences, T = token positions, G = episodes of one task. Masks are bool,
-True = sampled by the policy. A reward of nan means "not scored".
+    rewards of a group ----- group_advantages -------------------------> GRPO, Dr. GRPO, RLOO
+    rewards of its turns --- turn_advantages --------------------------> GRPO, credit = "turn"
+    rewards of tokens ------ discounted_returns --- moments.whiten ----> REINFORCE++
+    rewards and values ----- gae ------------------ moments.whiten ----> PPO
+
+A divergence that is placed in the reward is a reward of tokens, `kl_penalty`, and known to the
+learner only. PPO adds it to the rewards before `gae`; where advantages were made from rewards
+alone, its discounted returns are added to them (returns are sums, so the order is free).
+
+Shapes: N = sequences, T = token positions, G = episodes of one task, K = turns of the longest
+episode. Masks are bool, True = sampled by the policy. A reward of nan means "not scored".
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Baseline = Literal["mean", "leave_one_out"]
+Baseline = Literal["mean", "leave_one_out", "none"]
 Scale = Literal["none", "group", "batch"]
 
 _STD_EPS = 1e-4
@@ -22,11 +31,14 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
 
         mean            A_i = r_i - mean(r)                (GRPO, arXiv 2402.03300)
         leave_one_out   A_i = r_i - mean(r without r_i)    (RLOO, arXiv 2402.14740)
+        none            A_i = r_i
 
     `scale` divides by std + 1e-4, std with n - 1: of the group (GRPO), of all rewards
     (arXiv 2508.08221), or not at all (Dr. GRPO, arXiv 2503.20783). An unscored episode gets 0
-    and enters no mean and no std. A dead group gets exact zeros.
+    and enters no mean and no std. A dead group gets exact zeros, unless there is no baseline.
     """
+    if baseline == "none":
+        return rewards.nan_to_num(nan=0.0)
     scored = ~rewards.isnan()
     num_scored = scored.sum(-1, keepdim=True)
     advantages = rewards - rewards.nanmean(-1, keepdim=True)
@@ -39,6 +51,30 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
     return torch.where(scored & ~is_dead_group(rewards)[:, None], advantages, 0.0)
 
 
+def turn_advantages(
+    rewards: Tensor, baseline: Baseline = "mean", scale: Scale = "none", gamma: float = 1.0
+) -> Tensor:
+    """Advantages [num_groups, G, K] of the turns' `rewards` [num_groups, G, K].
+
+    A turn is credited with what came from it on, against the episodes of its group that
+    reached the same turn:
+
+        R_ik = sum over j >= k of gamma^(j - k) * r_ij        A_ik = R_ik - mean over i of R_ik
+
+    A turn that was not reached, or whose episode is unscored, holds nan and gets 0. So does a
+    turn that only one episode reached: the mean of an earlier turn is that of another state,
+    and where every turn costs something, it would praise those who linger.
+    """
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[..., 0])
+    for turn in reversed(range(rewards.shape[-1])):
+        returns[..., turn] = rewards[..., turn] + gamma * following
+        following = returns[..., turn].nan_to_num(nan=0.0)
+    by_turn = returns.transpose(1, 2)
+    advantages = group_advantages(by_turn.flatten(0, 1), baseline, scale)
+    return advantages.view(by_turn.shape).transpose(1, 2)
+
+
 def is_dead_group(rewards: Tensor) -> Tensor:
     """True [num_groups] where a group of `rewards` [num_groups, G] teaches nothing.
 
@@ -49,6 +85,28 @@ def is_dead_group(rewards: Tensor) -> Tensor:
     lowest = rewards.nan_to_num(nan=torch.inf).amin(-1)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(-1)
     return (lowest == highest) | (scored.sum(-1) < 2)
+
+
+def explained_by_group(rewards: Tensor) -> float:
+    """Share of the variance of `rewards` [num_groups, G] that the group explains; else nan.
+
+    The intraclass correlation of a one-way layout (https://doi.org/10.1037/0033-2909.86.2.420):
+    with sigma_b^2 and sigma_w^2 the variances between and within groups, it estimates
+    sigma_b^2 / (sigma_b^2 + sigma_w^2). That is what a shared deal takes off the noise of the
+    baseline. Near 0, and below it by chance, where the groups' tasks do not matter.
+    """
+    scored = ~rewards.isnan()
+    rewards, sizes = rewards[scored.any(-1)], scored.sum(-1)[scored.any(-1)].to(rewards.dtype)
+    num_groups, total = len(sizes), sizes.sum()
+    if num_groups < 2 or total <= num_groups:
+        return float("nan")
+    means = rewards.nanmean(-1)
+    grand_mean = (means * sizes).sum() / total
+    between = (sizes * (means - grand_mean).square()).sum() / (num_groups - 1)
+    within = (rewards - means[:, None]).square().nansum() / (total - num_groups)
+    typical_size = (total - sizes.square().sum() / total) / (num_groups - 1)
+    variance_between = (between - within) / typical_size
+    return float(variance_between / (variance_between + within))
 
 
 @torch.no_grad()
@@ -88,6 +146,27 @@ def gae(
 def returns(advantages: Tensor, values: Tensor, action_mask: Tensor) -> Tensor:
     """What the critic should have said [N, T]: A_t + V_t, zero outside `action_mask`."""
     return torch.where(action_mask, advantages + values, 0.0)
+
+
+def discounted_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
+    """What each token led to [N, T]: R_t = r_t + gamma * R_t', zero outside `action_mask`.
+
+    The token returns of REINFORCE++ (arXiv 2501.03262), which are those of `gae` with a critic
+    that always says 0. t' is the next position in the mask.
+    """
+    nothing = torch.zeros_like(rewards)
+    ended = torch.ones_like(action_mask[:, 0])
+    return gae(rewards, nothing, action_mask, ended, nothing[:, 0], gamma, lam=1.0)
+
+
+@torch.no_grad()
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Rewards [N, T] for staying near the reference: -kl_coef * k1, zero outside `mask`.
+
+    k1 = log pi - log ref, of the policy that sampled (arXiv 2203.02155). As a reward, k1 has
+    the gradient of the divergence; the other estimators do not.
+    """
+    return torch.where(mask, kl_coef * (ref_logprobs - logprobs), 0.0)
 
 
 def _std(rewards: Tensor, dim: int) -> Tensor:

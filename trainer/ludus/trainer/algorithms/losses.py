@@ -82,6 +82,12 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high
     return too_high | too_low
 
 
+def is_outside(log_ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """True [N, T] where the ratio is outside [1 - low, 1 + high], whatever the advantage."""
+    ratio = log_ratio.detach().exp()
+    return (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+
+
 def kl(
     logprobs: Tensor,
     ref_logprobs: Tensor,

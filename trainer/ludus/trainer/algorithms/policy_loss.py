@@ -1,4 +1,4 @@
-"""The loss that one micro-batch adds to an optimizer step of GRPO.
+"""The loss that one micro-batch adds to an optimizer step, for every kind of algorithm.
 
 Shapes: N = sequences, T = token positions. Masks are bool [N, T], True = sampled by the policy.
 What stands outside the mask is never read: it may be nan, and its gradient is exactly zero.
@@ -14,16 +14,28 @@ from torch import Tensor
 from ludus.proto.config import (
     AlgorithmConfig,
     CispoLoss,
+    ClipLoss,
     Correction,
     GspoLoss,
+    IcePop,
+    SequenceMask,
     SequenceTis,
     TokenTis,
 )
 from ludus.trainer.algorithms.aggregation import aggregate
-from ludus.trainer.algorithms.losses import clipped_surrogate, is_clipped, kl
+from ludus.trainer.algorithms.losses import (
+    cispo_loss,
+    clip_loss,
+    gspo_loss,
+    is_clipped,
+    is_outside,
+    kl,
+)
 from ludus.trainer.algorithms.ratios import (
     geometric_mask,
+    icepop,
     sequence_log_ratio,
+    sequence_mask,
     sequence_tis,
     token_log_ratio,
     token_tis,
@@ -40,8 +52,10 @@ class LossTerms:
     """Sampled tokens, those of masked sequences included. Divide the sums below by it."""
     num_clipped_tokens: Tensor
     """Tokens whose ratio the clip holds."""
+    num_masked_tokens: Tensor
+    """Tokens that the correction or the geometric mask left out."""
     num_masked_sequences: Tensor
-    """Sequences that the geometric mask left out."""
+    """Sequences of which they left out every token."""
     entropy_sum: Tensor
     ref_kl_sum: Tensor
     """k3 of the learner from the reference model; 0 without one."""
@@ -49,7 +63,7 @@ class LossTerms:
     """k3 of the sampler from the learner when the step began."""
 
 
-def grpo_loss(
+def policy_gradient_loss(
     *,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -65,16 +79,19 @@ def grpo_loss(
 ) -> LossTerms:
     """The loss of these rows, and the sums behind its metrics.
 
-        l_t = w_t * clip_t + kl_coef * k3_t - entropy_coef * H_t
+        l_t = w_t * policy_t + kl_coef * kl_t - entropy_coef * H_t
 
-    with clip_t the clipped loss on pi / pi', w_t the detached weight for pi' / mu, k3_t the
-    divergence from the reference model. A sequence outside the geometric mask gives nothing
-    to any term but still counts in `denominator`: masking must not enlarge the step.
+    with policy_t the loss on pi / pi' (`config.loss`), w_t the detached weight for pi' / mu
+    (`config.correction`), kl_t the divergence from the reference model unless it is in the
+    advantages already (`config.kl_placement`). A sequence outside the geometric mask gives
+    nothing to any term but still counts in `denominator`: masking must not enlarge the step.
 
-    All are [N, T]; `advantages` may be [N, 1]. `old_logprobs` None: the learner has
-    not moved in this step, so pi' = pi. For `config.old_logprobs` "rollout", pass the
-    `rollout_logprobs` as old.
+    All are [N, T]; `advantages` may be [N, 1]; kinds of algorithm differ only in how they are
+    made. `old_logprobs` None: the learner has not moved in this step, so pi' = pi. For
+    `config.old_logprobs` "rollout", pass the `rollout_logprobs` as old.
     """
+    _check_shapes(advantages, loss_mask)
+    kl_coef = kl_coef if config.kl_placement == "loss" else 0.0
     _check_reference(ref_logprobs, kl_coef)
 
     def sampled(values: Tensor) -> Tensor:
@@ -85,22 +102,36 @@ def grpo_loss(
     ref = new.detach() if ref_logprobs is None else sampled(ref_logprobs).detach()
     rollout = sampled(rollout_logprobs).detach()
     entropy = sampled(entropy)
-    ref_kl = kl(new, ref)
-    policy, clipped = _policy_terms(new, old, advantages, loss_mask, config)
+    policy, clipped = _policy_terms(new, old, sampled(advantages).detach(), loss_mask, config)
     weight = _correction_weight(old, rollout, loss_mask, config.correction)
-    keep = _kept_sequences(old, rollout, loss_mask, config)
+    keep = _kept_sequences(old, rollout, loss_mask, config)[:, None]
 
-    per_token = weight * policy + kl_coef * ref_kl - entropy_coef * entropy
-    per_token = torch.where(keep[:, None], per_token, 0.0)
+    per_token = weight * policy
+    if kl_coef:
+        per_token = per_token + kl_coef * kl(new, ref, config.kl_estimator)
+    if entropy_coef:
+        per_token = per_token - entropy_coef * entropy
+    per_token = torch.where(keep, per_token, 0.0)
+    trained = keep & (weight > 0) & loss_mask
     return LossTerms(
         loss=aggregate(per_token, loss_mask, config.aggregation, denominator),
         num_tokens=loss_mask.sum(),
         num_clipped_tokens=(clipped & loss_mask).sum(),
-        num_masked_sequences=(~keep).sum(),
+        num_masked_tokens=(loss_mask & ~trained).sum(),
+        num_masked_sequences=(loss_mask.any(-1) & ~trained.any(-1)).sum(),
         entropy_sum=entropy.detach().sum(),
-        ref_kl_sum=ref_kl.detach().sum(),
+        ref_kl_sum=kl(new, ref).detach().sum(),
         mismatch_kl_sum=kl(rollout, old).sum(),
     )
+
+
+def _check_shapes(advantages: Tensor, mask: Tensor) -> None:
+    """Nothing; [N] would be read as [1, T] wherever N happens to be T."""
+    if advantages.dim() != 2 or len(advantages) != len(mask):
+        raise ValueError(
+            f"advantages expected shape {list(mask.shape)} or [{len(mask)}, 1], got "
+            f"{list(advantages.shape)}; give each token, or each sequence in a column, its own"
+        )
 
 
 def _check_reference(ref_logprobs: Tensor | None, kl_coef: float) -> None:
@@ -114,27 +145,33 @@ def _check_reference(ref_logprobs: Tensor | None, kl_coef: float) -> None:
 def _policy_terms(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """The clipped loss per token, and where the clip held."""
-    loss = config.loss
-    assert not isinstance(loss, CispoLoss)
-    if isinstance(loss, GspoLoss):
-        log_ratio, dual_clip = sequence_log_ratio(new, old, mask), None
-    else:
-        log_ratio, dual_clip = token_log_ratio(new, old), loss.dual_clip
-    return (
-        clipped_surrogate(log_ratio, advantages, loss.clip_low, loss.clip_high, dual_clip),
-        is_clipped(log_ratio, advantages, loss.clip_low, loss.clip_high),
-    )
+    """The policy loss per token, and where its clip held."""
+    low, high = config.loss.clip_low, config.loss.clip_high
+    match config.loss:
+        case CispoLoss():
+            held = is_outside(token_log_ratio(new, old), low, high)
+            return cispo_loss(new, old, advantages, low, high), held
+        case GspoLoss():
+            held = is_clipped(sequence_log_ratio(new, old, mask), advantages, low, high)
+            return gspo_loss(new, old, advantages, mask, low, high), held
+        case ClipLoss(dual_clip=dual_clip):
+            held = is_clipped(token_log_ratio(new, old), advantages, low, high)
+            return clip_loss(new, old, advantages, low, high, dual_clip), held
 
 
 def _correction_weight(
     old: Tensor, rollout: Tensor, mask: Tensor, correction: Correction
 ) -> Tensor:
     """The weight for pi' / mu, [N, T] or [N, 1]."""
-    if isinstance(correction, TokenTis):
-        return token_tis(old, rollout, correction.cap)
-    if isinstance(correction, SequenceTis):
-        return sequence_tis(old, rollout, mask, correction.cap)[:, None]
+    match correction:
+        case TokenTis():
+            return token_tis(old, rollout, correction.cap)
+        case SequenceTis():
+            return sequence_tis(old, rollout, mask, correction.cap)[:, None]
+        case SequenceMask():
+            return sequence_mask(old, rollout, mask, correction.cap)[:, None]
+        case IcePop():
+            return icepop(old, rollout, correction.low, correction.high)
     return torch.ones_like(old)
 
 

@@ -4,6 +4,9 @@ With B groups in a batch and the staleness bound S, group number n (from 0) may 
 version v only when n < (v + S + 1) * B: it then enters the batch of step v + S at the latest.
 S = 0 is exactly on-policy. (The capacity rule of AReaL, arXiv 2505.24298, counted in groups.)
 A group that will not be trained on gives its place back, so it is replaced.
+
+v is the version that all rollout workers hold: a group that begins now is sampled by that
+version or a newer one, on whichever worker it is played, also while a newer version is on its way.
 """
 
 from __future__ import annotations

@@ -1,18 +1,40 @@
-"""Groups to a batch: advantages per sample, equal token sequences shared."""
+"""Groups to a batch: what each token is credited with, equal token sequences shared.
+
+    groups --+-- grpo        advantages against the group        --> samples --> Batch
+             +-- reinforce   token returns, whitened over all        one per sequence
+             +-- ppo         rewards only; the learner's critic       of an episode
+                             makes advantages of them
+
+Groups of several environments may stand beside each other: baselines are of a group, and a
+scale "batch" is of the environment's own groups. An episode without a reward (None) is in no
+mean and in no sample.
+
+What is learned from is `Rollout.reward`. Each turn's reward stands on its last token; what the
+reward has beyond the turns' own (other terms, weights) stands on the last turn.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig
-from ludus.trainer.algorithms.advantages import group_advantages
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, ReinforceConfig
+from ludus.trainer.algorithms.advantages import (
+    discounted_returns,
+    explained_by_group,
+    group_advantages,
+    turn_advantages,
+)
+from ludus.trainer.algorithms.moments import moments, whiten
 from ludus.trainer.types import (
     Batch,
+    Rollout,
     RolloutGroup,
     RolloutStatus,
     TokenSequence,
@@ -21,75 +43,293 @@ from ludus.trainer.types import (
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Batch:
-    """The batch of all scored episodes of `groups`."""
-    rewards = torch.tensor(
-        [[float("nan") if r is None else r for r in group.rewards] for group in groups],
-        dtype=torch.float32,
-    )
-    assert isinstance(algorithm, GrpoConfig)
-    assert algorithm.baseline != "none"
-    advantages = group_advantages(rewards, algorithm.baseline, algorithm.scale)
-    return collate(list(_samples(groups, advantages.tolist())))
+    """The batch of all scored episodes of `groups`.
+
+    Advantages are final for GRPO and REINFORCE++, unless their divergence is in the reward:
+    then the learner adds what it costs (`kl_penalty`), and whitens for REINFORCE++. For PPO
+    they are 0.
+
+    Raises:
+        ValueError: a token is marked as sampled that no turn sampled.
+    """
+    if isinstance(algorithm, GrpoConfig):
+        samples = list(_samples(groups, _group_credits(groups, algorithm), gamma=1.0))
+    elif isinstance(algorithm, ReinforceConfig):
+        samples = list(_samples(_with_baseline(groups, algorithm), None, algorithm.gamma))
+        samples = _credited_with_returns(samples, algorithm)
+    else:
+        samples = list(_samples(groups, None, algorithm.gamma))
+    return collate(samples)
 
 
 def collate(samples: Sequence[TrainingSample]) -> Batch:
-    """The batch of `samples`; those of equal tokens and mask share one sequence."""
+    """The batch of `samples`; those of equal tokens and mask share one sequence.
+
+    Raises:
+        ValueError: fields of different lengths, or an advantage on a token not sampled.
+    """
+    for sample in samples:
+        _check_lengths(sample)
     rows: dict[tuple[tuple[int, ...], tuple[bool, ...]], int] = {}
     sequence_of_sample = [
         rows.setdefault((tuple(s.token_ids), tuple(s.loss_mask)), len(rows)) for s in samples
     ]
+    loss_masks = [np.array(mask, dtype=bool) for _, mask in rows]
+    advantages = [np.array(s.advantages, dtype=np.float32) for s in samples]
+    _check_advantages(advantages, [loss_masks[row] for row in sequence_of_sample])
     return Batch(
         sequences=[np.array(token_ids, dtype=np.int64) for token_ids, _ in rows],
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
-        loss_masks=[np.array(mask, dtype=bool) for _, mask in rows],
+        loss_masks=loss_masks,
         rollout_logprobs=[np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
-        advantages=[np.array(s.advantages, dtype=np.float32) for s in samples],
+        advantages=advantages,
         rewards=[np.array(s.rewards, dtype=np.float32) for s in samples],
         terminated=np.array([s.terminated for s in samples], dtype=bool),
     )
 
 
 def shuffle_rewards(groups: Sequence[RolloutGroup], seed: int) -> list[RolloutGroup]:
-    """The groups with all their rewards dealt out at random: the negative control.
+    """The groups with each environment's rewards dealt out at random: the negative control.
 
-    The rewards keep their distribution, so everything but learning stays the same.
+    The rewards keep their distribution, so everything but learning stays the same. The turns'
+    own rewards go with them, or they would still tell good turns from bad ones.
     """
-    rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
-    random.Random(seed).shuffle(rewards)
-    dealt = iter(rewards)
+    draw = random.Random(seed)
+    dealt: dict[str, Iterator[float]] = {}
+    for name, rows in _by_environment(groups).items():
+        scored = [r.reward for row in rows for r in groups[row].rollouts if r.reward is not None]
+        draw.shuffle(scored)
+        dealt[name] = iter(scored)
     return [
         replace(
             group,
             rollouts=tuple(
-                rollout if rollout.reward is None else replace(rollout, reward=next(dealt))
-                for rollout in group.rollouts
+                r if r.reward is None else _paid_at_the_end(r, next(dealt[group.environment]))
+                for r in group.rollouts
             ),
         )
         for group in groups
     ]
 
 
+def variance_explained(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """By environment, the share of the rewards' variance that the group (the deal) explains.
+
+    nan where it cannot be told. To be taken before dead groups are dropped: those that are
+    left were chosen for their variance.
+    """
+    return {
+        name: explained_by_group(_reward_table([groups[row] for row in rows]))
+        for name, rows in _by_environment(groups).items()
+    }
+
+
+def _group_credits(
+    groups: Sequence[RolloutGroup], algorithm: GrpoConfig
+) -> list[list[Iterable[float]]]:
+    """For every group's every episode, the advantages of its turns."""
+    credit_of_group: dict[int, list[Iterable[float]]] = {}
+    for rows in _by_environment(groups).values():
+        members = [groups[row] for row in rows]
+        baseline, scale = algorithm.baseline, algorithm.scale
+        if algorithm.credit == "turn":
+            table = turn_advantages(_turn_reward_table(members), baseline, scale, algorithm.gamma)
+            credits = [list(group) for group in table.tolist()]
+        else:
+            table = group_advantages(_reward_table(members), baseline, scale)
+            credits = [[repeat(advantage) for advantage in group] for group in table.tolist()]
+        credit_of_group.update(zip(rows, credits, strict=True))
+    return [credit_of_group[row] for row in range(len(groups))]
+
+
+def _with_baseline(
+    groups: Sequence[RolloutGroup], algorithm: ReinforceConfig
+) -> Sequence[RolloutGroup]:
+    """The groups, their means taken off the rewards where the algorithm says so."""
+    if algorithm.baseline == "none":
+        return groups
+    return [replace(group, rollouts=_centred(group.rollouts)) for group in groups]
+
+
+def _centred(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+    scored = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    mean = sum(scored) / max(len(scored), 1)
+    return tuple(r if r.reward is None else replace(r, reward=r.reward - mean) for r in rollouts)
+
+
+def _credited_with_returns(
+    samples: Sequence[TrainingSample], algorithm: ReinforceConfig
+) -> list[TrainingSample]:
+    """The samples, each token credited with what it led to, whitened over all of them."""
+    masks = _padded([sample.loss_mask for sample in samples]).bool()
+    rewards = _padded([sample.rewards for sample in samples])
+    advantages = discounted_returns(rewards, masks, algorithm.gamma)
+    if algorithm.kl_placement == "loss":
+        advantages = whiten(advantages, masks, moments(advantages, masks))
+    return [
+        replace(sample, advantages=row[: len(sample.token_ids)])
+        for sample, row in zip(samples, advantages.tolist(), strict=True)
+    ]
+
+
 def _samples(
-    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+    groups: Sequence[RolloutGroup],
+    credits_of_groups: Sequence[Sequence[Iterable[float]]] | None,
+    gamma: float,
 ) -> Iterator[TrainingSample]:
-    for group, row in zip(groups, advantages, strict=True):
-        for rollout, advantage in zip(group.rollouts, row, strict=True):
-            if rollout.reward is None:
-                continue
-            for sequence in rollout.sequences:
-                yield TrainingSample(
-                    sequence.token_ids,
-                    sequence.loss_mask,
-                    sequence.logprobs,
-                    [advantage * sampled for sampled in sequence.loss_mask],
-                    _rewards(sequence),
-                    terminated=rollout.status is not RolloutStatus.TRUNCATED,
-                )
+    """One sample for each sequence with a sampled token; without credits, its advantage is 0."""
+    for index, group in enumerate(groups):
+        for number, rollout in enumerate(group.rollouts):
+            if rollout.reward is not None:
+                credit = credits_of_groups[index][number] if credits_of_groups else repeat(0.0)
+                yield from _samples_of(rollout, iter(credit), gamma)
 
 
-def _rewards(sequence: TokenSequence) -> list[float]:
-    """[T] each turn's reward on its last token."""
-    rewards = [0.0] * len(sequence.token_ids)
-    for turn in sequence.turns:
-        rewards[turn.end - 1] = turn.reward
+def _samples_of(
+    rollout: Rollout, credit: Iterator[float], gamma: float
+) -> Iterator[TrainingSample]:
+    for sequence in rollout.sequences:
+        _check_loss_mask(sequence)
+    sequences = [sequence for sequence in rollout.sequences if sequence.turns]
+    rewards = _token_rewards(sequences, _turn_rewards(rollout), gamma)
+    for sequence, row in zip(sequences, rewards, strict=True):
+        advantages = [0.0] * len(sequence.token_ids)
+        for turn in sequence.turns:
+            advantages[turn.start : turn.end] = [next(credit)] * (turn.end - turn.start)
+        cut_off = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
+        yield TrainingSample(
+            sequence.token_ids,
+            sequence.loss_mask,
+            sequence.logprobs,
+            advantages,
+            row,
+            terminated=not cut_off,
+        )
+
+
+def _turn_rewards(rollout: Rollout) -> list[float]:
+    """[K] what each turn adds to the reward that is learned from; they sum up to it."""
+    rewards = [turn.reward for sequence in rollout.sequences for turn in sequence.turns]
+    if rewards and rollout.reward is not None:
+        rewards[-1] += rollout.reward - sum(rewards)
     return rewards
+
+
+def _token_rewards(
+    sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
+) -> list[list[float]]:
+    """[T] for each sequence: every turn's reward on its last token.
+
+    The learner sees each sequence alone. So the last turn of one also gets what the next
+    sequence of the episode led to, discounted per sampled token.
+    """
+    rows: list[list[float]] = []
+    left = list(turn_rewards)
+    following = 0.0
+    for sequence in reversed(sequences):
+        row = [0.0] * len(sequence.token_ids)
+        for turn in reversed(sequence.turns):
+            reward = left.pop()
+            led_to = reward + gamma * following
+            row[turn.end - 1] = led_to if turn is sequence.turns[-1] else reward
+            following = gamma ** (turn.end - turn.start - 1) * led_to
+        rows.append(row)
+    return rows[::-1]
+
+
+def _paid_at_the_end(rollout: Rollout, reward: float) -> Rollout:
+    """The rollout with another reward, none of it for a turn before the last."""
+    sequences = tuple(
+        replace(sequence, turns=tuple(replace(turn, reward=0.0) for turn in sequence.turns))
+        for sequence in rollout.sequences
+    )
+    return replace(rollout, reward=reward, sequences=sequences)
+
+
+def _by_environment(groups: Sequence[RolloutGroup]) -> dict[str, list[int]]:
+    """By environment, the rows of `groups` that were played there."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group.environment, []).append(row)
+    return rows
+
+
+def _reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
+    """[num_groups, G] rewards; nan where there is none. In float64: equal must mean equal."""
+    return _padded(
+        [[np.nan if reward is None else reward for reward in group.rewards] for group in groups],
+        np.nan,
+    )
+
+
+def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
+    """[num_groups, G, K] rewards of the turns; nan where there is none."""
+    rewards = [
+        [[] if r.reward is None else _turn_rewards(r) for r in group.rollouts] for group in groups
+    ]
+    group_size = max(map(len, rewards))
+    num_turns = max((len(turns) for group in rewards for turns in group), default=0)
+    table = np.full((len(groups), group_size, num_turns), np.nan)
+    for row, group in zip(table, rewards, strict=True):
+        for place, turns in zip(row, group, strict=False):
+            place[: len(turns)] = turns
+    return torch.from_numpy(table)
+
+
+def _padded(rows: Sequence[Iterable[float]], filler: float = 0.0) -> Tensor:
+    """[N, T] in float64, the rows' ends filled up."""
+    listed = [list(row) for row in rows]
+    table = np.full((len(listed), max(map(len, listed), default=0)), filler)
+    for place, row in zip(table, listed, strict=True):
+        place[: len(row)] = row
+    return torch.from_numpy(table)
+
+
+def _check_loss_mask(sequence: TokenSequence) -> None:
+    """Nothing; the mask covers what turns sampled, and nothing that an environment said."""
+    sampled = [False] * len(sequence.token_ids)
+    last_end = 1  # nothing predicts the first token
+    for turn in sequence.turns:
+        if not last_end <= turn.start < turn.end <= len(sampled):
+            raise ValueError(
+                f"turn {turn.start}..{turn.end} expected to begin at {last_end} or later, to hold "
+                f"a token, and to end by {len(sampled)}, the sequence's length; build sequences "
+                "with join_turns"
+            )
+        sampled[turn.start : turn.end] = [True] * (turn.end - turn.start)
+        last_end = turn.end
+    if sampled != sequence.loss_mask:
+        differing = zip(sampled, sequence.loss_mask, strict=False)
+        position = next((i for i, (a, b) in enumerate(differing) if a is not b), len(sampled))
+        spans = ", ".join(f"{turn.start}..{turn.end}" for turn in sequence.turns)
+        raise ValueError(
+            f"loss_mask expected True for the tokens that the turns sampled ({spans}) and False "
+            f"for all others, got another value at position {position} of {len(sampled)}: what "
+            "an environment said must not be trained on; build sequences with join_turns"
+        )
+
+
+def _check_lengths(sample: TrainingSample) -> None:
+    lengths = {
+        len(sample.token_ids),
+        len(sample.loss_mask),
+        len(sample.rollout_logprobs),
+        len(sample.advantages),
+        len(sample.rewards),
+    }
+    if len(lengths) != 1:
+        raise ValueError(
+            f"a sample's fields expected one length, got {sorted(lengths)}; give every token its "
+            "own mask, log-prob, advantage and reward"
+        )
+
+
+def _check_advantages(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
+    if not advantages:
+        return
+    outside = np.concatenate(advantages)[~np.concatenate(masks)]
+    if outside.any():
+        raise ValueError(
+            f"advantages expected 0 on tokens that were not sampled, got "
+            f"{outside[outside.nonzero()][0]}; what an environment said must not be trained on"
+        )

@@ -1,113 +1,230 @@
-"""Groups that wait to be trained on, first in, first out.
+"""Groups on their way to training: a window over the order in which they began.
 
-Admission keeps the groups fresh; the buffer drops the rare straggler that is too old all the
-same, so that no sample beyond the bound is ever trained on.
+    begin           put                       take
+      |              |                          |
+      v              v                          v
+    played ----> finished, waits ----> B groups, oldest first, for batch t
+      |              |
+      +-- gone       +-- dead, void, stale      settle: these must be replaced
+          (its worker died)
+
+Oldest first alone would let one long game hold up everything behind it. So younger groups may
+be trained on before it, within two limits:
+
+  window    a group that began W or more places after one that is still played must wait for
+            it. W = max(1, floor(window_fraction * (S + 1) * B)), so at most W - 1 groups ever
+            overtake one. (The windowed first-in-first-out queue of MiniMax and TitanRL.)
+  deadline  every group that is left behind must still be in time if, from the next batch on,
+            training took strictly the oldest first.
+
+Why no sample is older than S. A group that begins under version v has the deadline v + S: the
+last batch in which it is not too old. Let the groups that are played or wait stand in the order
+in which they began, numbered i = 0, 1, ... The invariant, before batch t is taken:
+
+    t + floor(i / B) <= deadline of group i                                              (*)
+
+- A group begins: admission allows (v + S + 1) * B groups in all, t * B of which are trained
+  on, so i < (v + S + 1 - t) * B, and (*) holds for the new one. The others keep their numbers.
+- A group is refused: those behind it move up, and (*) is looser for them.
+- Batch t is taken: the second limit is (*) for t + 1.
+
+By (*) every group in batch t has a deadline of t or later. And nothing ever waits for ever:
+once the oldest B groups have finished, taking them moves the others up by B places, which
+keeps (*), and no older group is in the way. So no group is dropped for its age, with S = 0 too,
+where B groups are all there are.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ludus.trainer.types import RolloutGroup, RolloutStatus
+from ludus.trainer.data.counts import RolloutCounts, count_group
+from ludus.trainer.types import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutCounts:
-    """What happened to episodes and groups since the last count."""
+class BufferState:
+    """All that the buffer holds, at one moment."""
 
-    num_episodes: int = 0
-    num_lost: int = 0
-    num_invalid: int = 0
-    num_truncated: int = 0
-    num_groups: int = 0
-    num_dead_groups: int = 0
-    num_void_groups: int = 0
-    """Groups in which fewer than two episodes could be scored."""
-    num_stale_groups: int = 0
-    num_tokens_generated: int = 0
-    num_turns: int = 0
-    num_wins: int = 0
-    reward_sum: float = 0.0
-    reward_square_sum: float = 0.0
-
-    def __add__(self, other: RolloutCounts) -> RolloutCounts:
-        names = self.__slots__
-        return RolloutCounts(**{n: getattr(self, n) + getattr(other, n) for n in names})
+    groups: list[RolloutGroup]
+    """That wait, in the order in which they began."""
+    played: list[int]
+    """That have begun, and neither wait nor were refused."""
+    refused: list[int]
+    """That must be replaced, and were not asked for before."""
+    counts: dict[str, RolloutCounts]
+    """Since the last batch, by environment."""
 
 
-def count_group(group: RolloutGroup) -> RolloutCounts:
-    """The counts of one finished group."""
-    scored = [reward for reward in group.rewards if reward is not None]
-    statuses = [rollout.status for rollout in group.rollouts]
-    return RolloutCounts(
-        num_episodes=len(statuses),
-        num_lost=statuses.count(RolloutStatus.LOST),
-        num_invalid=statuses.count(RolloutStatus.INVALID_ACTION),
-        num_truncated=statuses.count(RolloutStatus.TRUNCATED),
-        num_groups=1,
-        num_dead_groups=int(len(scored) >= 2 and group.is_dead),
-        num_void_groups=int(len(scored) < 2),
-        num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
-        num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
-        num_wins=sum((rollout.episode_return or 0) > 0 for rollout in group.rollouts),
-        reward_sum=sum(scored),
-        reward_square_sum=sum(reward * reward for reward in scored),
-    )
+@dataclass(slots=True)
+class _Active:
+    """A group that has begun and was not trained on yet."""
+
+    place: int
+    """In the order in which groups began."""
+    deadline: int
+    """The last batch in which it is not too old."""
+    group: RolloutGroup | None = None
+    """None while it is played."""
 
 
 class GroupBuffer:
-    """The groups between rollout and training."""
+    """The groups between their beginning and their training."""
 
-    def __init__(self, *, max_staleness: int, keep_dead_groups: bool) -> None:
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        window_fraction: float,
+        keep_dead_groups: bool,
+    ) -> None:
+        self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
+        most = (max_staleness + 1) * groups_per_step
+        self._window = max(1, math.floor(window_fraction * most))
         self._keep_dead_groups = keep_dead_groups
-        self._groups: deque[RolloutGroup] = deque()
-        self._counts = RolloutCounts()
+        self._active: dict[int, _Active] = {}
+        """By index, in the order in which they began."""
+        self._refused: set[int] = set()
+        """Groups that must be replaced, until `settle` has said so."""
+        self._num_begun = 0
+        self._counts: dict[str, RolloutCounts] = {}
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
     @property
-    def groups(self) -> tuple[RolloutGroup, ...]:
-        """The waiting groups, oldest first."""
-        return tuple(self._groups)
+    def groups(self) -> list[RolloutGroup]:
+        """The waiting groups, in the order in which they began."""
+        return [a.group for a in self._active.values() if a.group is not None]
 
     @property
-    def counts(self) -> RolloutCounts:
-        """What was counted since `take_counts`."""
+    def counts(self) -> dict[str, RolloutCounts]:
+        """What was counted since `take_counts`, by environment."""
         return self._counts
 
+    def begin(self, indices: Iterable[int], version: int) -> None:
+        """Nothing; these groups are played from now on, by weights `version` or newer ones."""
+        for index in indices:
+            self._add(index, version + self._max_staleness)
+
     def put(self, groups: Sequence[RolloutGroup]) -> int:
-        """The number of groups that were not taken in and must be replaced."""
+        """The number of groups that are not taken in; `settle` says which must be replaced."""
         num_refused = 0
         for group in groups:
-            counts = count_group(group)
-            self._counts += counts
-            dead = counts.num_dead_groups and not self._keep_dead_groups
-            if dead or counts.num_void_groups:
+            active = self._active.get(group.index)
+            counts = self._judge(group, active)
+            self._count(group.environment, counts)
+            if active is None or _teaches_nothing(counts, keep_dead=self._keep_dead_groups):
+                self._refuse(group.index)
                 num_refused += 1
             else:
-                self._groups.append(group)
+                active.group = group
         return num_refused
 
-    def drop_stale(self, version: int) -> int:
-        """The number of groups dropped for being more than S versions older than `version`."""
-        oldest = version - self._max_staleness
-        fresh = deque(group for group in self._groups if group.policy_version >= oldest)
-        num_dropped = len(self._groups) - len(fresh)
-        self._groups = fresh
-        self._counts = replace(
-            self._counts, num_stale_groups=self._counts.num_stale_groups + num_dropped
-        )
-        return num_dropped
+    def settle(self, indices: Iterable[int]) -> list[int]:
+        """Those of `indices`, none of which is played any more, that must be replaced.
 
-    def take(self, num_groups: int) -> list[RolloutGroup]:
-        """The oldest `num_groups` groups; they must be there."""
-        return [self._groups.popleft() for _ in range(num_groups)]
+        They were refused, or did not come back from where they were played.
+        """
+        for index in indices:
+            active = self._active.get(index)
+            if active is not None and active.group is None:
+                self._refuse(index)
+        settled = [index for index in indices if index in self._refused]
+        self._refused.difference_update(settled)
+        return settled
 
-    def take_counts(self) -> RolloutCounts:
-        """What was counted since the last call."""
-        counts, self._counts = self._counts, RolloutCounts()
+    def take(self, version: int) -> list[RolloutGroup]:
+        """The groups of batch `version`, by index; none while they cannot be taken yet."""
+        chosen = self._oldest_in_window()
+        if len(chosen) < self._groups_per_step or not self._others_in_time(chosen, version + 1):
+            return []
+        taken = [self._active.pop(index).group for index in chosen]
+        return sorted((g for g in taken if g is not None), key=lambda group: group.index)
+
+    def take_counts(self) -> dict[str, RolloutCounts]:
+        """What was counted since the last call, by environment."""
+        counts, self._counts = self._counts, {}
         return counts
+
+    def state(self) -> BufferState:
+        """All that is held; the refused groups count as asked for."""
+        played = [index for index, active in self._active.items() if active.group is None]
+        refused = sorted(self._refused)
+        self._refused.clear()
+        return BufferState(self.groups, played, refused, dict(self._counts))
+
+    def restore(
+        self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
+    ) -> int:
+        """The number of `groups` that are held now, instead of all that was held before.
+
+        The others would be too old, since the staleness bound was lowered. Counts of what was
+        held before stay beside `counts`.
+        """
+        for group in self.groups:
+            self._count(group.environment, RolloutCounts(num_rolled_back_groups=1))
+        self._active.clear()
+        self._refused.clear()
+        for environment, more in counts.items():
+            self._count(environment, more)
+        for group in sorted(groups, key=lambda group: (group.policy_version, group.index)):
+            deadline = group.policy_version + self._max_staleness
+            if version + len(self._active) // self._groups_per_step <= deadline:
+                self._add(group.index, deadline, group)
+            else:
+                self._count(group.environment, RolloutCounts(num_stale_groups=1))
+        return len(self._active)
+
+    def _add(self, index: int, deadline: int, group: RolloutGroup | None = None) -> None:
+        assert index not in self._active, f"group {index} has begun before"
+        self._active[index] = _Active(self._num_begun, deadline, group)
+        self._num_begun += 1
+
+    def _judge(self, group: RolloutGroup, active: _Active | None) -> RolloutCounts:
+        counts = count_group(group)
+        if active is None:
+            return replace(counts, num_rolled_back_groups=1)
+        if not counts.num_void_groups:
+            # The worker held older weights than it was said to hold.
+            stale = group.policy_version + self._max_staleness < active.deadline
+            return replace(counts, num_stale_groups=int(stale))
+        return counts
+
+    def _refuse(self, index: int) -> None:
+        if self._active.pop(index, None) is not None:
+            self._refused.add(index)
+
+    def _oldest_in_window(self) -> list[int]:
+        """At most B finished groups; none from beyond the window of the oldest still played."""
+        end: float = math.inf
+        chosen: list[int] = []
+        for index, active in self._active.items():
+            if active.place >= end or len(chosen) == self._groups_per_step:
+                break
+            if active.group is not None:
+                chosen.append(index)
+            elif end == math.inf:
+                end = active.place + self._window
+        return chosen
+
+    def _others_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
+        """Whether all but the chosen meet their deadlines, trained on oldest first."""
+        taken = set(chosen)
+        left = [active for index, active in self._active.items() if index not in taken]
+        return all(
+            next_batch + number // self._groups_per_step <= active.deadline
+            for number, active in enumerate(left)
+        )
+
+    def _count(self, environment: str, counts: RolloutCounts) -> None:
+        self._counts[environment] = self._counts.get(environment, RolloutCounts()) + counts
+
+
+def _teaches_nothing(counts: RolloutCounts, *, keep_dead: bool) -> bool:
+    dead = counts.num_dead_groups and not keep_dead
+    return bool(dead or counts.num_void_groups or counts.num_stale_groups)

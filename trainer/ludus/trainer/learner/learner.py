@@ -1,5 +1,13 @@
 """One rank of the learner: a training step, the weights to publish, the state to keep.
 
+    Batch --split--> minibatches --cut--> pieces
+                                            |  all of the step, before anything moves
+                                            v
+                       policy, reference: Targets (old log-probs, values, advantages)
+                                            |  minibatch by minibatch
+                                            v
+                       forward, loss, backward for each piece; clip; AdamW
+
 Every method is a collective: all ranks call it with equal arguments, or all of them hang.
 """
 
@@ -7,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +27,51 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
 
-from ludus.proto.config import AlgorithmConfig, LearnerConfig
+from ludus.proto.config import (
+    AlgorithmConfig,
+    LearnerConfig,
+    LoraConfig,
+    PpoConfig,
+    ReinforceConfig,
+)
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.algorithms.policy_loss import LossTerms, grpo_loss
-from ludus.trainer.learner.micro_batches import MicroBatch, micro_batches, split_samples
-from ludus.trainer.learner.model import Policy, ShardedPolicy, shard
-from ludus.trainer.models.load import load_language_model
-from ludus.trainer.types import Batch, Coefficients, Probe
+from ludus.trainer.algorithms.policy_loss import policy_gradient_loss
+from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.learner.attention_check import can_pack_trees
+from ludus.trainer.learner.lora import (
+    ADAPTER_FOLDER,
+    adapter_state,
+    add_adapters,
+    base_state,
+    save_adapters,
+    set_adapters_enabled,
+)
+from ludus.trainer.learner.micro_batches import (
+    Cutting,
+    MicroBatch,
+    micro_batches,
+    one_piece,
+    split_samples,
+)
+from ludus.trainer.learner.model import VALUE_HEAD, Policy, PolicyOutput, prepare, row_costs
+from ludus.trainer.learner.step_metrics import PieceSums, StepMetrics, StepTotals
+from ludus.trainer.learner.targets import Targets, make_targets, whitened
+from ludus.trainer.models.flops import TrainingWork
+from ludus.trainer.models.load import load_language_model, load_tokenizer
+from ludus.trainer.types import Batch, Coefficients, Probe, TrainingSample
+from ludus.trainer.weights.adapters import AdapterMerger
+
+_VALUE_HEAD_FILE = "value_head.safetensors"
+_PROBES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +86,8 @@ class LearnerSpec:
     max_tokens: int
     """Longest episode: the denominator of aggregation "constant"."""
     seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What a training step did, over all its minibatches and ranks."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    entropy: float
-    clip_ratio: float
-    """Share of sampled tokens at which the clip held."""
-    mismatch_kl: float
-    """k3 of sampler from learner, mean per sampled token."""
-    reference_kl: float
-    masked_sequence_ratio: float
-    num_tokens_trained: int
-    """Sampled tokens in the loss."""
-    num_tokens_forwarded: int
-    """Tokens the model computed for it, padding included."""
+    lora: LoraConfig | None = None
+    """Adapters, which alone are trained."""
 
 
 class Learner:
@@ -75,15 +99,42 @@ class Learner:
         self._device = _device_of_rank(self._rank)
         torch.manual_seed(spec.seed)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
-        self._policy = self._load_policy()
-        self._reference = self._load_policy() if spec.algorithm.kl_coef > 0 else None
-        config = spec.config
+        config, algorithm = spec.config, spec.algorithm
+        has_critic = isinstance(algorithm, PpoConfig) or bool(config.value_head)
+        self._policy = self._load_policy(value_head=has_critic)
+        # With adapters the reference is the policy without them.
+        self._reference = (
+            self._load_policy(offload=config.offload_reference)
+            if algorithm.kl_coef > 0 and spec.lora is None
+            else None
+        )
+        self._work = TrainingWork.of(
+            self._policy.language_model,
+            self._device,
+            getattr(torch, config.dtype),
+            self._num_ranks,
+        )
+        packs_trees = config.packing == "tree" and can_pack_trees(
+            self._policy, getattr(torch, config.dtype), self._device
+        )
+        self._reshard()
+        self._cutting = Cutting(
+            config.max_tokens_per_micro_batch,
+            row_costs(self._policy.language_model) if packs_trees else None,
+            self._rank,
+            self._num_ranks,
+        )
+        # The frozen weights under adapters are those of the model's folder: they are not saved.
+        self._state_options = StateDictOptions(
+            ignore_frozen_params=spec.lora is not None, strict=spec.lora is None
+        )
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
+            [p for p in self._policy.parameters() if p.requires_grad],
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
@@ -92,26 +143,30 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = coefficients.learning_rate
         parts = split_samples(batch, self._spec.config.num_minibatches)
-        pieces = [self._cut(batch, samples) for samples in parts]
-        # The first minibatch meets the weights unmoved: its ratio starts at 1 by itself.
-        old = [None, *(self._old_logprobs(part) for part in pieces[1:])]
-        terms, losses, grad_norms = _Sums(), [], []
-        for samples, part, old_logprobs in zip(parts, pieces, old, strict=True):
-            denominator = self._denominator(batch, samples)
-            update = self._accumulate(part, old_logprobs, denominator, coefficients)
+        minibatches = [self._cut(batch, samples) for samples in parts]
+        targets = self._targets(minibatches, coefficients)
+        sums: list[PieceSums] = []
+        grad_norms: list[float] = []
+        for samples, pieces, towards in zip(parts, minibatches, targets, strict=True):
+            denominators = self._denominators(batch, samples)
+            sums += self._accumulate(pieces, towards, denominators, coefficients)
             grad_norms.append(self._apply_gradients())
-            losses.append(update.loss)
-            terms = terms + update
-        num_forwarded = sum(piece.num_padded_tokens for part in pieces for piece in part)
-        return self._metrics(terms, losses, grad_norms, coefficients, num_forwarded, batch)
+        return _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
-        """The policy's weights as full tensors on the CPU, by their Hugging Face names."""
+        """What is published: full tensors on the CPU, by their Hugging Face names.
+
+        All weights of the policy, or the adapters alone; copies, which no later step changes.
+        """
+        if self._spec.lora is not None:
+            adapters = adapter_state(self._policy.language_model)
+            return {name: tensor.clone() for name, tensor in adapters.items()}
         names = self._policy.full_names()
         return {
-            names[name]: _full(parameter).cpu().contiguous()
+            names[name]: _full(parameter)
             for name, parameter in self._policy.named_parameters()
+            if name in names
         }
 
     @torch.no_grad()
@@ -119,14 +174,12 @@ class Learner:
         """The log-probs of each probe's completion under the policy, at temperature 1."""
         self._policy.eval()
         answers: list[list[float]] = []
-        temperature, self._policy.temperature = self._policy.temperature, 1.0
-        for probe in probes:
-            ids = torch.tensor([probe.prompt_ids + probe.completion_ids], device=self._device)
-            sampled = torch.zeros_like(ids, dtype=torch.bool)
-            sampled[:, len(probe.prompt_ids) :] = True
-            logprobs, _ = self._policy(ids, sampled)
-            answers.append(logprobs[0, len(probe.prompt_ids) :].tolist())
-        self._policy.temperature = temperature
+        for start in range(0, len(probes), _PROBES_AT_ONCE):
+            samples = [_as_sample(probe) for probe in probes[start : start + _PROBES_AT_ONCE]]
+            piece = one_piece(samples).to(self._device)
+            logprobs = piece.of_samples(self._policy(piece.rows, temperature=1.0).logprobs)
+            answers += [row[mask].tolist() for row, mask in zip(logprobs, piece.mask, strict=True)]
+        self._reshard()
         return answers
 
     def save(self, folder: Path) -> None:
@@ -136,10 +189,19 @@ class Learner:
     def export_model(self, folder: Path) -> None:
         """Nothing; rank 0 writes the policy as a folder that any Hugging Face loader reads."""
         state = self.full_state()
+        value_head = self._value_head_state()
+        lora = self._spec.lora
+        if lora is not None:
+            base = base_state(self._policy.language_model)
         if self._rank == 0:
+            if lora is not None:
+                save_adapters(folder / ADAPTER_FOLDER, state, lora, self._spec.model_path)
+                state = AdapterMerger(base, lora).merge(state)
             self._policy.language_model.config.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(self._spec.model_path).save_pretrained(folder)
+            load_tokenizer(self._spec.model_path).save_pretrained(folder)
             save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            if value_head:
+                save_file(value_head, folder / _VALUE_HEAD_FILE)
 
     def load(self, folder: Path) -> None:
         """Nothing; goes on from what `save` wrote, also with another number of ranks.
@@ -162,99 +224,154 @@ class Learner:
             self._optimizer,
             model_state_dict=state["policy"],
             optim_state_dict=state["optimizer"],
+            options=self._state_options,
         )
         torch.set_rng_state(state["torch_random"])
 
-    def _load_policy(self) -> ShardedPolicy:
-        language_model = load_language_model(self._spec.model_path).to(self._device)
-        policy = Policy(language_model, self._spec.temperature)
-        return shard(policy, self._spec.config, self._mesh)
+    def _load_policy(self, *, value_head: bool = False, offload: bool = False) -> Policy:
+        language_model = load_language_model(self._spec.model_path)
+        if self._spec.lora is not None:
+            add_adapters(language_model, self._spec.lora)
+        policy = Policy(language_model, value_head=value_head).to(self._device)
+        offload = offload and self._device.type != "cpu"
+        return prepare(policy, self._spec.config, self._mesh, offload=offload)
+
+    @torch.no_grad()
+    def _value_head_state(self) -> dict[str, Tensor]:
+        """The value head's weights as full tensors on the CPU; empty without one."""
+        return {
+            name.removeprefix(f"{VALUE_HEAD}."): _full(parameter)
+            for name, parameter in self._policy.named_parameters()
+            if name.startswith(VALUE_HEAD)
+        }
 
     def _state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self._policy, self._optimizer)
+        model_state, optimizer_state = get_state_dict(
+            self._policy, self._optimizer, options=self._state_options
+        )
         return {
             "policy": model_state,
             "optimizer": optimizer_state,
             "torch_random": torch.get_rng_state(),
         }
 
+    def _reshard(self) -> None:
+        """Nothing; after a forward pass that no backward pass follows, FSDP holds whole copies.
+
+        They would be taken for the parameters.
+        """
+        if isinstance(self._policy, FSDPModule):
+            self._policy.reshard()
+
     def _cut(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
-        return micro_batches(
-            batch,
-            samples,
-            max_tokens=self._spec.config.max_tokens_per_micro_batch,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-        )
+        pieces = micro_batches(batch, samples, self._cutting)
+        return [piece.to(self._device) for piece in pieces]
 
     @torch.no_grad()
-    def _old_logprobs(self, pieces: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """[N, T] for each piece, under the weights at the start of the step."""
-        if self._spec.algorithm.old_logprobs == "rollout":
-            return None
-        return [self._forward(self._policy, piece)[0] for piece in pieces]
+    def _targets(
+        self, minibatches: Sequence[Sequence[MicroBatch]], coefficients: Coefficients
+    ) -> list[list[Targets]]:
+        """For each piece of each minibatch, what it is trained towards."""
+        algorithm, temperature = self._spec.algorithm, self._spec.temperature
+        critic = isinstance(algorithm, PpoConfig)
+        recomputes = algorithm.old_logprobs == "recompute"
+        in_reward = algorithm.kl_placement == "reward" and coefficients.kl > 0
+        targets: list[list[Targets]] = []
+        for index, pieces in enumerate(minibatches):
+            # The first minibatch meets the weights unmoved: its own answer is the old one.
+            asks = critic or (recomputes and (index > 0 or in_reward))
+            targets.append([])
+            for piece in pieces:
+                start = self._policy(piece.rows, temperature) if asks else None
+                reference = self._ask_reference(piece) if coefficients.kl > 0 else None
+                targets[-1].append(
+                    make_targets(piece, start, reference, algorithm, coefficients.kl)
+                )
+        if isinstance(algorithm, PpoConfig) and algorithm.normalise_advantages:
+            return [whitened(t, p) for t, p in zip(targets, minibatches, strict=True)]
+        if isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "reward":
+            return _whitened_together(targets, minibatches)
+        return targets
 
-    def _forward(self, policy: Policy, piece: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the samples, each [N, T]: equal sequences run once."""
-        token_ids, sampled = piece.token_ids.to(self._device), piece.sampled.to(self._device)
-        logprobs, entropies = policy(token_ids, sampled)
-        rows = piece.row_of_sample.to(self._device)
-        return logprobs[rows], entropies[rows]
+    def _ask_reference(self, piece: MicroBatch) -> PolicyOutput:
+        if self._reference is not None:
+            output: PolicyOutput = self._reference(piece.rows, self._spec.temperature)
+            return output
+        set_adapters_enabled(self._policy, False)
+        try:
+            output = self._policy(piece.rows, self._spec.temperature)
+        finally:
+            set_adapters_enabled(self._policy, True)
+        return output
 
     def _accumulate(
         self,
         pieces: Sequence[MicroBatch],
-        old_logprobs: Sequence[Tensor] | None,
-        denominator: float,
+        targets: Sequence[Targets],
+        denominators: _Denominators,
         coefficients: Coefficients,
-    ) -> _Sums:
-        """Sums over the pieces and all ranks; the gradients wait in the parameters."""
-        sums = _Sums()
-        for index, piece in enumerate(pieces):
-            self._policy.set_requires_gradient_sync(index == len(pieces) - 1)
-            old = old_logprobs[index] if old_logprobs is not None else None
-            terms = self._loss_terms(piece, old, denominator, coefficients)
+    ) -> list[PieceSums]:
+        """The sums of each piece; the gradients wait in the parameters."""
+        sums: list[PieceSums] = []
+        for index, (piece, towards) in enumerate(zip(pieces, targets, strict=True)):
+            if isinstance(self._policy, FSDPModule):
+                self._policy.set_requires_gradient_sync(index == len(pieces) - 1)
+            loss, of_piece = self._loss(piece, towards, denominators, coefficients)
             # FSDP averages gradients over ranks; the denominator has already counted them all.
-            (terms.loss * self._num_ranks).backward()
-            sums = sums + _Sums.of(terms)
-        return sums.over_ranks(self._device)
+            (loss * self._num_ranks).backward()
+            sums.append(of_piece)
+        return sums
 
-    def _loss_terms(
+    def _loss(
         self,
         piece: MicroBatch,
-        old: Tensor | None,
-        denominator: float,
+        targets: Targets,
+        denominators: _Denominators,
         coefficients: Coefficients,
-    ) -> LossTerms:
-        logprobs, entropies = self._forward(self._policy, piece)
-        rollout = piece.rollout_logprobs.to(self._device)
-        bypass = self._spec.algorithm.old_logprobs == "rollout"
-        return grpo_loss(
-            logprobs=logprobs,
-            old_logprobs=rollout if bypass else old,
-            rollout_logprobs=rollout,
-            ref_logprobs=self._reference_logprobs(piece) if coefficients.kl else None,
-            entropy=entropies,
-            advantages=piece.advantages.to(self._device),
-            loss_mask=piece.sampled.to(self._device)[piece.row_of_sample.to(self._device)],
-            config=self._spec.algorithm,
-            denominator=denominator,
+    ) -> tuple[Tensor, PieceSums]:
+        """What is to be made small, and what it is made of."""
+        algorithm = self._spec.algorithm
+        said = self._policy(
+            piece.rows,
+            self._spec.temperature,
+            entropy="gradient" if coefficients.entropy > 0 else "value",
+        )
+        terms = policy_gradient_loss(
+            logprobs=piece.of_samples(said.logprobs),
+            old_logprobs=targets.old_logprobs,
+            rollout_logprobs=piece.rollout_logprobs,
+            ref_logprobs=targets.ref_logprobs,
+            entropy=piece.of_samples(said.entropies),
+            advantages=targets.advantages,
+            loss_mask=piece.mask,
+            config=algorithm,
+            denominator=denominators.policy,
             entropy_coef=coefficients.entropy,
             kl_coef=coefficients.kl,
         )
+        if not isinstance(algorithm, PpoConfig) or targets.critic is None:
+            return terms.loss, PieceSums(terms, None, None, piece)
+        critic_loss = value_loss(
+            piece.of_samples(said.values),
+            targets.critic.old_values,
+            targets.critic.returns,
+            piece.mask,
+            algorithm.value_clip,
+            denominators.critic,
+        )
+        loss = terms.loss + algorithm.value_coef * critic_loss
+        return loss, PieceSums(terms, critic_loss, targets.critic, piece)
 
-    @torch.no_grad()
-    def _reference_logprobs(self, piece: MicroBatch) -> Tensor:
-        assert self._reference is not None
-        return self._forward(self._reference, piece)[0]
-
-    def _denominator(self, batch: Batch, samples: np.ndarray) -> float:
+    def _denominators(self, batch: Batch, samples: np.ndarray) -> _Denominators:
         """Of the whole optimizer step: every rank counts all samples, not only its own."""
         how = self._spec.algorithm.aggregation
+        lengths = np.array([int(mask.sum()) for mask in batch.loss_masks])
+        num_tokens = float(lengths[batch.sequence_of_sample[samples]].sum())
         if how == "token_mean":
-            lengths = np.array([int(mask.sum()) for mask in batch.loss_masks])
-            return float(lengths[batch.sequence_of_sample[samples]].sum())
-        return float(len(samples) * (self._spec.max_tokens if how == "constant" else 1))
+            return _Denominators(num_tokens, num_tokens)
+        return _Denominators(
+            float(len(samples) * (self._spec.max_tokens if how == "constant" else 1)), num_tokens
+        )
 
     def _apply_gradients(self) -> float:
         """The gradient's norm before clipping.
@@ -274,75 +391,66 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _metrics(
-        self,
-        sums: _Sums,
-        losses: Sequence[float],
-        grad_norms: Sequence[float],
-        coefficients: Coefficients,
-        num_forwarded: int,
-        batch: Batch,
-    ) -> StepMetrics:
-        num_tokens = max(sums.num_tokens, 1.0)
-        return StepMetrics(
-            loss=float(np.mean(losses)),
-            grad_norm=float(np.mean(grad_norms)),
-            learning_rate=coefficients.learning_rate,
-            entropy=sums.entropy / num_tokens,
-            clip_ratio=sums.num_clipped / num_tokens,
-            mismatch_kl=sums.mismatch_kl / num_tokens,
-            reference_kl=sums.reference_kl / num_tokens,
-            masked_sequence_ratio=sums.num_masked_sequences / max(batch.num_samples, 1),
-            num_tokens_trained=int(sums.num_tokens),
-            num_tokens_forwarded=num_forwarded * self._num_ranks,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """What LossTerms add up to over pieces, ranks and minibatches."""
+class _Denominators:
+    """By what the losses of an optimizer step are divided."""
 
-    loss: float = 0.0
-    num_tokens: float = 0.0
-    num_clipped: float = 0.0
-    num_masked_sequences: float = 0.0
-    entropy: float = 0.0
-    reference_kl: float = 0.0
-    mismatch_kl: float = 0.0
-
-    @classmethod
-    def of(cls, terms: LossTerms) -> _Sums:
-        """The sums of one piece."""
-        return cls(
-            *(
-                float(value.detach())
-                for value in (
-                    terms.loss,
-                    terms.num_tokens,
-                    terms.num_clipped_tokens,
-                    terms.num_masked_sequences,
-                    terms.entropy_sum,
-                    terms.ref_kl_sum,
-                    terms.mismatch_kl_sum,
-                )
-            )
-        )
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def over_ranks(self, device: torch.device) -> _Sums:
-        """The sums over all ranks; a collective."""
-        values = torch.tensor(
-            [getattr(self, field.name) for field in fields(self)], dtype=torch.float64
-        ).to(device)
-        dist.all_reduce(values)
-        return _Sums(*values.tolist())
+    policy: float
+    critic: float
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; a collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _metrics(
+    totals: StepTotals,
+    grad_norms: Sequence[float],
+    coefficients: Coefficients,
+    batch: Batch,
+    work: TrainingWork,
+) -> StepMetrics:
+    terms = totals.terms
+    num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
+    has_critic = float(totals.returned[0]) > 0
+    lengths = np.array([len(sequence) for sequence in batch.sequences])
+    lengths = lengths[batch.sequence_of_sample]
+    return StepMetrics(
+        loss=float(terms.loss) / num_updates,
+        grad_norm=float(np.mean(grad_norms)),
+        learning_rate=coefficients.learning_rate,
+        entropy=float(terms.entropy_sum) / num_tokens,
+        clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
+        mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,
+        reference_kl=float(terms.ref_kl_sum) / num_tokens,
+        masked_sequence_ratio=float(terms.num_masked_sequences) / max(batch.num_samples, 1),
+        masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
+        value_loss=totals.value_loss / num_updates if has_critic else None,
+        explained_variance=totals.explained_variance if has_critic else None,
+        num_tokens_trained=int(terms.num_tokens),
+        num_tokens_in_batch=int(lengths.sum()),
+        num_tokens_forwarded=totals.num_tokens_forwarded,
+        flops=work.flops(lengths.tolist(), totals.num_tokens_forwarded),
+        peak_flops=work.peak_flops,
+    )
+
+
+def _whitened_together(
+    targets: Sequence[Sequence[Targets]], minibatches: Sequence[Sequence[MicroBatch]]
+) -> list[list[Targets]]:
+    """The targets of all minibatches, whitened as one."""
+    done = iter(whitened([*chain(*targets)], [*chain(*minibatches)]))
+    return [[next(done) for _ in pieces] for pieces in minibatches]
+
+
+def _as_sample(probe: Probe) -> TrainingSample:
+    token_ids = probe.prompt_ids + probe.completion_ids
+    nothing = [0.0] * len(token_ids)
+    mask = [index >= len(probe.prompt_ids) for index in range(len(token_ids))]
+    return TrainingSample(token_ids, mask, nothing, nothing, nothing, terminated=True)
+
+
+def _full(parameter: Tensor) -> Tensor:
+    """A copy on the CPU of the whole of a parameter that may be sharded; a collective."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().to("cpu", copy=True).contiguous()
 
 
 def _device_of_rank(rank: int) -> torch.device:

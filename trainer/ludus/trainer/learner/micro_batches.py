@@ -1,119 +1,256 @@
 """Cuts a batch into pieces that fit through the model, the same number on every rank.
 
-The loss divides by denominators of the whole optimizer step, so it does not depend on where
-the cuts are.
+    sequences --packing--> rows --by length--> ranks --by tokens--> pieces
 
-Shapes: U = sequences of a piece, N = samples of a piece, T = its longest sequence.
+The loss divides by denominators of the whole optimizer step, so it does not depend on where
+the cuts are. Only sampled tokens are in the loss, so a piece says nothing of the others.
+
+Shapes: R = rows of a piece, L = its longest row, P = places before a sampled token, E = sampled
+tokens that differ in token or prefix, N = samples, S = sampled tokens of the longest sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ludus.trainer.types import Batch
+from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out
+from ludus.trainer.types import Batch, TrainingSample
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+_T = TypeVar("_T", bound=Any)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """What goes through the model at once, and which of its answers are wanted."""
+
+    token_ids: Tensor
+    """int64 [R, L]"""
+    depths: Tensor
+    """int64 [R, L] position of each token in its sequences."""
+    ends: Tensor | None
+    """int64 [R, L] see `packing`; None where each row is one sequence: causal attention does."""
+    places: Tensor
+    """int64 [P] row * L + column of each token that a sampled one follows."""
+    targets: Tensor
+    """int64 [E] the sampled tokens."""
+    place_of_target: Tensor
+    """int64 [E] which of the P each follows."""
+    last_places: Tensor
+    """int64 [N] row * L + column of each sample's last token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes, padding included."""
+        return self.token_ids.numel()
+
+    def to(self, device: torch.device) -> PackedRows:
+        """The rows on `device`."""
+        return _moved(self, device)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What goes through the model at once."""
+    """A piece: rows, and the samples that stand in them."""
 
-    token_ids: Tensor
-    """int64 [U, T], padded on the right."""
-    sampled: Tensor
-    """bool [U, T]"""
-    row_of_sample: Tensor
-    """int64 [N] row of `token_ids` for each sample."""
+    rows: PackedRows
+    target_of_token: Tensor
+    """int64 [N, S] which of the E each sampled token is."""
+    mask: Tensor
+    """bool [N, S] False right of a sample's last sampled token."""
     rollout_logprobs: Tensor
-    """float32 [N, T]"""
+    """float32 [N, S]"""
     advantages: Tensor
-    """float32 [N, T], 0 where not sampled."""
-    sequence_ids: np.ndarray
-    """int64 [U] rows of Batch.sequences; empty in a piece that only keeps ranks in step."""
+    """float32 [N, S]"""
+    rewards: Tensor
+    """float32 [N, S]"""
+    terminated: Tensor
+    """bool [N]"""
 
-    @property
-    def num_padded_tokens(self) -> int:
-        """Tokens that the model computes."""
-        return self.token_ids.numel()
+    def of_samples(self, values: Tensor) -> Tensor:
+        """[N, S] those of `values` [E] that belong to what each sample sampled."""
+        return values.index_select(0, self.target_of_token.flatten()).view(self.mask.shape)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The piece on `device`."""
+        return _moved(self, device)
 
 
-def split_samples(batch: Batch, num_minibatches: int) -> list[np.ndarray]:
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a batch is cut."""
+
+    max_tokens: int
+    """Tokens of a piece, padding included."""
+    costs: RowCosts | None
+    """Of rows that hold several sequences; None gives each sequence a row of its own."""
+    rank: int = 0
+    num_ranks: int = 1
+
+
+def split_samples(batch: Batch, num_minibatches: int) -> list[Ints]:
     """The samples of each minibatch, as rows of the batch; neighbours stay together.
 
-    Samples of one group stand beside each other and share sequences.
+    Samples of one group stand beside each other and share prefixes.
     """
     return np.array_split(np.arange(batch.num_samples), num_minibatches)
 
 
-def micro_batches(
-    batch: Batch, samples: np.ndarray, *, max_tokens: int, rank: int, num_ranks: int
-) -> list[MicroBatch]:
-    """The pieces of `samples` that `rank` computes; every rank gets equally many."""
-    plans = [
-        plan_pieces(batch, _sequences_of_rank(batch, samples, r, num_ranks), max_tokens)
-        for r in range(num_ranks)
-    ]
-    num_pieces = max(len(plan) for plan in plans)
-    pieces = list(_make_pieces(batch, samples, plans[rank]))
-    return pieces + [_empty_piece()] * (num_pieces - len(pieces))
+def micro_batches(batch: Batch, samples: Ints, cutting: Cutting) -> list[MicroBatch]:
+    """The pieces of `samples` that a rank computes; every rank gets equally many."""
+    num_ranks, max_tokens = cutting.num_ranks, cutting.max_tokens
+    layout = lay_out(
+        batch.sequences,
+        np.unique(batch.sequence_of_sample[samples]),
+        costs=cutting.costs,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+    )
+    lengths = np.diff(layout.row_starts)
+    by_length = np.argsort(lengths, kind="stable")
+    # Every num_ranks-th row in order of length: equal work for all.
+    shares = [by_length[rank::num_ranks] for rank in range(num_ranks)]
+    plans = [[rows[piece] for piece in cut_rows(lengths[rows], max_tokens)] for rows in shares]
+    tokens = _sampled_tokens(batch, samples)
+    pieces = [_make_piece(batch, tokens, layout, rows) for rows in plans[cutting.rank]]
+    missing = max(len(plan) for plan in plans) - len(pieces)
+    return pieces + [_empty_piece()] * missing
 
 
-def plan_pieces(batch: Batch, sequence_ids: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Sequences by length, cut so that rows times longest stays within `max_tokens`."""
-    pieces: list[list[int]] = []
-    for sequence_id in sequence_ids:
-        length = len(batch.sequences[sequence_id])
-        if pieces and (len(pieces[-1]) + 1) * length <= max_tokens:
-            pieces[-1].append(int(sequence_id))
-        else:
-            pieces.append([int(sequence_id)])
-    return [np.array(piece) for piece in pieces]
+def one_piece(samples: Sequence[TrainingSample]) -> MicroBatch:
+    """All of `samples` in one piece, each sequence in a row of its own."""
+    batch = collate(samples)
+    everything = Cutting(max_tokens=sys.maxsize, costs=None)
+    return micro_batches(batch, np.arange(batch.num_samples), everything)[0]
 
 
-def _sequences_of_rank(batch: Batch, samples: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
-    """Every num_ranks-th sequence in order of length: equal work for all."""
-    sequence_ids = np.unique(batch.sequence_of_sample[samples])
-    lengths = np.array([len(batch.sequences[i]) for i in sequence_ids], dtype=np.int64)
-    return sequence_ids[np.argsort(lengths, kind="stable")][rank::num_ranks]
+@dataclass(frozen=True, slots=True)
+class _SampledTokens:
+    """What the loss needs of some samples, one sampled token after the other."""
+
+    sample_ids: Ints
+    """[N] rows of the batch."""
+    starts: Ints
+    """[N] where each sample begins below."""
+    rollout_logprobs: Floats
+    advantages: Floats
+    rewards: Floats
 
 
-def _make_pieces(
-    batch: Batch, samples: np.ndarray, plan: Sequence[np.ndarray]
-) -> Iterator[MicroBatch]:
-    owner = batch.sequence_of_sample[samples]
-    for sequence_ids in plan:
-        mine = samples[np.isin(owner, sequence_ids)]
-        longest = max(len(batch.sequences[i]) for i in sequence_ids)
-        row = {sequence_id: index for index, sequence_id in enumerate(sequence_ids.tolist())}
-        rows = [row[i] for i in batch.sequence_of_sample[mine].tolist()]
-        yield MicroBatch(
-            token_ids=_pad([batch.sequences[i] for i in sequence_ids], longest, np.int64),
-            sampled=_pad([batch.loss_masks[i] for i in sequence_ids], longest, np.bool_),
-            row_of_sample=torch.tensor(rows),
-            rollout_logprobs=_pad([batch.rollout_logprobs[i] for i in mine], longest, np.float32),
-            advantages=_pad([batch.advantages[i] for i in mine], longest, np.float32),
-            sequence_ids=sequence_ids,
-        )
+def _sampled_tokens(batch: Batch, samples: Ints) -> _SampledTokens:
+    masks = [batch.loss_masks[row] for row in batch.sequence_of_sample[samples]]
+    counts = np.array([np.count_nonzero(mask) for mask in masks])
+    sampled = np.concatenate(masks)
+
+    def of_sampled(arrays: Sequence[Floats]) -> Floats:
+        # And a zero, for what is read right of a sample's end.
+        return np.append(np.concatenate([arrays[i] for i in samples])[sampled], np.float32(0))
+
+    return _SampledTokens(
+        samples,
+        np.cumsum(counts) - counts,
+        of_sampled(batch.rollout_logprobs),
+        of_sampled(batch.advantages),
+        of_sampled(batch.rewards),
+    )
 
 
-def _pad(arrays: Sequence[np.ndarray], length: int, dtype: type[np.generic]) -> Tensor:
-    padded = np.zeros((len(arrays), length), dtype=dtype)
-    for row, array in zip(padded, arrays, strict=True):
-        row[: len(array)] = array
-    return torch.from_numpy(padded)
+def _make_piece(batch: Batch, tokens: _SampledTokens, layout: Layout, rows: Ints) -> MicroBatch:
+    leaves = np.flatnonzero(np.isin(layout.row_of_sequence, rows))
+    sequence_ids = layout.sequence_ids[leaves]
+    leaf_of_sequence = np.full(len(batch.sequences), -1)
+    leaf_of_sequence[sequence_ids] = np.arange(len(leaves))
+    leaf_of_sample = leaf_of_sequence[batch.sequence_of_sample[tokens.sample_ids]]
+    mine = np.flatnonzero(leaf_of_sample >= 0)
+    leaf_of_sample = leaf_of_sample[mine]
+
+    masks = [batch.loss_masks[i] for i in sequence_ids]
+    lengths = np.array([len(mask) for mask in masks])
+    columns = np.arange(lengths.max())
+    sampled = np.zeros((len(leaves), len(columns)), dtype=np.bool_)
+    sampled[columns < lengths[:, None]] = np.concatenate(masks)
+    nodes = layout.nodes[leaves, : len(columns)]
+    last_nodes = nodes[np.arange(len(leaves)), lengths - 1][leaf_of_sample]
+    packed, target_of_token = _pack(layout, rows, nodes, sampled, last_nodes)
+
+    counts = sampled.sum(axis=1)
+    columns = np.arange(max(1, counts.max()))
+    targets = np.zeros((len(leaves), len(columns)), dtype=np.int64)
+    targets[columns < counts[:, None]] = target_of_token
+    mask = columns < counts[leaf_of_sample][:, None]
+    at = np.where(mask, tokens.starts[mine][:, None] + columns, len(tokens.rewards) - 1)
+    return MicroBatch(
+        rows=packed,
+        target_of_token=torch.from_numpy(targets[leaf_of_sample]),
+        mask=torch.from_numpy(mask),
+        rollout_logprobs=torch.from_numpy(tokens.rollout_logprobs[at]),
+        advantages=torch.from_numpy(tokens.advantages[at]),
+        rewards=torch.from_numpy(tokens.rewards[at]),
+        terminated=torch.from_numpy(batch.terminated[tokens.sample_ids[mine]]),
+    )
+
+
+def _pack(
+    layout: Layout, rows: Ints, nodes: Ints, sampled: Bools, last_nodes: Ints
+) -> tuple[PackedRows, Ints]:
+    """The rows as tensors, and which target each token of `sampled` [leaves, T] is."""
+    starts, lengths = layout.row_starts[rows], np.diff(layout.row_starts)[rows]
+    columns = np.arange(lengths.max())
+    within = columns < lengths[:, None]
+    node_at = np.where(within, starts[:, None] + columns, 0)
+    place_of_node = np.zeros(len(layout.token_ids), dtype=np.int64)
+    place_of_node[node_at[within]] = np.flatnonzero(within)
+
+    target_nodes, first, target_of_token = np.unique(
+        nodes[sampled], return_index=True, return_inverse=True
+    )
+    before = nodes[:, :-1][sampled[:, 1:]][first]
+    places, place_of_target = np.unique(place_of_node[before], return_inverse=True)
+    one_each = np.bincount(layout.row_of_sequence, minlength=rows.max() + 1)[rows].max() == 1
+    # What pads a row looks at padding only, never at nothing: that would be nan.
+    ends = np.where(within, layout.ends[node_at] - starts[:, None], len(columns))
+    packed = PackedRows(
+        token_ids=torch.from_numpy(np.where(within, layout.token_ids[node_at], 0)),
+        depths=torch.from_numpy(np.where(within, layout.depths[node_at], 0)),
+        ends=None if one_each else torch.from_numpy(ends),
+        places=torch.from_numpy(places),
+        targets=torch.from_numpy(layout.token_ids[target_nodes]),
+        place_of_target=torch.from_numpy(place_of_target),
+        last_places=torch.from_numpy(place_of_node[last_nodes]),
+    )
+    return packed, target_of_token
 
 
 def _empty_piece() -> MicroBatch:
-    """One token, nothing sampled: a rank with less work joins the others' collectives with it."""
+    """One token, no sample: a rank with less work joins the others' collectives with it."""
+    none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1)
+    one = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
-        token_ids=torch.zeros(1, 2, dtype=torch.int64),
-        sampled=torch.zeros(1, 2, dtype=torch.bool),
-        row_of_sample=torch.zeros(0, dtype=torch.int64),
-        rollout_logprobs=torch.zeros(0, 2),
-        advantages=torch.zeros(0, 2),
-        sequence_ids=np.zeros(0, dtype=np.int64),
+        rows=PackedRows(one[None], one[None], None, one, one, one, none),
+        target_of_token=none[:, None],
+        mask=nothing.bool(),
+        rollout_logprobs=nothing,
+        advantages=nothing,
+        rewards=nothing,
+        terminated=none.bool(),
     )
+
+
+def _moved(value: _T, device: torch.device) -> _T:
+    """A copy of a dataclass of tensors, on `device`."""
+    moved = {
+        field.name: None if part is None else part.to(device)
+        for field in fields(value)
+        for part in [getattr(value, field.name)]
+    }
+    return type(value)(**moved)

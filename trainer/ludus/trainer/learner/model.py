@@ -1,8 +1,10 @@
-"""The policy as a torch module: token log-probs in, sharded over the learner's ranks."""
+"""The policy as a torch module: rows of tokens in, log-probs of the sampled ones out."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,75 +13,172 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
-from ludus.trainer.algorithms.logits import entropy, token_logprobs
+from ludus.trainer.learner.micro_batches import PackedRows
+from ludus.trainer.learner.packing import RowCosts
+
+VALUE_HEAD = "value_head"
+
+Entropy = Literal["none", "value", "gradient"]
+"""What is wanted of the entropy; its gradient costs more than its value."""
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of rows. A tuple, so that FSDP finds the tensors in it.
+
+    Shapes: E = sampled tokens that differ, N = samples.
+    """
+
+    logprobs: Tensor
+    """float32 [E] of the sampled tokens."""
+    entropies: Tensor | None
+    """float32 [E] of the distribution that each was sampled from."""
+    values: Tensor | None
+    """float32 [E] before each was sampled; None without a value head."""
+    last_values: Tensor | None
+    """float32 [N] after each sample's last token."""
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with log-probs of given tokens.
+    """A causal language model that answers with log-probs of sampled tokens."""
 
-    Shapes: U = sequences, T = tokens, V = vocabulary.
-    """
-
-    def __init__(self, language_model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, language_model: PreTrainedModel, *, value_head: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
-        self.temperature = temperature
+        self.value_head: nn.Linear | None = None
+        if value_head:
+            self.value_head = nn.Linear(language_model.config.hidden_size, 1)
+            # A critic that knows nothing says so, and does not move the policy at first.
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, token_ids: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [U, T] of the sampled tokens and entropies [U, T] where they were sampled.
-
-        Other positions are 0. Padding stands right of a sequence, where causal attention
-        never looks back from, so no attention mask is needed.
-
-        Args:
-            token_ids: int64 [U, T], padded on the right.
-            sampled: bool [U, T]; the first token of a sequence cannot be sampled.
-        """
-        # Logits are the largest tensor by far: only columns where some row sampled are made.
-        columns = sampled.any(dim=0).nonzero()[:, 0]
-        if len(columns) == 0:  # an empty piece still takes part in the ranks' collectives
-            columns = torch.ones(1, dtype=torch.int64, device=sampled.device)
-        logits = self.language_model(
-            input_ids=token_ids, logits_to_keep=columns - 1, use_cache=False
-        ).logits
-        logprobs = token_logprobs(logits, token_ids[:, columns], self.temperature)
-        entropies = entropy(logits.float() / self.temperature)
-        return _spread(logprobs, columns, sampled), _spread(entropies, columns, sampled)
+    def forward(
+        self, rows: PackedRows, temperature: float, entropy: Entropy = "none"
+    ) -> PolicyOutput:
+        """Log-probs, and values where there is a value head, of what was sampled in `rows`."""
+        with _only_at(self.language_model.get_output_embeddings(), rows.places) as hidden:
+            logits = self.language_model(
+                input_ids=rows.token_ids,
+                attention_mask=None if rows.ends is None else ancestors(rows.ends),
+                position_ids=None if rows.ends is None else rows.depths,
+                use_cache=False,
+            ).logits[0]
+        logits = logits.float() if temperature == 1 else logits.float() / temperature
+        all_logprobs = logits.log_softmax(-1)
+        before = rows.place_of_target
+        # Indexed in one dimension: the gradient of a two-dimensional index is several times slower.
+        logprobs = all_logprobs.flatten().index_select(
+            0, before * all_logprobs.shape[1] + rows.targets
+        )
+        entropies = _entropy(all_logprobs, entropy)
+        values = last_values = None
+        if self.value_head is not None:
+            places = torch.cat([rows.places, rows.last_places])
+            said = self.value_head(hidden[0].index_select(0, places)).float().squeeze(-1)
+            values = said[: len(rows.places)].index_select(0, before)
+            last_values = said[len(rows.places) :]
+        if entropies is not None:
+            entropies = entropies.index_select(0, before)
+        return PolicyOutput(logprobs, entropies, values, last_values)
 
     def full_names(self) -> dict[str, str]:
-        """The Hugging Face name of each parameter of this module."""
+        """The Hugging Face name of each parameter of the language model."""
         return {
             name: name.removeprefix("language_model.").replace(_CHECKPOINT_PREFIX, "")
             for name, _ in self.named_parameters()
+            if not name.startswith(VALUE_HEAD)
         }
 
 
-class ShardedPolicy(FSDPModule, Policy):
-    """The type that FSDP2 gives a policy."""
+def ancestors(ends: Tensor) -> Tensor:
+    """bool [R, 1, L, L] True where the node of a column comes before, or is, the row's node."""
+    positions = torch.arange(ends.shape[1], device=ends.device)
+    earlier = positions <= positions[:, None]
+    return (earlier & (positions[:, None] < ends[:, None, :]))[:, None]
 
 
-def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> ShardedPolicy:
-    """The policy with its parameters sharded over `mesh` by FSDP2, layer by layer."""
+def row_costs(language_model: PreTrainedModel) -> RowCosts:
+    """Multiplications of a forward pass, which time follows closely on a CPU."""
+    layers = [
+        parameter.numel()
+        for name, parameter in language_model.named_parameters()
+        if parameter.dim() == 2 and ".layers." in name
+    ]
+    config = language_model.config
+    head_size = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    width = head_size * config.num_attention_heads
+    return RowCosts(per_token=sum(layers), per_pair=2 * width * config.num_hidden_layers)
+
+
+def prepare(
+    policy: Policy, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
+) -> Policy:
+    """The policy, ready to run: layers compiled or checkpointed, parameters sharded by FSDP2.
+
+    One rank in float32 has nothing to shard or to cast, so it goes without: for a tiny model
+    the hooks would cost a fifth of a step. With `offload` the parameters wait in main memory.
+    """
+    layers = [
+        (modules, index)
+        for name, modules in policy.named_modules()
+        if isinstance(modules, nn.ModuleList) and name.endswith("layers")
+        for index in range(len(modules))
+    ]
+    for modules, index in layers:
+        if config.compile:
+            # The module keeps its name and its hooks; only what it computes is compiled.
+            modules[index].forward = torch.compile(modules[index].forward, dynamic=True)
+        if config.activation_checkpointing:
+            modules[index] = checkpoint_wrapper(modules[index])
+    if mesh.size() == 1 and config.dtype == "float32" and not offload:
+        return policy
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
         reduce_dtype=torch.float32,
     )
-    for name, module in list(policy.named_modules()):
-        if not isinstance(module, nn.ModuleList) or not name.endswith("layers"):
-            continue
-        for index, layer in enumerate(module):
-            if config.activation_checkpointing:
-                module[index] = layer = checkpoint_wrapper(layer)
-            fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed)
-    return cast(ShardedPolicy, policy)
+    where = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for modules, index in layers:
+        fully_shard(modules[index], mesh=mesh, mp_policy=mixed, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=where)
+    return policy
 
 
-def _spread(values: Tensor, columns: Tensor, sampled: Tensor) -> Tensor:
-    """`values` [U, len(columns)] put into their columns of [U, T]; 0 where nothing was sampled."""
-    full = values.new_zeros(sampled.shape).index_copy(1, columns, values)
-    return torch.where(sampled, full, 0.0)
+@contextmanager
+def _only_at(head: nn.Module, places: Tensor) -> Iterator[list[Tensor]]:
+    """The list that gets the hidden states [R * L, width], of which the head sees `places`.
+
+    Logits are the largest tensor by far. Only the model itself knows what it does with them
+    after the head, so it is the head's input that is cut down.
+    """
+    seen: list[Tensor] = []
+
+    def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(args[0].flatten(0, 1))
+        return (seen[0].index_select(0, places)[None],)
+
+    handle = head.register_forward_pre_hook(select)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _entropy(logprobs: Tensor, wanted: Entropy) -> Tensor | None:
+    """-sum(p * log p) in nats."""
+    if wanted == "none":
+        return None
+    if wanted == "value":
+        logprobs = logprobs.detach()
+    # A token that cannot be sampled has log p = -inf and adds nothing.
+    finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+    return -(logprobs.exp() * finite).sum(-1)

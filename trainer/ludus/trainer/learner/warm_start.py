@@ -17,6 +17,7 @@ from transformers import Qwen2ForCausalLM
 
 from ludus.env import Message
 from ludus.proto.config import TinyModel
+from ludus.trainer.learner.micro_batches import one_piece
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.types import TrainingSample
@@ -39,7 +40,7 @@ def warm_start(
     model: Qwen2ForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
 ) -> float:
     """The mean cross-entropy per answer token in the last pass, after training on `samples`."""
-    policy = Policy(model, temperature=1.0).train()
+    policy = Policy(model).train()
     head_only = config.warm_start_layers == "head"
     trained = model.get_output_embeddings() if head_only else model
     optimizer = torch.optim.AdamW(
@@ -93,11 +94,6 @@ def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
 
 
 def _cross_entropy(policy: Policy, samples: Sequence[TrainingSample]) -> torch.Tensor:
-    longest = max(len(sample.token_ids) for sample in samples)
-    token_ids = torch.zeros(len(samples), longest, dtype=torch.int64)
-    sampled = torch.zeros(len(samples), longest, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        token_ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
-        sampled[row, : len(sample.token_ids)] = torch.tensor(sample.loss_mask)
-    logprobs, _ = policy(token_ids, sampled)
-    return -logprobs.sum() / sampled.sum()
+    piece = one_piece(samples)
+    logprobs = piece.of_samples(policy(piece.rows, temperature=1.0).logprobs)
+    return -logprobs[piece.mask].mean()

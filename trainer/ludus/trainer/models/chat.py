@@ -1,24 +1,33 @@
 """Chat messages to tokens and back, without ever tokenizing the same text twice.
 
-A conversation is one growing token sequence. The first observation goes through the chat
-template as a whole; each later one is appended as the template's text after the end of the
-assistant's turn. What the policy sampled is never decoded and encoded again, so every prompt
-is an exact prefix of the next one.
+A conversation is one growing token sequence. The first messages go through the chat template
+as a whole; later ones are appended as the template's text after the end of the assistant's
+turn. What the policy sampled is never decoded and encoded again, so every prompt is an exact
+prefix of the next one.
+
+    first_prompt  <|user|>16 vs 10<|end|><|assistant|>
+    sampled                                       HIT<|end|>
+    next_prompt                                             <|user|>19 vs 10<|end|><|assistant|>
+
+Without `keeps_thoughts` a conversation is rendered anew for every turn (`whole_prompt`), so
+that the template can take earlier thoughts out.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import lru_cache
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
-from ludus.proto.errors import ConfigError
+from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.models.template import ChatTemplate, ToolSpec
 
-# Stands for the assistant's text while the template around it is taken apart.
-_PLACEHOLDER = "assistant-turn-placeholder"
 _CACHED_TEXTS = 65536
+_OPEN_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 MessageKey = tuple[tuple[str, str], ...]
 
@@ -26,16 +35,19 @@ MessageKey = tuple[tuple[str, str], ...]
 class ChatTokenizer:
     """Turns an environment's messages into prompt tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool = False):
-        if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"model '{tokenizer.name_or_path}' expected a chat template and an end token, "
-                "got none; take an instruction-tuned model"
-            )
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        enable_thinking: bool = False,
+        keep_thinking: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._template_args = {"enable_thinking": enable_thinking}
-        self.end_token_id: int = tokenizer.eos_token_id
-        self._end_text: str = tokenizer.decode([tokenizer.eos_token_id])
+        self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
+        self.keeps_thoughts = keep_thinking
+        """Whether a conversation only grows; otherwise every turn is rendered anew."""
+        self.end_token_id: int = self._template.end_token_id
+        self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts come thousands of times.
         self._first = lru_cache(_CACHED_TEXTS)(self._encode_first)
         self._next = lru_cache(_CACHED_TEXTS)(self._encode_next)
@@ -44,14 +56,22 @@ class ChatTokenizer:
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
         """The tokenizer that belongs to a model's folder or id."""
-        thinking = isinstance(config, PretrainedModel) and config.enable_thinking
-        return cls(AutoTokenizer.from_pretrained(model_path), enable_thinking=thinking)
+        tokenizer = load_tokenizer(model_path)
+        if not isinstance(config, PretrainedModel):
+            return cls(tokenizer)
+        return cls(
+            tokenizer,
+            enable_thinking=config.enable_thinking,
+            keep_thinking=config.keep_thinking,
+        )
 
-    def first_prompt(self, messages: list[Message]) -> list[int]:
+    def first_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> list[int]:
         """The tokens of a new conversation, up to where the assistant speaks."""
-        return list(self._first(_key(messages)))
+        return list(self._first(_key(messages), json.dumps(tools)))
 
-    def next_prompt(self, messages: list[Message], *, ended: bool) -> list[int]:
+    def next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """The tokens between a sampled answer and the next one.
 
         Args:
@@ -61,9 +81,16 @@ class ChatTokenizer:
         added = list(self._next(_key(messages)))
         return added if ended else [self.end_token_id, *added]
 
+    def whole_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> list[int]:
+        """The tokens of a conversation with earlier answers, as the template shows those."""
+        return list(self._encode_first(_key(messages), json.dumps(tools)))
+
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer as the policy would sample it, end token included."""
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self.end_token_id]
+        said = self._template.space_before_answer + text
+        return [*self._tokenizer.encode(said, add_special_tokens=False), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of sampled tokens, without special tokens."""
@@ -72,29 +99,33 @@ class ChatTokenizer:
     def _decode_ids(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _encode_first(self, key: MessageKey) -> tuple[int, ...]:
-        return self._encode(self._render(key))
+    def _encode_first(self, key: MessageKey, tools: str) -> tuple[int, ...]:
+        return self._encode(self._template.render(_messages(key), json.loads(tools)))
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
-        before: MessageKey = (("user", "-"), ("assistant", _PLACEHOLDER))
-        _, found, rest = self._render(before + key).partition(_PLACEHOLDER)
-        if not found or not rest.startswith(self._end_text):
-            raise ConfigError(
-                f"the chat template of '{self._tokenizer.name_or_path}' does not end an "
-                f"assistant's turn with {self._end_text!r}; take a model whose template does"
-            )
-        return self._encode(rest.removeprefix(self._end_text))
-
-    def _render(self, key: MessageKey) -> str:
-        messages = [{"role": role, "content": content} for role, content in key]
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._template_args
-        )
-        return str(text)
+        text = self._template.after_answer(_messages(key))
+        before, found, after = text.partition(self._end_text)
+        if not found or before.strip():
+            after = text  # the template ends no turn: the policy's own end token does
+        # With the end token before it: some tokenizers begin a text differently than they go on.
+        token_ids = self._encode(self._end_text + after)
+        return token_ids[token_ids.index(self.end_token_id) + 1 :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _key(messages: list[Message]) -> MessageKey:
+def spoken(text: str) -> str:
+    """An answer without the thoughts before it; nothing where the thoughts do not end."""
+    _, found, answer = text.rpartition(_END_OF_THOUGHT)
+    if found:
+        return answer.strip()
+    return "" if _OPEN_THOUGHT in text else text
+
+
+def _key(messages: Sequence[Message]) -> MessageKey:
     return tuple((message["role"], message["content"]) for message in messages)
+
+
+def _messages(key: MessageKey) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in key]

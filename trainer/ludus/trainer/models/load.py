@@ -1,17 +1,33 @@
-"""Loading a language model from disk."""
+"""Loading a language model and its tokenizer from disk."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from ludus.proto.errors import NotFoundError
 
+_SELF_CONTAINED = "TokenizersBackend"
+"""What transformers names a tokenizer whose tokenizer.json says all there is to know."""
 
-def load_language_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+
+def load_language_model(
+    path: str | Path, dtype: torch.dtype | Literal["auto"] = torch.float32
+) -> PreTrainedModel:
     """The causal language model of a folder or a Hugging Face id.
+
+    Args:
+        dtype: of its weights; "auto" is that of the files.
 
     Raises:
         NotFoundError: there is none.
@@ -24,3 +40,16 @@ def load_language_model(path: str | Path, dtype: torch.dtype = torch.float32) ->
             f"model.path = '{path}': no model can be loaded from there ({reason}); expected a "
             "folder that save_pretrained wrote, or a Hugging Face id"
         ) from error
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a Hugging Face id, as it was saved.
+
+    AutoTokenizer distrusts the saved class wherever it knows the model type: it would cut a tiny
+    model's text as Qwen2's own tokenizer does, every number into digits, and so into other
+    tokens than those that the model was warm-started on.
+    """
+    file = Path(path) / "tokenizer_config.json"
+    saved = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    is_self_contained = saved.get("tokenizer_class") == _SELF_CONTAINED
+    return (PreTrainedTokenizerFast if is_self_contained else AutoTokenizer).from_pretrained(path)

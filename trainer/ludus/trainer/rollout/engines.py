@@ -12,8 +12,8 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 
 
-def make_engine(run: RunConfig, model_path: str, chat: ChatTokenizer, seed: int) -> Engine:
-    """An engine that holds the model of `model_path`."""
+def make_engine(run: RunConfig, model_path: str, chat: ChatTokenizer) -> Engine:
+    """An engine that holds the model of `model_path`; requests bring their own seeds."""
     # Each engine is imported where it is wanted: vLLM may not be installed.
     match run.generator:
         case TransformersGenerator():
@@ -25,7 +25,6 @@ def make_engine(run: RunConfig, model_path: str, chat: ChatTokenizer, seed: int)
             return TransformersEngine(
                 model,
                 end_token_id=chat.end_token_id,
-                seed=seed,
                 max_batch_size=run.generator.max_batch_size,
             )
         case VllmGenerator():
@@ -37,7 +36,6 @@ def make_engine(run: RunConfig, model_path: str, chat: ChatTokenizer, seed: int)
                 end_token_id=chat.end_token_id,
                 max_tokens=run.generator.max_model_tokens or run.rollout.max_tokens,
                 dtype=run.learner.dtype,
-                seed=seed,
             )
 
 

@@ -1,19 +1,20 @@
 """One episode: the policy and the environment in turns.
 
-        messages             prompt tokens           sampled tokens
-    env ---------> chat ----------------> generate ------------------> text
+        messages                 prompt tokens           sampled tokens
+    seat ---------> conversation ----------------> generate ---------> text
      ^                                                                  |
-     +------------------------------- step <----------------------------+
+     +----------------------------- reply <-----------------------------+
 
-An episode that infrastructure ended is data with status LOST and reward None.
+A function of the run's own may take the place of this loop (`environment.rollout`). An episode
+that infrastructure ended is data with status LOST and reward None.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
@@ -21,8 +22,13 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
 from ludus.trainer.rollout.face import Face
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm, Turn, join_turns
+from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
+from ludus.trainer.rollout.seat import FaceSeat, Seat
+from ludus.trainer.rollout.seeds import mix
+from ludus.trainer.rollout.tools import Toolbox, ToolSeat
+from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 
 Opened: TypeAlias = tuple[AsyncSession, StepResult]
 """A session with the first result of its episode."""
@@ -30,6 +36,19 @@ Opened: TypeAlias = tuple[AsyncSession, StepResult]
 _OpenedT = TypeVar("_OpenedT")
 
 _FULL_SERVER_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rollout function's episode ended."""
+
+    status: RolloutStatus
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What reward functions may ask for beside what they always get."""
+
+
+RolloutFunction: TypeAlias = Callable[[AsyncSession, StepResult, Conversation], Awaitable[Ended]]
+"""Plays one episode: (session, first result, conversation) -> how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +62,50 @@ class Player:
     chat: ChatTokenizer
     face: Face
     limits: RolloutConfig
+    """Those of this environment."""
     max_sessions: int = 0
     """That the environment holds at once; 0 where it does not say."""
+    run_seed: int = 0
+    toolbox: Toolbox | None = None
+    """Where answers call tools."""
+    rollout_function: RolloutFunction | None = None
+    """Plays the episodes in place of the usual loop."""
+    reward: Reward = field(default_factory=Reward)
+    """What `play_group` scores a group with."""
 
-    async def play(self, seed: int, sampling: Sampling) -> Rollout:
-        """One episode of the deal `seed`."""
+    async def play(self, seed: int, sampling: Sampling, salt: int = 0) -> Rollout:
+        """One episode of the deal `seed`; its reward is the environment's own return.
+
+        Args:
+            sampling: but for its `max_tokens`: that is the environment's.
+            salt: tells episodes of one deal apart; the same salt samples the same answers.
+        """
+        return (await self.play_alone(seed, sampling, salt)).rollout
+
+    async def play_alone(self, seed: int, sampling: Sampling, salt: int) -> PlayedEpisode:
+        """What `play` plays, with all that reward functions may ask about it."""
         try:
             opened = await _when_there_is_room(
                 lambda: self.client.open(seed=seed, close_when_done=True)
             )
         except InfrastructureError:
-            return _Episode(self, seed, sampling).end(RolloutStatus.LOST)
-        return await self.play_opened(opened, seed, sampling)
+            return self.lost(seed)
+        return await self.play_opened(opened, seed, sampling, salt)
 
-    async def play_opened(self, opened: Opened, seed: int, sampling: Sampling) -> Rollout:
+    async def play_opened(
+        self, opened: Opened, seed: int, sampling: Sampling, salt: int
+    ) -> PlayedEpisode:
         """The episode that has begun in a session; the session is closed at its end."""
-        episode = _Episode(self, seed, sampling)
         session, first = opened
+        stream = mix(self.run_seed, seed, salt)
+        conversation = Conversation(self.generate, self.chat, self.limits, sampling, stream)
         try:
-            return episode.end(await episode.run(session, first))
+            ended = await self._run(session, first, conversation)
         except InfrastructureError:
-            return episode.end(RolloutStatus.LOST)
+            ended = Ended(RolloutStatus.LOST)
         finally:
-            if not episode.is_over:
-                await close_session(session)
+            await close_session(session)
+        return self._finished(seed, conversation, ended)
 
     async def open_group(self, seed: int, size: int) -> list[Opened]:
         """Sessions whose episodes begin alike, all or none; waits while the server is full.
@@ -79,65 +118,100 @@ class Player:
             lambda: self.client.open_group(size, seed=seed, close_when_done=True)
         )
 
+    def lost(self, seed: int) -> PlayedEpisode:
+        """An episode that infrastructure ended before it began."""
+        status = RolloutStatus.LOST
+        return PlayedEpisode(Rollout(self.environment, seed, (), None, None, (), status, 0))
 
-class _Episode:
-    """The state of one episode while it is played."""
+    async def _run(
+        self, session: AsyncSession, first: StepResult, conversation: Conversation
+    ) -> Ended:
+        if self.rollout_function is None:
+            return await _take_turns(self._seat(session, first), conversation)
+        try:
+            ended = await self.rollout_function(session, first, conversation)
+        except ConversationFullError:
+            return Ended(RolloutStatus.TRUNCATED)
+        except ActionError:
+            conversation.pay(self.limits.invalid_action_reward)
+            return Ended(RolloutStatus.INVALID_ACTION)
+        if not isinstance(ended, Ended):
+            raise TypeError(
+                f"environments.{self.environment}.rollout expected to return Ended(status, "
+                f"fields), got {ended!r:.100}"
+            )
+        return ended
 
-    def __init__(self, player: Player, seed: int, sampling: Sampling) -> None:
-        self._player = player
-        self._seed = seed
-        self._sampling = sampling
-        self._turns: list[Turn] = []
-        self.is_over = False
-        """True when the server has ended the episode and freed the session by itself."""
+    def _seat(self, session: AsyncSession, first: StepResult) -> Seat:
+        reward = self.limits.invalid_action_reward
+        if self.toolbox is not None:
+            return ToolSeat(session, first, self.toolbox, reward)
+        return FaceSeat(session, first, self.face, reward)
 
-    async def run(self, session: AsyncSession, result: StepResult) -> RolloutStatus:
-        """How the episode ended; turns and return are collected on the way."""
-        player, chat = self._player, self._player.chat
-        token_ids = prompt_ids = chat.first_prompt(player.face.messages(result, first=True))
-        while self._has_room(len(token_ids)):
-            completion = await player.generate(token_ids, self._sampling, self._request_seed())
-            text = chat.decode(completion.token_ids)
-            try:
-                result = await session.step(**player.face.action(text, result))
-            except ActionError:
-                reward = player.limits.invalid_action_reward
-                self._turns.append(Turn(prompt_ids, completion, reward))
-                return RolloutStatus.INVALID_ACTION
-            self._turns.append(Turn(prompt_ids, completion, result.reward or 0.0))
-            if result.done:
-                self.is_over = True
-                ended = result.terminated
-                return RolloutStatus.TERMINATED if ended else RolloutStatus.TRUNCATED
-            messages = player.face.messages(result, first=False)
-            prompt_ids = chat.next_prompt(messages, ended=completion.stopped)
-            token_ids = [*token_ids, *completion.token_ids, *prompt_ids]
-        return RolloutStatus.TRUNCATED
-
-    def end(self, status: RolloutStatus) -> Rollout:
-        """The finished rollout; without a reward when it was lost or nothing was sampled."""
-        scored = status is not RolloutStatus.LOST and self._turns
-        paid = sum(turn.reward for turn in self._turns) if scored else None
-        versions: Sequence[int] = [turn.completion.policy_version for turn in self._turns]
-        return Rollout(
-            environment=self._player.environment,
-            seed=self._seed,
-            sequences=(join_turns(self._turns),) if self._turns else (),
+    def _finished(self, seed: int, conversation: Conversation, ended: Ended) -> PlayedEpisode:
+        """The rollout; without a reward when it was lost or nothing was sampled."""
+        turns, status = conversation.turns, ended.status
+        scored = status is not RolloutStatus.LOST and turns
+        paid = sum(turn.reward for turn in turns) if scored else None
+        rollout = Rollout(
+            environment=self.environment,
+            seed=seed,
+            sequences=conversation.sequences(with_rest=status is RolloutStatus.TRUNCATED),
             reward=paid,
             episode_return=paid,
             terms=(ScoredTerm("environment", paid),),
             status=status,
-            policy_version=min(versions, default=0),
+            policy_version=min((turn.completion.policy_version for turn in turns), default=0),
+        )
+        messages, num_first = conversation.messages, conversation.num_first_messages
+        return PlayedEpisode(
+            rollout,
+            prompt=messages[:num_first],
+            completion=messages[num_first : conversation.num_answered_messages],
+            completion_ids=[token for turn in turns for token in turn.completion.token_ids],
+            fields=ended.fields,
         )
 
-    def _request_seed(self) -> int:
-        """Differs between turns; those of one seed's episodes differ by their sampling's salt."""
-        return self._seed * 64 + len(self._turns)
 
-    def _has_room(self, num_tokens: int) -> bool:
-        limits = self._player.limits
-        fits = num_tokens + limits.max_completion_tokens <= limits.max_tokens
-        return fits and len(self._turns) < limits.max_turns
+async def _take_turns(seat: Seat, conversation: Conversation) -> Ended:
+    """How the episode ended when the policy and the environment took turns."""
+    opening = await seat.opening()
+    conversation.offer(opening.tools)
+    conversation.add(opening.messages)
+    status: RolloutStatus | None = None
+    while status is None:
+        if not conversation.has_room:
+            status = RolloutStatus.TRUNCATED
+            break
+        reply = await seat.reply(await conversation.answer())
+        conversation.pay(reply.reward)
+        conversation.add(reply.messages)
+        status = reply.status
+    return Ended(status, _LastResult(seat.result))
+
+
+class _LastResult(Mapping[str, Any]):
+    """Info and metadata of the last result, read only when a reward function asks."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+        self._fields: dict[str, Any] | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read()[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        if self._fields is None:
+            metadata = self._result.observation.get("metadata")
+            known = metadata if isinstance(metadata, dict) else {}
+            self._fields = {**known, **self._result.info}
+        return self._fields
 
 
 async def close_session(session: AsyncSession) -> None:

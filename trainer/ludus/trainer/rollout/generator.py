@@ -8,6 +8,8 @@
 
 The thread takes all that waits in the inbox before each step, so calls that arrive while a
 step runs form the next batch without any timer.
+
+    the thread's time:  waiting | steps (busy_s) | loads and probes (pause_s)
 """
 
 from __future__ import annotations
@@ -16,12 +18,29 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest, StateDict
 from ludus.trainer.types import Completion, Probe, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorUsage:
+    """What an engine's thread has done since it began; take differences for an interval."""
+
+    num_tokens: int
+    """Sampled."""
+    num_requests: int
+    """Answered."""
+    busy_s: float
+    """In steps of the engine."""
+    pause_s: float
+    """In loads of weights and in probes, while nothing is sampled."""
+    num_loads: int
+    """Of weights."""
 
 
 @dataclass(slots=True)
@@ -50,7 +69,12 @@ class Generator:
         self._unsent: list[EngineRequest] = []
         self._version = 0
         self._failure: BaseException | None = None
-        self.num_tokens_generated = 0
+        self._num_tokens = 0
+        self._num_requests = 0
+        self._num_loads = 0
+        # Written by the engine's thread alone.
+        self._busy_s = 0.0
+        self._pause_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -74,10 +98,18 @@ class Generator:
 
         await self._order(load)
         self._version = version
+        self._num_loads += 1
 
     async def score(self, probe: Probe) -> list[float]:
         """Log-probs of the probe's completion under the weights that sample now."""
         return await self._order(lambda: self._engine.score(probe))
+
+    @property
+    def usage(self) -> GeneratorUsage:
+        """What the engine has done so far."""
+        return GeneratorUsage(
+            self._num_tokens, self._num_requests, self._busy_s, self._pause_s, self._num_loads
+        )
 
     def close(self) -> None:
         """Nothing; stops the thread and closes the engine."""
@@ -98,13 +130,19 @@ class Generator:
         """The engine's thread."""
         try:
             while self._take_inbox():
-                outputs = self._engine.step() if self._engine.has_work else []
+                outputs = self._step() if self._engine.has_work else []
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
         except BaseException as error:  # noqa: BLE001 - handed to every waiting caller
             self._loop.call_soon_threadsafe(self._fail, error)
         finally:
             self._engine.close()
+
+    def _step(self) -> list[EngineOutput]:
+        started_s = time.perf_counter()
+        outputs = self._engine.step()
+        self._busy_s += time.perf_counter() - started_s
+        return outputs
 
     def _take_inbox(self) -> bool:
         """False once closed; waits only while the engine has nothing to do."""
@@ -124,17 +162,20 @@ class Generator:
                     self._engine.submit(request)
 
     def _execute(self, order: _Order) -> None:
+        started_s = time.perf_counter()
         try:
             result = order.run()
         except Exception as error:  # noqa: BLE001 - handed to the caller
             self._loop.call_soon_threadsafe(order.future.set_exception, error)
         else:
+            self._pause_s += time.perf_counter() - started_s
             self._loop.call_soon_threadsafe(order.future.set_result, result)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             pending = self._pending.pop(output.request_id)
-            self.num_tokens_generated += len(output.token_ids)
+            self._num_tokens += len(output.token_ids)
+            self._num_requests += 1
             if pending.future.cancelled():
                 continue
             pending.future.set_result(

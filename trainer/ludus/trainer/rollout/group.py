@@ -7,6 +7,8 @@
                                                                G episodes, side by side, until
                                                                the last ends or time is up
 
+    rollouts --reward functions, once for the group--> rewards
+
 Sessions that are opened together are opened all or none, and the server compares their first
 observations: an environment that ignores its seed is found before anything is sampled.
 """
@@ -19,24 +21,33 @@ from typing import Any
 
 from ludus.proto.errors import InfrastructureError
 from ludus.trainer.rollout.episode import Player, close_session
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
+from ludus.trainer.rollout.rewards import PlayedEpisode
+from ludus.trainer.rollout.seeds import mix
+from ludus.trainer.types import GroupSpec, RolloutGroup, Sampling
+
+_NUM_SEEDS = 2**30
 
 
 async def play_group(
     player: Player, spec: GroupSpec, sampling: Sampling, timeout_s: float
 ) -> RolloutGroup:
-    """The group's episodes; those that did not end in time are lost.
+    """The group's episodes with their rewards; those that did not end in time are lost.
 
     Raises:
+        RewardFunctionError: a reward function failed, or did not end within another `timeout_s`.
         GroupMismatchError: episodes of one seed begin differently; their rewards cannot be
             compared, so nothing may be learned from them.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     if _opens_together(player, spec):
-        rollouts = await _play_together(player, spec.seeds, sampling, deadline_s)
+        played = await _play_together(player, spec, sampling, deadline_s)
     else:
-        episodes = [player.play(seed, sampling) for seed in spec.seeds]
-        rollouts = await _play_until(deadline_s, player, episodes, spec.seeds)
+        episodes = [
+            player.play_alone(seed, sampling, salt)
+            for seed, salt in zip(spec.seeds, _salts(spec), strict=True)
+        ]
+        played = await _play_until(deadline_s, player, episodes, spec.seeds)
+    rollouts = await player.reward.score(played, timeout_s)
     return RolloutGroup(spec.index, spec.environment, tuple(rollouts))
 
 
@@ -44,16 +55,23 @@ def _opens_together(player: Player, spec: GroupSpec) -> bool:
     return len(set(spec.seeds)) == 1 and len(spec.seeds) <= player.max_sessions
 
 
+def _salts(spec: GroupSpec) -> list[int]:
+    """One per episode: a group that is played again, and no other, samples the same."""
+    return [mix(spec.index, number) for number in range(len(spec.seeds))]
+
+
 async def _play_together(
-    player: Player, seeds: Sequence[int], sampling: Sampling, deadline_s: float
-) -> list[Rollout]:
+    player: Player, spec: GroupSpec, sampling: Sampling, deadline_s: float
+) -> list[PlayedEpisode]:
+    seeds = spec.seeds
     try:
         async with asyncio.timeout_at(deadline_s):
             opened = await player.open_group(seeds[0], len(seeds))
     except (InfrastructureError, TimeoutError):
-        return [_lost(player, seed) for seed in seeds]
+        return [player.lost(seed) for seed in seeds]
     episodes = [
-        player.play_opened(one, seed, sampling) for one, seed in zip(opened, seeds, strict=True)
+        player.play_opened(one, seed, sampling, salt)
+        for one, seed, salt in zip(opened, seeds, _salts(spec), strict=True)
     ]
     try:
         return await _play_until(deadline_s, player, episodes, seeds)
@@ -66,12 +84,12 @@ async def _play_together(
 async def _play_until(
     deadline_s: float,
     player: Player,
-    episodes: Sequence[Coroutine[Any, Any, Rollout]],
+    episodes: Sequence[Coroutine[Any, Any, PlayedEpisode]],
     seeds: Sequence[int],
-) -> list[Rollout]:
-    """One rollout per episode; every episode is over, and its session freed, on every way out."""
+) -> list[PlayedEpisode]:
+    """What was played, one each; every episode is over, and its session freed, on every way out."""
     tasks = [asyncio.create_task(episode) for episode in episodes]
-    done: set[asyncio.Task[Rollout]] = set()
+    done: set[asyncio.Task[PlayedEpisode]] = set()
     try:
         remaining_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
         done, _ = await asyncio.wait(tasks, timeout=remaining_s)
@@ -82,7 +100,7 @@ async def _play_until(
         if late:
             await asyncio.wait(late)
     return [
-        task.result() if task in done else _lost(player, seed)
+        task.result() if task in done else player.lost(seed)
         for task, seed in zip(tasks, seeds, strict=True)
     ]
 
@@ -90,17 +108,5 @@ async def _play_until(
 def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
     """[G] the seeds of group `index`: below 2**30, so never those of an evaluation."""
     if shared:
-        return (_mix(run_seed, index),) * group_size
-    return tuple(_mix(run_seed, index * group_size + i) for i in range(group_size))
-
-
-def _mix(run_seed: int, counter: int) -> int:
-    """A 30-bit seed; splitmix64's finaliser spreads neighbouring counters."""
-    value = (run_seed * 0x9E3779B97F4A7C15 + counter * 0xD1342543DE82EF95 + 1) % 2**64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
-    return (value ^ (value >> 31)) % 2**30
-
-
-def _lost(player: Player, seed: int) -> Rollout:
-    return Rollout(player.environment, seed, (), None, None, (), RolloutStatus.LOST, 0)
+        return (mix(run_seed, index) % _NUM_SEEDS,) * group_size
+    return tuple(mix(run_seed, index, number + 1) % _NUM_SEEDS for number in range(group_size))

@@ -2,6 +2,7 @@
 
 Prompts of equal length form a batch without padding, and equal prompts are computed once:
 the episodes of a same-seed group begin with the same tokens, so most of a batch is shared.
+What is sampled follows from each request's seed alone (`seeds.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.rollout.seeds import uniforms
+from ludus.trainer.rollout.token_sampling import sample_tokens
 from ludus.trainer.types import Probe
 
 
@@ -29,13 +32,12 @@ class TransformersEngine:
     """One model in this process; each step answers the waiting requests of one length."""
 
     def __init__(
-        self, model: PreTrainedModel, *, end_token_id: int, seed: int, max_batch_size: int = 1024
+        self, model: PreTrainedModel, *, end_token_id: int, max_batch_size: int = 1024
     ) -> None:
         self._model = model.eval()
         self._device = model.device
         self._end_token_id = end_token_id
         self._max_batch_size = max_batch_size
-        self._random = torch.Generator(device=self._device).manual_seed(seed)
         self._waiting: dict[int, list[EngineRequest]] = defaultdict(list)
 
     @property
@@ -109,13 +111,11 @@ class TransformersEngine:
     def _sample(
         self, logits: torch.Tensor, sequences: Sequence[_Sequence]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        temperatures = [sequence.request.sampling.temperature for sequence in sequences]
-        scale = torch.tensor(temperatures, device=self._device)[:, None]
-        greedy = scale[:, 0] == 0
-        logprobs = torch.log_softmax(logits / torch.where(scale == 0, 1.0, scale), dim=-1)
-        ids = torch.multinomial(logprobs.exp(), 1, generator=self._random)[:, 0]
-        ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
-        return ids, logprobs.gather(1, ids[:, None])[:, 0]
+        # All of a batch have sampled equally many tokens.
+        position = len(sequences[0].token_ids)
+        seeds = [sequence.request.seed for sequence in sequences]
+        numbers = torch.from_numpy(uniforms(seeds, [position] * len(seeds))).to(self._device)
+        return sample_tokens(logits, [s.request.sampling for s in sequences], numbers)
 
     def _is_finished(self, sequence: _Sequence) -> bool:
         full = len(sequence.token_ids) >= sequence.request.sampling.max_tokens

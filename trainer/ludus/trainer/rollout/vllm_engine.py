@@ -39,8 +39,8 @@ logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
 class VllmEngine:
     """One vLLM engine in this process.
 
-    A request's random numbers follow from the engine's seed and the request's id alone, so
-    what it samples does not depend on the requests it shares a batch with.
+    A request's random numbers follow from its seed alone, so what it samples does not depend
+    on the requests it shares a batch with.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class VllmEngine:
         end_token_id: int,
         max_tokens: int,
         dtype: str,
-        seed: int,
     ) -> None:
         if os.environ.get(IN_PROCESS) != "0":
             raise ConfigError(
@@ -64,7 +63,6 @@ class VllmEngine:
                     model=model_path,
                     skip_tokenizer_init=True,
                     dtype=dtype,
-                    seed=seed,
                     max_model_len=max_tokens,
                     max_num_seqs=config.max_num_seqs,
                     logprobs_mode="processed_logprobs",
@@ -78,7 +76,6 @@ class VllmEngine:
                 )
             )
         self._end_token_id = end_token_id
-        self._seed = seed
         self._names, self._tied_names = _parameter_names(self._llm.model_config.hf_config)
         self._thread: int | None = None
         self._finished: list[EngineOutput] = []
@@ -93,8 +90,9 @@ class VllmEngine:
         """Nothing; the request joins the batch at the next step."""
         params = SamplingParams(
             temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
             max_tokens=request.sampling.max_tokens,
-            seed=_request_seed(self._seed, request.request_id),
+            seed=request.seed,
             stop_token_ids=[self._end_token_id],
             ignore_eos=True,
             logprobs=0,
@@ -232,11 +230,6 @@ def _reload(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[st
 def _packed_weights(model: torch.nn.Module) -> dict[str, object]:
     layers = model.named_modules()
     return {name: layer.cpu_linear for name, layer in layers if hasattr(layer, "cpu_linear")}
-
-
-def _request_seed(engine_seed: int, request_id: int) -> int:
-    """A seed of 32 bits; those of one engine are all different for 2**32 requests."""
-    return (engine_seed * 0x9E3779B1 + request_id * 0x85EBCA6B) % 2**32
 
 
 def _chosen_logprobs(token_ids: Sequence[int], columns: Sequence[Any]) -> list[float]:

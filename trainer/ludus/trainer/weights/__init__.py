@@ -1,7 +1,22 @@
-"""Weights from learner to sampler: manifest, checksums, stores."""
+"""Weights from learner to sampler.
 
-from ludus.trainer.weights.canary import CanaryReport, check_canary
-from ludus.trainer.weights.folder import FolderStore
-from ludus.trainer.weights.manifest import make_manifest, verify
+store      versions go in, versions come out: chains, retention, time limits
+payload    one version as the bytes that travel;  delta  as the difference from another
+folder, bucket (and actors/weight_store.py)  where the bytes lie
+manifest   checksums;  canary  proof that a worker samples from what it loaded
+adapters   adapters and base weights become the tensors that an engine loads
+"""
 
-__all__ = ["CanaryReport", "FolderStore", "check_canary", "make_manifest", "verify"]
+from ludus.trainer.weights.canary import CanaryReport, WorkerWeights, check_canary
+from ludus.trainer.weights.manifest import cast_floats, make_manifest, verify
+from ludus.trainer.weights.store import VersionStore
+
+__all__ = [
+    "CanaryReport",
+    "VersionStore",
+    "WorkerWeights",
+    "cast_floats",
+    "check_canary",
+    "make_manifest",
+    "verify",
+]

@@ -41,9 +41,52 @@ class CanaryReport:
 
 
 def check_canary(manifest: WeightManifest, answer: Sequence[float], dtype: str) -> CanaryReport:
-    """The comparison of a worker's probe log-probs with those of the manifest."""
+    """The comparison of a worker's probe log-probs with those of the manifest.
+
+    Args:
+        dtype: in which the learner and the engine compute; where tensors travelled in a coarser
+            one, that one says what may differ.
+    """
     pairs = zip(manifest.probe_logprobs, answer, strict=True)
     errors = [abs(expected - got) for expected, got in pairs]
     # max() would hide a nan that is not first.
     worst = max(errors) if all(error == error for error in errors) else float("nan")
-    return CanaryReport(manifest.version, manifest.content_hash, worst, TOLERANCE[dtype])
+    travelled = {entry.dtype for entry in manifest.tensors}
+    tolerance = max(TOLERANCE.get(each, 0.0) for each in {dtype, *travelled})
+    return CanaryReport(manifest.version, manifest.content_hash, worst, tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWeights:
+    """The weights that a worker samples from, and what it took to get them there."""
+
+    canary: CanaryReport
+    fetch_s: float
+    """Until all tensors were there and checked."""
+    load_s: float
+    """From then on, until the engine had answered the probe."""
+    bytes_fetched: int
+    """Fewer than the tensors have where differences travel."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.canary.version
+
+    @property
+    def content_hash(self) -> str:
+        """Of the weights."""
+        return self.canary.content_hash
+
+    @property
+    def canary_error(self) -> float:
+        """Largest difference of a probe token's log-prob from the learner's."""
+        return self.canary.error
+
+    @property
+    def ok(self) -> bool:
+        """Whether the worker may take traffic."""
+        return self.canary.ok
+
+    def __str__(self) -> str:
+        return str(self.canary)

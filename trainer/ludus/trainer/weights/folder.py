@@ -1,68 +1,91 @@
-"""A weight store in a folder that learner and workers share."""
+"""Versions as files in a folder that learner and workers share."""
 
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import numpy as np
 
-from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import PublishedWeights, StateDict
-from ludus.trainer.types import WeightManifest
-from ludus.trainer.weights.manifest import verify
-
-_TENSORS_FILE = "weights.safetensors"
+from ludus.proto.errors import StoreAwayError, WeightSyncError
 
 
-class FolderStore:
-    """Versions as `v<number>/weights.safetensors`.
+class FolderFiles:
+    """One file for each version, written aside and renamed: there is all of it, or none.
 
-    A version is written aside and renamed, so a reader sees all of it or nothing. A version
-    may only be dropped when no worker still fetches it, so at least two stay.
+    Plain files, because a general object-store library reads and writes local ones at a third
+    of the speed. A mapped file would be faster still, but a shared folder may take a dropped
+    file away under its reader, which then dies of it.
     """
 
-    def __init__(self, folder: Path, keep_versions: int = 2) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._keep_versions = keep_versions
-        folder.mkdir(parents=True, exist_ok=True)
+        self._made = False
 
-    def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
-        """The version, complete and fetchable; older ones beyond the retention are dropped."""
-        target = self._version_folder(manifest.version)
-        aside = target.with_suffix(".partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        save_file(
-            {name: tensor.contiguous() for name, tensor in state.items()}, aside / _TENSORS_FILE
-        )
-        # A resumed run publishes some versions again.
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        self._drop_others(manifest.version)
-        return PublishedWeights(manifest, str(target))
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return f"the folder '{self._folder}'"
 
-    def fetch(self, published: PublishedWeights) -> StateDict:
-        """The tensors as they were published."""
-        path = Path(published.location) / _TENSORS_FILE
+    def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
+        """Where the file lies."""
+        target = self._folder / name
+        aside = self._folder / f"{name}.partial"
         try:
-            state = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise WeightSyncError(
-                f"weights version {published.manifest.version} cannot be read from '{path}': "
-                f"{error}; every rollout worker must see the folder weights.path"
-            ) from error
-        verify(published.manifest, state)
-        return state
+            if not self._made:
+                # Only once: a folder that vanishes later is away, and will come back.
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._made = True
+            with aside.open("wb") as file:
+                for buffer in buffers:
+                    file.write(buffer.data)
+            os.replace(aside, target)
+        except OSError as error:
+            raise self._failure(error) from error
+        return name
 
-    def _version_folder(self, version: int) -> Path:
-        return self._folder / f"v{version:08d}"
+    def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
+        """The file's bytes."""
+        path = self._folder / location
+        # Unlike Path.is_dir, this one answers also where the folder is out of order.
+        was_there = os.path.isdir(self._folder)
+        try:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != num_bytes:
+                    raise WeightSyncError(
+                        f"'{path}' was cut off: expected {num_bytes} bytes, got {size}; every "
+                        "rollout worker must see the folder weights.path as the learner does"
+                    )
+                content = np.empty(num_bytes, dtype=np.uint8)
+                view, start = memoryview(content.data), 0
+                while start < num_bytes and (num_read := file.readinto(view[start:])):
+                    start += num_read
+        except FileNotFoundError as error:
+            if was_there and os.path.isdir(self._folder):
+                raise WeightSyncError(
+                    f"{self.place} has no '{location}'; every rollout worker must see the folder "
+                    "weights.path, and a slow one may need more weights.keep_versions"
+                ) from error
+            raise self._failure(error) from error
+        except OSError as error:
+            raise self._failure(error) from error
+        return [content[:start]]
 
-    def _drop_others(self, newest: int) -> None:
-        """Nothing; a run that went on from a checkpoint leaves later versions behind, too."""
-        kept = {self._version_folder(newest - age) for age in range(self._keep_versions)}
-        for path in self._folder.glob("v*"):
-            if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+    def drop(self, location: str) -> None:
+        """Nothing; the file is gone."""
+        (self._folder / location).unlink(missing_ok=True)
+
+    def leftovers(self) -> list[str]:
+        """Files of earlier processes, whole or not."""
+        return [path.name for path in self._folder.glob("v*-*.safetensors*")]
+
+    def _failure(self, error: OSError) -> WeightSyncError:
+        reason = f"{self.place}: {error.strerror or error}"
+        if isinstance(error, PermissionError):
+            return WeightSyncError(
+                f"{reason}; the user that runs learner and workers must be able to read and "
+                "write weights.path"
+            )
+        return StoreAwayError(reason)

@@ -1,0 +1,345 @@
+"""What the examples learn on this machine: `make learn`.
+
+    example, seed --ludus train--> summary.json --> one row per environment --> learn.json
+
+One run after the other, each started as a user would start it. A row holds what the final
+evaluation found, with its 95 % interval, the training it took, and whether that reaches the
+example's target; the last rows are the negative control, which must not learn. Rows of earlier
+calls on the same machine with the same packages are kept, so the whole can be measured in parts:
+
+    python bench/learn.py --only catch --seeds 0 1
+
+The exit code is 1 when a run of this call failed or missed its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ludus.env.evaluation import wilson_interval
+from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "learn.json"
+SEEDS = (0, 1, 2)
+BLACKJACK_TRAINING_S = 120.0
+NUM_ERROR_LINES = 5
+
+Measured = tuple[float, tuple[float, float]]
+"""A share and its 95 % interval."""
+
+
+def win_rate(report: EvalReport) -> Measured:
+    """The share of games won."""
+    return report.policy.win_rate, report.policy.win_rate_ci95
+
+
+def not_lost(report: EvalReport) -> Measured:
+    """The share of games won or drawn."""
+    policy = report.policy
+    share = policy.win_rate + policy.draw_rate
+    return share, wilson_interval(round(share * policy.num_games), policy.num_games)
+
+
+def gap_closed(report: EvalReport) -> Measured:
+    """The share of the gap from the random to the optimal policy, on the same deals."""
+    assert report.gap_closed is not None and report.gap_closed_ci95 is not None
+    return report.gap_closed, report.gap_closed_ci95
+
+
+METRICS: dict[str, Callable[[EvalReport], Measured]] = {
+    measure.__name__: measure for measure in (win_rate, not_lost, gap_closed)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a run must reach in one environment."""
+
+    metric: str
+    at_least: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An example, and what it must reach."""
+
+    example: str
+    targets: dict[str, Target]
+    """By the environment's name in the run; the others of the run are not judged."""
+    max_training_s: float | None = None
+    overrides: tuple[str, ...] = ()
+    must_not_learn: bool = False
+    """True for the negative control: it must not beat the best policy that does not look."""
+
+
+_BLACKJACK = {"blackjack": Target("gap_closed", 0.95)}
+
+CASES: dict[str, Case] = {
+    "catch": Case("catch/tiny.toml", {"catch": Target("win_rate", 0.95)}),
+    "tic_tac_toe": Case("tic_tac_toe/tiny.toml", {"tic_tac_toe": Target("not_lost", 0.95)}),
+    "math": Case("math/tiny.toml", {"math": Target("win_rate", 0.90)}),
+    "math_curriculum": Case("math/curriculum.toml", {"below_20": Target("win_rate", 0.90)}),
+    "blackjack": Case("blackjack/tiny.toml", _BLACKJACK, max_training_s=BLACKJACK_TRAINING_S),
+    "blackjack_ppo": Case("blackjack/ppo.toml", {"blackjack": Target("gap_closed", 0.90)}),
+    "mixed": Case(
+        "mixed/tiny.toml",
+        {
+            "catch": Target("win_rate", 0.95),
+            "blackjack": Target("gap_closed", 0.85),
+            "sums": Target("win_rate", 0.90),
+        },
+    ),
+    "blackjack_shuffled_rewards": Case(
+        "blackjack/tiny.toml",
+        _BLACKJACK,
+        overrides=("training.shuffle_rewards=true",),
+        must_not_learn=True,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run came to in one environment."""
+
+    case: str
+    seed: int
+    environment: str
+    metric: str
+    value: float | None
+    """None where the run failed."""
+    ci95: tuple[float, float] | None
+    before_training: float | None
+    target: str
+    training_s: float
+    num_games_trained: int
+    num_games_judged: int
+    load_average: float
+    """Of the machine, over the minute before the run: others who compute make it slower."""
+    passed: bool
+    error: str = ""
+
+    @property
+    def is_of(self) -> tuple[str, int]:
+        """The run it belongs to."""
+        return self.case, self.seed
+
+
+def main() -> int:
+    """The exit code: 1 when a run failed or missed its target."""
+    chosen = _parse()
+    rows = _earlier_rows()
+    of_this_call: list[Row] = []
+    for name in chosen.only:
+        for seed in chosen.seeds:
+            found = _run(name, CASES[name], seed)
+            of_this_call += found
+            rows = [row for row in rows if row.is_of != (name, seed)] + found
+            for row in found:
+                print(_line(row), flush=True)
+            _write(rows)
+    _print_medians(rows)
+    return 0 if all(row.passed for row in of_this_call) else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    return parser.parse_args()
+
+
+def _run(name: str, case: Case, seed: int) -> list[Row]:
+    """The rows of one run, one for each target."""
+    load_average = os.getloadavg()[0]
+    folder = ROOT / "runs" / f"learn-{name}-{seed}"
+    overrides = (f"name={folder.name}", f"output_dir={folder.parent}", f"seed={seed}")
+    settings = [part for override in (*overrides, *case.overrides) for part in ("--set", override)]
+    ludus = Path(sys.executable).parent / "ludus"
+    command = [ludus, "train", ROOT / "examples" / case.example, "--overwrite", *settings]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        error = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return [_failed(name, seed, load_average, *item, error) for item in case.targets.items()]
+    summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
+    return [
+        _row(name, case, seed, load_average, environment, summary) for environment in case.targets
+    ]
+
+
+def _row(
+    name: str, case: Case, seed: int, load_average: float, environment: str, summary: Summary
+) -> Row:
+    target, result = case.targets[environment], summary.results[environment]
+    measure = METRICS[target.metric]
+    value, ci95 = measure(result.report)
+    started = result.start
+    is_in_time = case.max_training_s is None or summary.wall_seconds_training <= case.max_training_s
+    if case.must_not_learn:
+        blind = _share_closed_blind(result)
+        wanted, passed = f"not above {blind:.3f}", ci95[0] < blind
+    else:
+        wanted, passed = f"at least {target.at_least}", value >= target.at_least and is_in_time
+    if case.max_training_s is not None:
+        wanted += f" in {case.max_training_s:.0f} s"
+    return Row(
+        case=name,
+        seed=seed,
+        environment=environment,
+        metric=target.metric,
+        value=value,
+        ci95=ci95,
+        before_training=started.win_rate if started else None,
+        target=wanted,
+        training_s=summary.wall_seconds_training,
+        num_games_trained=summary.games_trained,
+        num_games_judged=result.report.policy.num_games,
+        load_average=load_average,
+        passed=passed,
+    )
+
+
+def _share_closed_blind(result: EnvironmentResult) -> float:
+    """What always standing closes of blackjack's gap: all that can be won without looking."""
+    returns = {name: one.expected_return for name, one in result.report.baselines.items()}
+    gap = returns["basic_strategy"] - returns["random"]
+    return (returns["always_stand"] - returns["random"]) / gap
+
+
+def _failed(
+    name: str, seed: int, load_average: float, environment: str, target: Target, error: str
+) -> Row:
+    return Row(
+        case=name,
+        seed=seed,
+        environment=environment,
+        metric=target.metric,
+        value=None,
+        ci95=None,
+        before_training=None,
+        target=f"at least {target.at_least}",
+        training_s=0.0,
+        num_games_trained=0,
+        num_games_judged=0,
+        load_average=load_average,
+        passed=False,
+        error=error,
+    )
+
+
+def _line(row: Row) -> str:
+    head = f"{row.case:<28}seed {row.seed}  {row.environment:<12}{row.metric:<11}"
+    if row.value is None or row.ci95 is None:
+        return f"{head}FAILED: {row.error}"
+    low, high = row.ci95
+    verdict = "ok" if row.passed else "MISSED"
+    return (
+        f"{head}{row.value:6.3f} ({low:.3f} to {high:.3f})  {row.target:<22}{verdict:<8}"
+        f"{row.training_s:5.0f} s {row.num_games_trained:>9,} games  load {row.load_average:.1f}"
+    )
+
+
+def _print_medians(rows: Sequence[Row]) -> None:
+    print()
+    for one in _medians(rows):
+        print(
+            f"{one['case']:<28}{one['environment']:<12}{one['metric']:<11}median "
+            f"{one['value']:.3f}  {one['training_s']:.0f} s  {one['num_passed']} of "
+            f"{one['num_seeds']} seeds reach it"
+        )
+
+
+def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """One entry for each case and environment that has been measured."""
+    measured: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        measured.setdefault((row.case, row.environment, row.metric), []).append(row)
+    return [
+        {
+            "case": case,
+            "environment": environment,
+            "metric": metric,
+            "value": statistics.median(row.value or 0.0 for row in group),
+            "training_s": statistics.median(row.training_s for row in group),
+            "num_passed": sum(row.passed for row in group),
+            "num_seeds": len(group),
+        }
+        for (case, environment, metric), group in measured.items()
+    ]
+
+
+def _write(rows: Sequence[Row]) -> None:
+    order = list(CASES)
+    rows = sorted(rows, key=lambda row: (order.index(row.case), row.environment, row.seed))
+    content = {
+        "command": "make learn",
+        **_setting(),
+        "examples": _fingerprints(),
+        "medians": _medians(rows),
+        "runs": [asdict(row) for row in rows],
+    }
+    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _earlier_rows() -> list[Row]:
+    """What earlier calls measured, as far as machine, packages and examples are the same."""
+    if not RESULTS.exists():
+        return []
+    earlier = json.loads(RESULTS.read_text())
+    if any(earlier.get(key) != value for key, value in _setting().items()):
+        return []
+    same = {
+        name for name, found in _fingerprints().items() if earlier["examples"].get(name) == found
+    }
+    rows = [Row(**{**row, "ci95": row["ci95"] and tuple(row["ci95"])}) for row in earlier["runs"]]
+    return [row for row in rows if row.case in same]
+
+
+def _setting() -> dict[str, object]:
+    from ludus.trainer.summary import installed_versions
+
+    return {
+        "machine": {
+            "cpu": _cpu_model(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+        },
+        "versions": installed_versions(),
+    }
+
+
+def _cpu_model() -> str:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.processor()
+
+
+def _fingerprints() -> dict[str, dict[str, object]]:
+    """By case: the example's file, its hash, and what is set beside it."""
+    return {
+        name: {
+            "example": f"examples/{case.example}",
+            "sha256": hashlib.sha256((ROOT / "examples" / case.example).read_bytes()).hexdigest(),
+            "overrides": list(case.overrides),
+        }
+        for name, case in CASES.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

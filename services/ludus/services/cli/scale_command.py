@@ -1,0 +1,67 @@
+"""`ludus scale`: says how many rollout workers a run shall have, while it goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.proto.config import LocalEnvironment, RunConfig, load_run_config
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE, RunControl
+from ludus.services.cli.console import results_console, say
+
+
+def scale(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
+    ],
+    workers: Annotated[int, typer.Option(min=1, help="Rollout workers that it shall have.")],
+) -> None:
+    """Change the number of rollout workers of a run while it goes on.
+
+    More join when they are ready; those that leave end what they play. It holds, too, when the
+    run is stopped and resumed.
+
+    Example: `ludus scale runs/demo --workers 3`
+    """
+    config_path = run_dir / CONFIG_FILE
+    if not config_path.is_file():
+        raise NotFoundError(
+            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
+            "give a folder that `ludus train` wrote, for example runs/demo"
+        )
+    _check(load_run_config(config_path), workers)
+    _write(run_dir / CONTROL_FILE, RunControl(num_workers=workers))
+    say(results_console(), f"{run_dir}: {workers} rollout workers are wanted")
+
+
+def _check(run: RunConfig, workers: int) -> None:
+    """Nothing.
+
+    Raises:
+        ConfigError: the run cannot have so many workers, or so few.
+    """
+    rollout = run.rollout
+    if workers < rollout.min_workers:
+        raise ConfigError(
+            f"--workers expected at least rollout.min_workers = {rollout.min_workers}, got "
+            f"{workers}; stop the run to have none"
+        )
+    wanted = workers * rollout.num_groups_in_flight * rollout.group_size
+    for name, environment in run.environments.items():
+        if isinstance(environment, LocalEnvironment) and wanted > environment.max_sessions:
+            raise ConfigError(
+                f"--workers {workers} play num_groups_in_flight * group_size = {wanted} sessions "
+                f"at once, but environments.{name}.max_sessions = {environment.max_sessions}; "
+                f"begin the run with --set environments.{name}.max_sessions={wanted}"
+            )
+
+
+def _write(path: Path, control: RunControl) -> None:
+    """Nothing; a reader sees the old file or the new one, never a part."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    aside.write_text(control.model_dump_json(indent=2), encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+from dataclasses import astuple, fields, replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ludus.proto.config import (
+    AlgorithmConfig,
+    CispoLoss,
+    ClipLoss,
+    GrpoConfig,
+    GspoLoss,
+    IcePop,
+    NoCorrection,
+    PpoConfig,
+    ReinforceConfig,
+    SequenceMask,
+    SequenceTis,
+    TokenTis,
+)
+from ludus.trainer.algorithms.advantages import group_advantages
+from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
+from ludus.trainer.algorithms.logits import entropy, token_logprobs
+from ludus.trainer.algorithms.policy_loss import LossTerms, policy_gradient_loss
+
+if TYPE_CHECKING:
+    from conftest import RaggedBatch
+
+PLAIN = GrpoConfig(
+    loss=ClipLoss(clip_high=0.2, dual_clip=None), correction=NoCorrection(), geometric_mask=None
+)
+EVERYTHING = GrpoConfig(kl_coef=0.1, entropy_coef=0.01)
+GSPO = GrpoConfig(
+    loss=GspoLoss(), correction=SequenceTis(), aggregation="sequence_mean", kl_coef=0.1
+)
+CONSTANT = GrpoConfig(aggregation="constant", correction=TokenTis(cap=1.1))
+CISPO = GrpoConfig(loss=CispoLoss(clip_high=0.1), kl_coef=0.1, kl_estimator="k2")
+MASKED = GrpoConfig(correction=SequenceMask(cap=1.04), aggregation="sequence_mean")
+ICEPOP = ReinforceConfig(correction=IcePop(low=0.9, high=1.04), entropy_coef=0.1)
+CRITIC = PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1")
+AT_RATIO_ONE = [
+    GrpoConfig(),
+    PLAIN,
+    CONSTANT,
+    GSPO.model_copy(update={"kl_coef": 0.0}),
+    GrpoConfig(loss=CispoLoss()),
+    ReinforceConfig(correction=IcePop()),
+    PpoConfig(correction=SequenceMask(), aggregation="sequence_mean"),
+]
+CONFIGS = [PLAIN, EVERYTHING, GSPO, CONSTANT, CISPO, MASKED, ICEPOP, CRITIC]
+
+
+def run(
+    batch: RaggedBatch,
+    config: AlgorithmConfig,
+    rows: list[int] | None = None,
+    logprobs: Tensor | None = None,
+    scale: str = "none",
+) -> LossTerms:
+    """The loss of some rows of the batch, as a part of the whole."""
+    rows = rows if rows is not None else [0, 1, 2, 3]
+    new = batch.logprobs if logprobs is None else logprobs
+    return policy_gradient_loss(
+        logprobs=new[rows],
+        old_logprobs=batch.old_logprobs[rows],
+        rollout_logprobs=batch.rollout_logprobs[rows],
+        ref_logprobs=batch.ref_logprobs[rows],
+        entropy=-new[rows],
+        advantages=group_advantages(batch.rewards[None], scale=scale).T[rows],
+        loss_mask=batch.mask[rows],
+        config=config,
+        denominator=loss_denominator(batch.mask, config.aggregation, max_tokens=8),
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+    )
+
+
+def gradient(batch: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]) -> Tensor:
+    """The gradient that accumulates over the parts."""
+    logprobs = batch.logprobs.clone().requires_grad_()
+    for rows in parts:
+        run(batch, config, rows, logprobs).loss.backward()
+    return logprobs.grad
+
+
+def test_the_parts_of_the_loss_add_up_to_the_reference_numbers(ragged: RaggedBatch) -> None:
+    with_kl = PLAIN.model_copy(update={"kl_coef": 0.5})
+    with_tis = PLAIN.model_copy(update={"correction": TokenTis(cap=2.0)})
+    assert run(ragged, PLAIN).loss.item() == pytest.approx(-0.0832437, abs=5.1e-8)
+    assert run(ragged, with_tis).loss.item() == pytest.approx(-0.0801720, abs=5.1e-8)
+    assert run(ragged, with_kl).loss.item() == pytest.approx(
+        -0.0832437 + 0.5 * 0.0348619, abs=1.1e-7
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "expected"),
+    [
+        (PLAIN, "none", -0.0832437),
+        (PLAIN.model_copy(update={"aggregation": "sequence_mean"}), "none", -0.0113098),
+        (PLAIN.model_copy(update={"aggregation": "constant"}), "none", -0.0260137),
+        (PLAIN, "group", -0.1738541),
+        (PLAIN.model_copy(update={"aggregation": "sequence_mean"}), "group", -0.0236205),
+        (PLAIN.model_copy(update={"aggregation": "constant"}), "group", -0.0543294),
+        (
+            GSPO.model_copy(update={"kl_coef": 0.0, "correction": NoCorrection()}),
+            "none",
+            -0.0001031,
+        ),
+    ],
+)
+def test_the_loss_of_the_shared_batch_is_the_one_of_the_table(
+    ragged: RaggedBatch, config: AlgorithmConfig, scale: str, expected: float
+) -> None:
+    assert run(ragged, config, scale=scale).loss.item() == pytest.approx(expected, abs=5.1e-8)
+
+
+def test_metrics_are_sums_over_the_sampled_tokens(ragged: RaggedBatch) -> None:
+    terms = run(ragged, PLAIN)
+    mask = ragged.mask
+    mismatch = (ragged.old_logprobs - ragged.rollout_logprobs)[mask]
+    assert terms.num_tokens == 10
+    # Ratios beyond 1.2 on good rows: tokens 1 and 4 of row 1 and the token of row 4;
+    # below 0.8 on bad rows: token 2 of row 3 is at exp(-.2) = .819, token 1 of row 2 as well.
+    assert terms.num_clipped_tokens == 3
+    assert terms.num_masked_sequences == 0 and terms.num_masked_tokens == 0
+    assert terms.ref_kl_sum.item() == pytest.approx(10 * 0.0348619, abs=1e-6)
+    torch.testing.assert_close(terms.entropy_sum, -ragged.logprobs[mask].sum())
+    torch.testing.assert_close(terms.mismatch_kl_sum, (mismatch.expm1() - mismatch).sum())
+    assert terms.loss.dim() == 0
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_masked_tokens_have_exactly_zero_gradient_and_may_hold_nan(
+    ragged: RaggedBatch, config: AlgorithmConfig
+) -> None:
+    assert ragged.logprobs[~ragged.mask].isnan().all()
+    result = gradient(ragged, config, [[0, 1, 2, 3]])
+    assert (result[~ragged.mask] == 0).all()
+    assert result.isfinite().all() and result[ragged.mask].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[3, 0], [2, 1]], [[1, 2, 3], [0]]])
+def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
+    ragged: RaggedBatch, config: AlgorithmConfig, parts: list[list[int]]
+) -> None:
+    whole = run(ragged, config)
+    split = [run(ragged, config, rows) for rows in parts]
+    for name in LossTerms.__dataclass_fields__:
+        total = torch.stack([getattr(terms, name) for terms in split]).sum()
+        torch.testing.assert_close(total, getattr(whole, name), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(ragged, config, parts),
+        gradient(ragged, config, [[0, 1, 2, 3]]),
+        atol=1e-12,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_padding_a_batch_wider_changes_nothing(
+    ragged: RaggedBatch, config: AlgorithmConfig
+) -> None:
+    filler = {f.name: torch.zeros(4, 5).to(getattr(ragged, f.name).dtype) for f in fields(ragged)}
+    wider = {
+        name: torch.cat([getattr(ragged, name), filler[name]], dim=1)
+        for name in filler
+        if name != "rewards"
+    }
+    torch.testing.assert_close(
+        astuple(run(replace(ragged, **wider), config)), astuple(run(ragged, config))
+    )
+
+
+def test_a_masked_sequence_gives_no_gradient_and_does_not_enlarge_the_step(
+    ragged: RaggedBatch,
+) -> None:
+    rollout = ragged.rollout_logprobs.clone()
+    rollout[1] -= 1.0  # mean log-ratio of row 2 becomes 1.025: e^1.025 > 2
+    batch = replace(ragged, rollout_logprobs=rollout)
+    masked = EVERYTHING.model_copy(update={"correction": NoCorrection()})
+    unmasked = masked.model_copy(update={"geometric_mask": None})
+    everyone = [[0, 1, 2, 3]]
+
+    assert run(batch, masked).num_masked_sequences == 1
+    assert run(batch, masked).num_masked_tokens == 2
+    assert run(batch, masked).num_tokens == 10
+    expected = gradient(batch, unmasked, everyone)
+    expected[1] = 0.0
+    assert torch.equal(gradient(batch, masked, everyone), expected)
+
+
+def test_correction_weights_scale_the_gradient_and_get_none(ragged: RaggedBatch) -> None:
+    cap = 1.04
+    weighted = PLAIN.model_copy(update={"correction": TokenTis(cap=cap)})
+    rollout = ragged.rollout_logprobs.clone().requires_grad_()
+    old = ragged.old_logprobs.clone().requires_grad_()
+    batch = replace(ragged, rollout_logprobs=rollout, old_logprobs=old)
+    result = gradient(batch, weighted, [[0, 1, 2, 3]])
+    assert rollout.grad is None and old.grad is None
+    weight = (ragged.old_logprobs - ragged.rollout_logprobs).exp().clamp(max=cap)
+    expected = gradient(ragged, PLAIN, [[0, 1, 2, 3]]) * weight
+    torch.testing.assert_close(result[ragged.mask], expected[ragged.mask])
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**31), st.sampled_from(AT_RATIO_ONE))
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: AlgorithmConfig) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
+    actions = torch.randint(6, (4, 5), generator=generator)
+    mask = torch.rand(4, 5, generator=generator) < 0.7
+    mask[0, 0] = True
+    advantages = torch.randn(4, 1, generator=generator, dtype=torch.float64)
+    policy = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    logprobs = token_logprobs(features @ policy, actions)
+    denominator = loss_denominator(mask, config.aggregation, max_tokens=8)
+    reinforce = aggregate(-advantages * logprobs, mask, config.aggregation, denominator)
+    terms = policy_gradient_loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        rollout_logprobs=logprobs.detach(),
+        ref_logprobs=None,
+        entropy=entropy(features @ policy),
+        advantages=advantages,
+        loss_mask=mask,
+        config=config,
+        denominator=denominator,
+        entropy_coef=0.0,
+        kl_coef=0.0,
+    )
+    (expected,) = torch.autograd.grad(reinforce, policy, retain_graph=True)
+    (actual,) = torch.autograd.grad(terms.loss, policy)
+    torch.testing.assert_close(actual, expected)
+    assert terms.num_clipped_tokens == 0 and terms.mismatch_kl_sum == 0 and terms.ref_kl_sum == 0
+
+
+def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
+    logits = torch.tensor([[[2.0, 0.0, -1.0]]], requires_grad=True)
+    optimizer = torch.optim.SGD([logits], lr=5.0)
+    for _ in range(40):
+        optimizer.zero_grad()
+        logprobs = token_logprobs(logits, torch.tensor([[0]]))
+        policy_gradient_loss(
+            logprobs=logprobs,
+            old_logprobs=None,
+            rollout_logprobs=logprobs,
+            ref_logprobs=None,
+            entropy=entropy(logits),
+            advantages=torch.zeros(1, 1),
+            loss_mask=torch.tensor([[True]]),
+            config=GrpoConfig(),
+            denominator=1,
+            entropy_coef=0.5,
+            kl_coef=0.0,
+        ).loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(logits.softmax(-1), torch.full((1, 1, 3), 1 / 3), atol=1e-3, rtol=0)
+
+
+def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged: RaggedBatch) -> None:
+    with pytest.raises(ValueError, match=r"ref_logprobs expected a tensor for kl_coef = 0\.1"):
+        policy_gradient_loss(
+            logprobs=ragged.logprobs,
+            old_logprobs=None,
+            rollout_logprobs=ragged.rollout_logprobs,
+            ref_logprobs=None,
+            entropy=ragged.logprobs,
+            advantages=ragged.rewards[:, None],
+            loss_mask=ragged.mask,
+            config=EVERYTHING,
+            denominator=10,
+            entropy_coef=0.0,
+            kl_coef=0.1,
+        )
+
+
+def test_advantages_without_a_second_axis_are_refused(ragged: RaggedBatch) -> None:
+    # [4] would quietly be read as one value per position of a [4, 4] batch.
+    batch = replace(ragged)
+    with pytest.raises(
+        ValueError, match=r"advantages expected shape \[4, 4\] or \[4, 1\], got \[4\]"
+    ):
+        policy_gradient_loss(
+            logprobs=batch.logprobs,
+            old_logprobs=None,
+            rollout_logprobs=batch.rollout_logprobs,
+            ref_logprobs=None,
+            entropy=batch.logprobs,
+            advantages=batch.rewards,
+            loss_mask=batch.mask,
+            config=PLAIN,
+            denominator=10,
+            entropy_coef=0.0,
+            kl_coef=0.0,
+        )
+
+
+def test_cispo_weighs_the_gradient_of_every_token_by_the_clipped_ratio(
+    ragged: RaggedBatch,
+) -> None:
+    config = PLAIN.model_copy(update={"loss": CispoLoss(clip_low=0.2, clip_high=0.1)})
+    result = gradient(ragged, config, [[0, 1, 2, 3]])
+    ratio = (ragged.logprobs - ragged.old_logprobs).exp()
+    advantages = group_advantages(ragged.rewards[None]).T
+    expected = -ratio.clamp(0.8, 1.1) * advantages / 10
+    torch.testing.assert_close(result[ragged.mask], expected[ragged.mask])
+    outside = ((ratio < 0.8) | (ratio > 1.1))[ragged.mask].sum()
+    assert run(ragged, config).num_clipped_tokens == outside > 0
+
+
+def test_the_dual_clip_bounds_what_a_bad_token_costs(ragged: RaggedBatch) -> None:
+    bound = 1.05
+    config = PLAIN.model_copy(
+        update={"loss": ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=bound)}
+    )
+    ratio = (ragged.logprobs - ragged.old_logprobs).exp()
+    advantages = group_advantages(ragged.rewards[None]).T.expand(4, 4)
+    saved = (ratio - bound).clamp(min=0) * advantages.clamp(max=0)
+    assert saved[ragged.mask].any()
+    torch.testing.assert_close(
+        run(ragged, config).loss, run(ragged, PLAIN).loss + saved[ragged.mask].sum() / 10
+    )
+
+
+def test_a_sequence_above_the_cap_of_sequence_mask_has_no_policy_gradient(
+    ragged: RaggedBatch,
+) -> None:
+    # The weights of the rows are .951, 1.051, 1 and 1.051: the table's.
+    config = PLAIN.model_copy(update={"correction": SequenceMask(cap=1.04)})
+    plain = gradient(ragged, PLAIN, [[0, 1, 2, 3]])
+    result = gradient(ragged, config, [[0, 1, 2, 3]])
+    weights = torch.tensor([[0.9512294], [0.0], [1.0], [0.0]], dtype=torch.float64)
+    expected = torch.where(ragged.mask, plain * weights, 0.0)
+    torch.testing.assert_close(result, expected, atol=1e-8, rtol=0)
+    terms = run(ragged, config)
+    assert terms.num_masked_sequences == 2 and terms.num_masked_tokens == 3
+    assert terms.num_tokens == 10, "masking must not enlarge the step"
+
+
+def test_icepop_leaves_out_single_tokens(ragged: RaggedBatch) -> None:
+    config = PLAIN.model_copy(update={"correction": IcePop(low=0.94, high=1.06)})
+    ratio = (ragged.old_logprobs - ragged.rollout_logprobs).exp()
+    left_out = ((ratio < 0.94) | (ratio > 1.06)) & ragged.mask
+    assert run(ragged, config).num_masked_tokens == left_out.sum() > 0
+    assert not gradient(ragged, config, [[0, 1, 2, 3]])[left_out].any()
+
+
+def test_a_divergence_in_the_reward_is_no_term_of_the_loss(ragged: RaggedBatch) -> None:
+    without = CRITIC.model_copy(update={"kl_coef": 0.0})
+    assert run(ragged, CRITIC).loss == run(ragged, without).loss
+    assert run(ragged, CRITIC).ref_kl_sum > 0, "it is measured all the same"
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_estimator_in_the_loss_is_the_one_configured(
+    ragged: RaggedBatch, estimator: str
+) -> None:
+    config = PLAIN.model_copy(update={"kl_coef": 0.5, "kl_estimator": estimator})
+    d = (ragged.ref_logprobs - ragged.logprobs)[ragged.mask]
+    divergence = d.square() / 2 if estimator == "k2" else d.expm1() - d
+    added = run(ragged, config).loss - run(ragged, PLAIN).loss
+    torch.testing.assert_close(added, 0.5 * divergence.mean())
+
+
+def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
+    ragged: RaggedBatch,
+) -> None:
+    """Holds for what is decided per token; what is decided per sequence needs its own row."""
+    config = EVERYTHING.model_copy(update={"geometric_mask": None})
+    apart, advantages = run(ragged, config), group_advantages(ragged.rewards[None]).T
+    mask = ragged.mask
+
+    def packed(values: Tensor) -> Tensor:
+        return values[mask][None]
+
+    together = policy_gradient_loss(
+        logprobs=packed(ragged.logprobs),
+        old_logprobs=packed(ragged.old_logprobs),
+        rollout_logprobs=packed(ragged.rollout_logprobs),
+        ref_logprobs=packed(ragged.ref_logprobs),
+        entropy=packed(-ragged.logprobs),
+        advantages=packed(advantages.expand(4, 4)),
+        loss_mask=packed(mask),
+        config=config,
+        denominator=10,
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+    )
+    torch.testing.assert_close(together.loss, apart.loss)
+    torch.testing.assert_close(together.mismatch_kl_sum, apart.mismatch_kl_sum)
+
+
+def test_advantages_carry_no_gradient_into_what_made_them(ragged: RaggedBatch) -> None:
+    advantages = torch.ones(4, 1, dtype=torch.float64, requires_grad=True)
+    logprobs = ragged.logprobs.clone().requires_grad_()
+    policy_gradient_loss(
+        logprobs=logprobs,
+        old_logprobs=None,
+        rollout_logprobs=ragged.rollout_logprobs,
+        ref_logprobs=None,
+        entropy=torch.zeros(4, 4),
+        advantages=advantages,
+        loss_mask=ragged.mask,
+        config=PLAIN,
+        denominator=10,
+        entropy_coef=0.0,
+        kl_coef=0.0,
+    ).loss.backward()
+    assert advantages.grad is None and logprobs.grad is not None

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ludus.trainer.algorithms.advantages import group_advantages, turn_advantages
+
+NAN = torch.nan
+REWARD = st.floats(-5, 5, allow_nan=False, width=32)
+BASELINES = st.sampled_from(["mean", "leave_one_out", "none"])
+
+
+@st.composite
+def turn_rewards(draw: st.DrawFn) -> Tensor:
+    """[num_groups, G, K] with episodes of different lengths, and some that are not scored."""
+    num_groups, size, longest = (draw(st.integers(1, most)) for most in (3, 5, 4))
+    table = torch.full((num_groups, size, longest), NAN, dtype=torch.float64)
+    for episode in table.view(-1, longest):
+        length = draw(st.integers(0, longest))
+        episode[:length] = torch.tensor(
+            draw(st.lists(REWARD, min_size=length, max_size=length)), dtype=torch.float64
+        )
+    return table
+
+
+def test_a_turn_is_credited_with_what_came_from_it_on_against_the_others_that_reached_it() -> None:
+    rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 8.0, NAN], [3.0, NAN, NAN]]])
+    advantages = turn_advantages(rewards)
+    # Returns: 7 6 4, 8 8, 3. Means: 6, 7, and one alone.
+    assert advantages.tolist() == [[[1, -1, 0], [2, 1, 0], [-3, 0, 0]]]
+
+
+def test_later_rewards_count_less_by_the_discount_per_turn() -> None:
+    rewards = torch.tensor([[[1.0, 2.0, 4.0], [0.0, 0.0, 0.0]]])
+    advantages = turn_advantages(rewards, gamma=0.5)
+    assert advantages[0, 0].tolist() == [(1 + 1 + 1) / 2, (2 + 2) / 2, 4 / 2]
+
+
+def test_the_scale_of_a_group_is_that_of_the_returns_at_the_same_turn() -> None:
+    rewards = torch.tensor([[[0.0, 10.0], [0.0, 0.0], [5.0, 0.0]]], dtype=torch.float64)
+    advantages = turn_advantages(rewards, scale="group")
+    for turn, returns in enumerate(([10.0, 0.0, 5.0], [10.0, 0.0, 0.0])):
+        expected = group_advantages(torch.tensor([returns]).double(), scale="group")
+        torch.testing.assert_close(advantages[..., turn], expected)
+
+
+@given(turn_rewards(), BASELINES)
+def test_episodes_of_one_turn_get_what_whole_episodes_get(rewards: Tensor, baseline: str) -> None:
+    one_turn = rewards[..., :1]
+    torch.testing.assert_close(
+        turn_advantages(one_turn, baseline)[..., 0], group_advantages(one_turn[..., 0], baseline)
+    )
+
+
+@given(turn_rewards(), st.sampled_from(["mean", "leave_one_out"]), st.floats(0.1, 1))
+def test_at_every_turn_the_advantages_of_a_group_sum_to_zero(
+    rewards: Tensor, baseline: str, gamma: float
+) -> None:
+    advantages = turn_advantages(rewards, baseline, gamma=gamma)
+    assert advantages.isfinite().all()
+    assert (advantages[rewards.isnan()] == 0).all()
+    sums = advantages.sum(1)
+    torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-9, rtol=0)
+
+
+@given(turn_rewards(), BASELINES, st.randoms())
+def test_permuting_a_group_permutes_its_turn_advantages(
+    rewards: Tensor, baseline: str, random: Random
+) -> None:
+    order = list(range(rewards.shape[1]))
+    random.shuffle(order)
+    torch.testing.assert_close(
+        turn_advantages(rewards[:, order], baseline), turn_advantages(rewards, baseline)[:, order]
+    )
+
+
+def test_a_turn_that_one_episode_alone_reached_gets_nothing() -> None:
+    # Three more turns that cost one each: against the mean of the first turn they would shine.
+    rewards = torch.tensor([[[-1.0, -1.0, -1.0, -1.0], [-1.0, NAN, NAN, NAN]]])
+    assert turn_advantages(rewards).tolist() == [[[-1.5, 0, 0, 0], [1.5, 0, 0, 0]]]

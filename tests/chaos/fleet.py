@@ -1,0 +1,98 @@
+"""Rollout workers outside of a run: real Ray, server, engine, and a buffer that counts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+
+from ludus.proto.config import RunConfig, load_run_config
+from ludus.trainer.actors.groups import Buffer
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.weight_store import make_store
+from ludus.trainer.environments import Environment, connected, local_servers
+from ludus.trainer.interfaces import PublishedWeights, StateDict
+from ludus.trainer.learner.learner import LearnerSpec
+from ludus.trainer.main import make_learner_spec
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import load_language_model
+from ludus.trainer.prepare import make_probe, prepare_model
+from ludus.trainer.rollout.group import group_seeds
+from ludus.trainer.types import GroupSpec, Probe
+from ludus.trainer.weights import VersionStore, make_manifest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
+SMALL = (
+    "model.warm_start_games=64",
+    "rollout.num_groups_in_flight=16",
+    "environment.baselines=[]",
+    "environment.random_policy=null",
+    "environment.optimal_policy=null",
+)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What rollout workers need around them."""
+
+    run: RunConfig
+    environment: Environment
+    model_path: str
+    probe: Probe
+    state: StateDict
+    store: VersionStore
+
+    @property
+    def spec(self) -> RolloutWorkerSpec:
+        """What the workers are made from."""
+        addresses = {name: self.environment.address for name in self.run.environments}
+        return RolloutWorkerSpec(self.run, self.model_path, addresses, self.run.weights)
+
+    @property
+    def learner_spec(self) -> LearnerSpec:
+        """What the learner's ranks are made from."""
+        return make_learner_spec(self.run, self.model_path)
+
+    def buffer(self) -> Buffer:
+        """A buffer of its own."""
+        return Buffer(self.run)
+
+    def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
+        """The model's weights as version `version`; an error makes their canary fail."""
+        model = load_language_model(self.model_path)
+        ids = torch.tensor([self.probe.prompt_ids + self.probe.completion_ids])
+        start = len(self.probe.prompt_ids)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
+        answer = logprobs.gather(-1, ids[0, start:, None])[:, 0] + logprob_error
+        return self.store.publish(
+            make_manifest(version, self.state, self.probe, answer.tolist()), self.state
+        )
+
+    def groups(self, *indices: int) -> list[GroupSpec]:
+        """Groups to be played."""
+        [name] = self.run.environments
+        size = self.run.rollout.group_size
+        return [GroupSpec(i, name, group_seeds(0, i, size, shared=True)) for i in indices]
+
+
+@asynccontextmanager
+async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
+    """Ray, an environment server and a model, until the block ends."""
+    run = load_run_config(EXAMPLE, [*SMALL, *overrides])
+    with local_servers(run, folder) as servers:
+        ray.init(address="local", include_dashboard=False, configure_logging=False)
+        try:
+            async with connected(run, servers) as environments:
+                [environment] = environments.values()
+                model_path = await prepare_model(run, environments, folder / "model")
+                chat = ChatTokenizer.load(model_path, run.model)
+                probe = await make_probe(environment, chat)
+                state = dict(load_language_model(model_path).state_dict())
+                yield Fleet(run, environment, model_path, probe, state, make_store(run.weights))
+        finally:
+            ray.shutdown()

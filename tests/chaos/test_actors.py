@@ -1,0 +1,162 @@
+"""Actors that die, stall, join and leave: real Ray, real engines, real gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
+from ludus.trainer.actors.groups import LearnerGroup
+from ludus.trainer.actors.workers import PLACES_PER_WORKER, RolloutWorkers
+from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
+from tests.chaos.fleet import Fleet, fleet
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def around(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    os.environ["LUDUS_TEST_RUN"] = str(folder)
+    try:
+        async with fleet(folder, "learner.num_ranks=2", "learner.collective_timeout_s=5") as made:
+            yield made
+    finally:
+        del os.environ["LUDUS_TEST_RUN"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def workers(around: Fleet) -> AsyncIterator[RolloutWorkers]:
+    started = await RolloutWorkers.start(around.spec, around.buffer())
+    yield started
+    await started.close()
+
+
+async def until(condition: Callable[[], object], within_s: float = 120) -> None:
+    """Nothing, once the condition holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def running(kind: str) -> list[int]:
+    """The processes of one kind that this module has started."""
+    return pids(os.environ["LUDUS_TEST_RUN"], kind)
+
+
+async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
+    around: Fleet, workers: RolloutWorkers
+) -> None:
+    published = around.publish(3)
+    [held] = await workers.load_weights(published, timeout_s=60)
+    assert (held.version, held.ok) == (3, True)
+    place = await workers.place()
+    groups = around.groups(*range(64))
+    await workers.buffer.begin([group.index for group in groups], 3)
+    [pid] = running(ROLLOUT_WORKER)
+    os.kill(pid, signal.SIGSTOP)
+    playing = asyncio.create_task(workers.play(place, groups))
+    await asyncio.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    assert await playing == len(groups), "all must be played again"
+    await until(lambda: workers.num_ready == 1)
+    assert (workers.num_restarts, workers.num_joined) == (1, 2)
+    [held] = workers.held_weights.values()
+    assert (held.version, held.content_hash) == (3, published.manifest.content_hash)
+    state = await workers.buffer.state()
+    counts = state.counts["blackjack"]
+    assert counts.num_lost == counts.num_episodes == 64 * 4, "every episode is counted"
+
+
+async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
+    around: Fleet, workers: RolloutWorkers
+) -> None:
+    workers.resize(2)
+    await until(lambda: workers.num_ready == 2)
+    places = [await workers.place() for _ in range(2)]
+    groups = [around.groups(*range(16)), around.groups(*range(16, 32))]
+    await workers.buffer.begin(range(32), 0)
+    playing = [
+        asyncio.create_task(workers.play(place, some))
+        for place, some in zip(places, groups, strict=True)
+    ]
+    await asyncio.sleep(0)
+    workers.resize(1)
+    await asyncio.gather(*playing)
+    await until(lambda: len(running(ROLLOUT_WORKER)) == 1)
+    assert (workers.num_ready, workers.num_restarts) == (1, 0)
+    state = await workers.buffer.state()
+    assert state.counts["blackjack"].num_lost == 0
+    assert state.counts["blackjack"].num_groups == 32
+
+
+async def test_places_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
+    places = [await workers.place() for _ in range(PLACES_PER_WORKER)]
+    waiting = asyncio.create_task(workers.place())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    workers.give_back(places[0])
+    assert (await waiting).worker is places[0].worker
+
+
+async def test_an_evaluation_goes_on_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
+    seeds = range(2**31, 2**31 + 400)
+    workers.resize(2)
+    await until(lambda: workers.num_ready == 2)
+    [pid, _] = running(ROLLOUT_WORKER)
+    os.kill(pid, signal.SIGSTOP)
+    judging = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
+    await asyncio.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    outcomes = await judging
+    assert [outcome.seed for outcome in outcomes] == list(seeds)
+    assert all(outcome.episode_return is not None for outcome in outcomes)
+
+
+async def test_a_worker_with_other_weights_takes_no_traffic(
+    around: Fleet, workers: RolloutWorkers
+) -> None:
+    with pytest.raises(CanaryError, match="does not sample from the published weights"):
+        await workers.load_weights(around.publish(4, logprob_error=0.5), timeout_s=60)
+
+
+async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tries(
+    around: Fleet, tmp_path: Path
+) -> None:
+    spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
+    with pytest.raises(WorkerStartError, match=r"3 times in a row.*no-model"):
+        await RolloutWorkers.start(spec, around.buffer())
+    await until(lambda: not running(ROLLOUT_WORKER))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint(
+    around: Fleet, tmp_path: Path, how: signal.Signals
+) -> None:
+    learners = LearnerGroup(around.run)
+    await learners.start(around.learner_spec, around.spec.weights)
+    first = await learners.publish(0, around.probe)
+    await learners.save(tmp_path / "learner", tmp_path / "model")
+    before = running(LEARNER_RANK)
+    assert len(before) == 2
+    os.kill(before[1], how)
+    async with asyncio.timeout(30):
+        with pytest.raises(LearnerLostError):
+            await learners.publish(1, around.probe)
+    await learners.restart(tmp_path / "learner")
+    again = await learners.publish(0, around.probe)
+    assert again.manifest.content_hash == first.manifest.content_hash
+    await until(lambda: not set(before) & set(running(LEARNER_RANK)))
+    learners.close()
+    await until(lambda: not running(LEARNER_RANK))

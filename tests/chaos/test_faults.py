@@ -1,0 +1,149 @@
+"""Whole runs in which something dies: they end by themselves, and lose count of nothing."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import (
+    ENVIRONMENT_SERVER,
+    LEARNER_RANK,
+    ROLLOUT_WORKER,
+    account_of,
+    freeze_and_kill,
+    kill,
+    log_of,
+    pids,
+    take_folder_away,
+    wait_until_gone,
+)
+from tests.e2e.runs import Run, processes_of, start_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
+
+from stock_s3_server import running_s3_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STORE_AWAY_S = 5.0
+
+SETTINGS = (
+    "training.num_steps=30",
+    "training.groups_per_step=64",
+    "training.checkpoint_every_steps=5",
+    "rollout.num_groups_in_flight=64",
+    "learner.num_minibatches=1",
+    "eval.num_games=200",
+    "eval.num_games_during=0",
+    "weights.kind=folder",
+)
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the environment of all processes of the test's runs holds."""
+    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
+    return str(tmp_path)
+
+
+def go_on(run: Run, num_steps: int = 2) -> None:
+    """Nothing; the run has trained so many steps more."""
+    goal = run.last_step + num_steps
+    run.wait_until(lambda: run.last_step >= goal)
+
+
+def steps_of(run: Run) -> list[int]:
+    """The steps that the metrics tell of."""
+    return [row.step for row in run.rows if row.kind == "train"]
+
+
+def test_workers_servers_and_stores_that_go_away_cost_only_what_they_held(
+    tmp_path: Path, marker: str
+) -> None:
+    with start_run(tmp_path, *SETTINGS, "rollout.num_workers=2") as run:
+        run.wait_until(lambda: run.last_step >= 2 and len(pids(marker, ROLLOUT_WORKER)) == 2)
+        freeze_and_kill(pids(marker, ROLLOUT_WORKER)[0])
+        go_on(run)
+        [server] = pids(marker, ENVIRONMENT_SERVER)
+        freeze_and_kill(server)
+        go_on(run)
+        away = take_folder_away(run.folder / "weights", STORE_AWAY_S)
+        go_on(run)
+        away.join()
+        summary = run.finish()
+    assert summary.finished
+    assert steps_of(run) == list(range(1, 31))
+    assert summary.environment_restarts == 1
+    assert summary.canary_failures == 0
+    assert summary.max_staleness_seen <= 1
+    account = account_of(run)
+    assert account.is_balanced(), account
+    assert summary.games_played == sum_of_played(run)
+    in_flight = 2 * 64 * 4
+    assert 0 < account.num_lost <= 2 * in_flight, "what the worker and the server held"
+    assert "starting another" in log_of(run)
+    assert processes_of(marker) == {}
+
+
+def sum_of_played(run: Run) -> int:
+    """The episodes that the metrics tell of."""
+    return int(sum(row.values["num_episodes"] for row in run.rows if row.kind == "train"))
+
+
+def test_a_bucket_that_is_away_for_a_while_only_delays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_s3_server(tmp_path / "s3") as server:
+        for name, value in server.credentials.items():
+            monkeypatch.setenv(name, value)
+        bucket = (f"weights.bucket={server.bucket}", f"weights.endpoint={server.endpoint}")
+        settings = (*SETTINGS, "weights.kind=s3", "weights.full_every=4", *bucket)
+        with start_run(tmp_path, *settings) as run:
+            run.wait_until(lambda: run.last_step >= 3)
+            server.kill()
+            time.sleep(STORE_AWAY_S)
+            server.start()
+            summary = run.finish()
+        assert server.credentials["AWS_SECRET_ACCESS_KEY"] not in log_of(run)
+    assert steps_of(run) == list(range(1, 31))
+    assert (summary.episodes_lost, summary.canary_failures) == (0, 0)
+    account = account_of(run)
+    assert account.is_balanced(), account
+
+
+def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
+    tmp_path: Path, marker: str
+) -> None:
+    with start_run(tmp_path, *SETTINGS, "learner.num_ranks=2") as run:
+        run.wait_until(lambda: run.last_step >= 7)
+        kill(pids(marker, LEARNER_RANK)[1])
+        run.wait_until(lambda: "training goes on from step" in log_of(run))
+        summary = run.finish()
+    assert summary.finished
+    assert steps_of(run) == list(range(1, 31)), "each step is there once"
+    assert summary.canary_failures == 0
+    games = [row.num_games_trained for row in run.rows if row.kind == "train"]
+    assert games == sorted(set(games))
+    assert summary.games_trained <= summary.games_played - summary.episodes_lost
+    assert processes_of(marker) == {}
+
+
+def test_a_killed_driver_leaves_no_process_and_its_run_goes_on_from_the_checkpoint(
+    tmp_path: Path, marker: str
+) -> None:
+    with start_run(tmp_path, *SETTINGS) as run:
+        run.wait_until(lambda: run.last_step >= 7)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait(10)
+        wait_until_gone(marker)
+    with start_run(tmp_path, *SETTINGS, flags=("--resume",)) as run:
+        summary = run.finish()
+    assert summary.finished
+    assert steps_of(run) == list(range(1, 31)), "each step is there once"
+    assert summary.canary_failures == 0
+    account = account_of(run)
+    assert account.is_balanced(), account

@@ -1,0 +1,177 @@
+"""One blackjack run in which everything dies several times, beside one that is left alone.
+
+Both are the example, with two rollout workers, two learner ranks and a weight store in a
+folder. What is shown: the run ends by itself, counts what it lost, and has learned as much.
+The numbers go to bench/results/chaos.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.runs import Summary
+from tests.chaos.faults import (
+    ENVIRONMENT_SERVER,
+    LEARNER_RANK,
+    ROLLOUT_WORKER,
+    freeze_and_kill,
+    kill,
+    log_of,
+    pids,
+    take_folder_away,
+    wait_until_gone,
+)
+from tests.e2e.runs import EXAMPLE, Run, start_run
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "chaos.json"
+ROUNDS = 2
+FIRST_STEP, STEPS_BETWEEN = 15, 12
+STORE_AWAY_S = 5.0
+WAIT_S = 900.0
+SETTINGS = (
+    "rollout.num_workers=2",
+    "rollout.num_groups_in_flight=256",
+    "learner.num_ranks=2",
+    "weights.kind=folder",
+    "training.checkpoint_every_steps=10",
+    "training.max_learner_restarts=10",
+    "eval.num_games_during=0",
+)
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong."""
+
+    name: str
+    do: Callable[[Run, str], None]
+
+
+@dataclass
+class Chaos:
+    """What was done to the run."""
+
+    faults: list[dict[str, float | str]] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def note(self, name: str, step: int) -> None:
+        """Nothing; a fault was done."""
+        at_s = round(time.monotonic() - self.began_s, 1)
+        self.faults.append({"fault": name, "step": step, "at_s": at_s})
+
+
+def kill_worker(run: Run, marker: str) -> None:
+    run.wait_until(lambda: len(pids(marker, ROLLOUT_WORKER)) > 0, WAIT_S)
+    freeze_and_kill(pids(marker, ROLLOUT_WORKER)[0])
+
+
+def kill_server(run: Run, marker: str) -> None:
+    freeze_and_kill(pids(marker, ENVIRONMENT_SERVER)[0])
+
+
+def kill_rank(run: Run, marker: str) -> None:
+    before = log_of(run).count("training goes on from step")
+    kill(pids(marker, LEARNER_RANK)[-1])
+    run.wait_until(lambda: log_of(run).count("training goes on from step") > before, WAIT_S)
+
+
+def lose_store(run: Run, marker: str) -> None:
+    take_folder_away(run.folder / "weights", STORE_AWAY_S).join()
+
+
+FAULTS = (
+    Fault("rollout worker killed", kill_worker),
+    Fault("environment server killed", kill_server),
+    Fault("weight store away", lose_store),
+    Fault("learner rank killed", kill_rank),
+)
+
+
+def test_a_run_in_which_everything_dies_learns_as_much_as_one_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
+    marker = str(tmp_path)
+    with start_run(tmp_path / "alone", *SETTINGS, config=EXAMPLE) as run:
+        alone = run.finish(timeout_s=1500)
+    disturbed, chaos, run = disturb(tmp_path / "disturbed", marker)
+    wait_until_gone(marker)
+    low, high = alone.expected_return_ci95
+    record(alone, disturbed, chaos)
+    steps = [row.step for row in run.rows if row.kind == "train"]
+    assert steps == list(range(1, alone.num_steps + 1)), "each step is there once"
+    assert disturbed.canary_failures == 0
+    assert disturbed.max_staleness_seen <= 1
+    assert disturbed.episodes_lost > 0
+    assert disturbed.games_trained <= disturbed.games_played - disturbed.episodes_lost
+    assert low <= disturbed.expected_return <= high, (low, disturbed.expected_return, high)
+
+
+def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
+    """The summary of a run to which all faults were done, and its driver killed each round."""
+    chaos, flags = Chaos(), ()
+    goal = FIRST_STEP
+    for _ in range(ROUNDS):
+        with start_run(folder, *SETTINGS, flags=flags, config=EXAMPLE) as run:
+            for fault in FAULTS:
+                run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
+                chaos.note(fault.name, run.last_step)
+                fault.do(run, marker)
+                goal = run.last_step + STEPS_BETWEEN
+            run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
+            chaos.note("driver killed", run.last_step)
+            run.process.send_signal(signal.SIGKILL)
+            run.process.wait(30)
+            wait_until_gone(marker)
+        flags = ("--resume",)
+        goal += STEPS_BETWEEN // 2
+    with start_run(folder, *SETTINGS, flags=flags, config=EXAMPLE) as run:
+        return run.finish(timeout_s=1500), chaos, run
+
+
+def record(alone: Summary, disturbed: Summary, chaos: Chaos) -> None:
+    """Nothing; writes the numbers."""
+    low, high = alone.expected_return_ci95
+    result = {
+        "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",
+        "machine": {
+            "system": platform.platform(),
+            "cpu": _cpu(),
+            "num_cores": os.cpu_count(),
+        },
+        "versions": alone.versions,
+        "settings": list(SETTINGS),
+        "faults": chaos.faults,
+        "alone": _numbers(alone),
+        "disturbed": _numbers(disturbed),
+        "disturbed_inside_interval_of_alone": low <= disturbed.expected_return <= high,
+    }
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _numbers(summary: Summary) -> dict[str, object]:
+    names = {
+        *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),
+        *("num_steps", "games_trained", "games_played", "episodes_lost", "environment_restarts"),
+        *("canary_failures", "canary_max_error", "max_staleness_seen", "weight_syncs"),
+        *("wall_seconds_training", "wall_seconds_total"),
+    }
+    return {name: value for name, value in summary.model_dump().items() if name in names}
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

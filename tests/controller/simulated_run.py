@@ -1,0 +1,253 @@
+"""A run without models: the real controller, buffer, checkpoints and files; simulated workers.
+
+    SimulatedLearner   counts its steps, remembers what it trained on, dies when it is told to
+    SimulatedWorkers   one worker that plays groups as tasks, in as long as it is told to
+
+Everything runs on one event loop, and takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import LearnerLostError
+from ludus.proto.runs import MetricsRow, read_metrics
+from ludus.trainer.actors.buffer import BufferActor
+from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
+from ludus.trainer.controller import Controller, Parts
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.types import (
+    Batch,
+    Coefficients,
+    GroupSpec,
+    Probe,
+    RolloutGroup,
+    WeightManifest,
+)
+from ludus.trainer.weights import CanaryReport, WorkerWeights
+from tests.data.rollouts import make_group
+
+PROBE = Probe([1], [2])
+NUM_PLACES = 4
+
+
+async def at_once(*_: object) -> None:
+    """Takes one turn of the event loop."""
+    await asyncio.sleep(0)
+
+
+@dataclass
+class SimulatedLearner:
+    """The learner: its weights are the number of steps it has taken, and its life."""
+
+    steps: int = 0
+    life: int = 0
+    is_alive: bool = True
+    in_step: Callable[[int], Any] = at_once
+    """Awaited in each step with its number, from 0."""
+    num_restarts: int = 0
+
+    async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
+        self._refuse_if_lost()
+        await self.in_step(self.steps)
+        self._refuse_if_lost()
+        self.steps += 1
+        values = {f.name: 0.0 for f in fields(StepMetrics)}
+        return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
+
+    async def publish(self, version: int, probe: Probe) -> PublishedWeights:
+        self._refuse_if_lost()
+        assert version == self.steps
+        content = f"life {self.life} step {self.steps}"
+        return PublishedWeights(WeightManifest(version, (), content, probe, ()), content)
+
+    async def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
+        self._refuse_if_lost()
+        return [[0.0]] * len(probes)
+
+    async def save(self, state_folder: Path, model_folder: Path) -> None:
+        self._refuse_if_lost()
+        state_folder.mkdir()
+        await asyncio.sleep(0.002)
+        (state_folder / "steps.json").write_text(json.dumps(self.steps))
+
+    async def restart(self, learner_folder: Path | None) -> None:
+        self.load(learner_folder)
+        self.is_alive = True
+        self.life += 1
+        self.num_restarts += 1
+
+    def load(self, learner_folder: Path | None) -> None:
+        """Nothing; stands where the checkpoint does."""
+        file = learner_folder / "steps.json" if learner_folder else None
+        self.steps = json.loads(file.read_text()) if file else 0
+
+    def die(self) -> None:
+        """Nothing; every call raises until `restart`."""
+        self.is_alive = False
+
+    def _refuse_if_lost(self) -> None:
+        if not self.is_alive:
+            raise LearnerLostError("a rank died")
+
+
+def rewards_of(spec: GroupSpec) -> tuple[float | None, ...]:
+    """Rewards that teach something."""
+    return (1.0, -1.0)
+
+
+@dataclass
+class SimulatedWorkers:
+    """The rollout workers: a place is a number."""
+
+    buffer: BufferActor
+    duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
+    rewards: Callable[[GroupSpec], tuple[float | None, ...]] = rewards_of
+    dies_with: Callable[[GroupSpec], bool] = lambda spec: False
+    """Whether the worker dies while it plays the group."""
+    in_delivery: Callable[[PublishedWeights], Any] = at_once
+    """Awaited in each delivery."""
+    held: PublishedWeights | None = None
+    num_deliveries_at_once: int = 0
+    most_deliveries_at_once: int = 0
+    begun: list[tuple[GroupSpec, int]] = field(default_factory=list)
+    """Every group with the version that began it."""
+    _places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_PLACES))
+
+    async def place(self) -> int:
+        await self._places.acquire()
+        return 0
+
+    def give_back(self, place: int) -> None:
+        self._places.release()
+
+    async def play(self, place: int, specs: Sequence[GroupSpec]) -> int:
+        try:
+            if any(self.dies_with(spec) for spec in specs):
+                await asyncio.sleep(0.001)
+                return len(specs)
+            # What is played on a worker goes on when the controller no longer waits for it.
+            playing = asyncio.create_task(self._play_and_put(specs))
+            return await asyncio.shield(playing)
+        finally:
+            self._places.release()
+
+    async def load_weights(
+        self, published: PublishedWeights, timeout_s: float
+    ) -> list[WorkerWeights]:
+        self.num_deliveries_at_once += 1
+        self.most_deliveries_at_once = max(
+            self.most_deliveries_at_once, self.num_deliveries_at_once
+        )
+        try:
+            await self.in_delivery(published)
+        finally:
+            self.num_deliveries_at_once -= 1
+        self.held = published
+        return list(self.held_weights.values())
+
+    @property
+    def held_weights(self) -> dict[int, WorkerWeights]:
+        """What the worker holds."""
+        if self.held is None:
+            return {}
+        manifest = self.held.manifest
+        report = CanaryReport(manifest.version, manifest.content_hash, 1e-6, 1e-4)
+        return {0: WorkerWeights(report, 0.0, 0.0, 0)}
+
+    async def _play_and_put(self, specs: Sequence[GroupSpec]) -> int:
+        return await self.buffer.put(await asyncio.gather(*(self._play(spec) for spec in specs)))
+
+    async def _play(self, spec: GroupSpec) -> RolloutGroup:
+        assert self.held is not None
+        version = self.held.manifest.version
+        self.begun.append((spec, version))
+        await asyncio.sleep(self.duration_s(spec))
+        group = make_group(*self.rewards(spec), index=spec.index, version=version)
+        return RolloutGroup(group.index, spec.environment, group.rollouts)
+
+
+@dataclass
+class SimulatedRun:
+    """A run in a folder; `go` plays it to its end, also in several processes' lives."""
+
+    folder: Path
+    settings: dict[str, Any]
+    learner: SimulatedLearner = field(default_factory=SimulatedLearner)
+    batches: dict[int, list[RolloutGroup]] = field(default_factory=dict)
+    """What each step trained on, the last time it was trained."""
+    prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        tree = {
+            "name": "run",
+            "output_dir": str(self.folder),
+            "environments": {"coins": {}},
+            "rollout": {"num_groups_in_flight": 8, "group_size": 2},
+            "eval": {"num_games_during": 0},
+        }
+        return RunConfig.model_validate(tree | self.settings)
+
+    @property
+    def rows(self) -> list[MetricsRow]:
+        """The rows of training steps."""
+        return [row for row in read_metrics(self.folder / "run") if row.kind == "train"]
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the groups that were trained on, step by step."""
+        return [group.index for step in sorted(self.batches) for group in self.batches[step]]
+
+    async def go(self, *, resume: bool = False) -> RunState:
+        """The state in which the run ended."""
+        run = self.config
+        path = self.folder / "run"
+        state = read_state(newest_checkpoint(path / "checkpoints")) if resume else RunState()
+        if resume:
+            folder = RunFolder.reopen(run, state.step)
+            self.learner.load(newest_checkpoint(path / "checkpoints") / "learner")
+        else:
+            folder = RunFolder.create(run, overwrite=True)
+        buffer = BufferActor(run)
+        workers = SimulatedWorkers(buffer)
+        parts = Parts(
+            run=run,
+            folder=folder,
+            checkpoints=CheckpointFolder(folder.checkpoints, keep=2),
+            learners=self.learner,
+            workers=workers,
+            buffer=self._watched(buffer),
+            evaluator=None,
+            chat=None,
+            probe=PROBE,
+            servers={},
+        )
+        controller = Controller(parts, state)
+        self.prepare(workers, controller)
+        try:
+            await controller.run()
+        finally:
+            folder.close()
+        return state
+
+    def _watched(self, buffer: BufferActor) -> BufferActor:
+        take = buffer.take
+
+        async def remembered(version: int, timeout_s: float) -> Any:
+            taken = await take(version, timeout_s)
+            if taken.groups:
+                self.batches[version] = taken.groups
+            return taken
+
+        buffer.take = remembered
+        return buffer

@@ -1,0 +1,213 @@
+"""The two loops overlap as far as the staleness bound allows, and end when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.errors import CanaryError, UnavailableError, WeightSyncError
+from ludus.trainer.controller import Controller
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.types import GroupSpec
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def make_run(
+    folder: Path, *, num_steps: int = 6, max_staleness: int = 1, groups: int = 4, **rest: Any
+) -> SimulatedRun:
+    """A run of the simulation."""
+    training = {
+        "num_steps": num_steps,
+        "groups_per_step": groups,
+        "max_staleness": max_staleness,
+        **rest.pop("training", {}),
+    }
+    return SimulatedRun(folder, {"training": training, **rest})
+
+
+def uneven(spec: GroupSpec) -> float:
+    """Seconds of a game, a few of them long; the same for the same group."""
+    return random.Random(spec.index).lognormvariate(-7, 1.0)
+
+
+async def test_a_delivery_runs_beside_the_next_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, max_staleness=1)
+    second_step_runs = asyncio.Event()
+
+    async def in_step(step: int) -> None:
+        if step == 1:
+            second_step_runs.set()
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        async def in_delivery(published: PublishedWeights) -> None:
+            if published.manifest.version == 1:
+                await second_step_runs.wait()
+
+        workers.in_delivery = in_delivery
+
+    run.learner.in_step, run.prepare = in_step, prepare
+    state = await run.go()
+    assert state.step == 6
+    assert state.weight_syncs == 7
+
+
+async def test_at_most_one_delivery_is_under_way_and_none_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, max_staleness=3)
+    seen: list[SimulatedWorkers] = []
+    delivered: list[int] = []
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        async def slow(published: PublishedWeights) -> None:
+            await asyncio.sleep(0.02)
+            delivered.append(published.manifest.version)
+
+        workers.in_delivery = slow
+        seen.append(workers)
+
+    run.prepare = prepare
+    await run.go()
+    assert seen[0].most_deliveries_at_once == 1
+    assert delivered == list(range(7))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_no_sample_is_older_than_the_bound_however_slow_the_delivery(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    run = make_run(tmp_path, num_steps=12, max_staleness=max_staleness)
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        workers.duration_s = uneven
+        workers.in_delivery = lambda published: asyncio.sleep(random.Random(1).random() / 50)
+
+    run.prepare = prepare
+    state = await run.go()
+    ages = [step - g.policy_version for step, groups in run.batches.items() for g in groups]
+    assert max(ages) <= max_staleness
+    assert state.max_staleness_seen == max(ages)
+
+
+async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
+    tmp_path: Path,
+) -> None:
+    """Dead groups and two environments included."""
+    batches = []
+    for attempt in range(3):
+        run = make_run(
+            tmp_path / str(attempt),
+            max_staleness=0,
+            environments={"coins": {"weight": 3}, "dice": {}},
+        )
+        noise = random.Random(attempt)
+
+        def prepare(workers: SimulatedWorkers, _: Controller, noise: random.Random = noise) -> None:
+            workers.duration_s = lambda spec: noise.random() / 100
+            workers.rewards = lambda spec: (1, 1) if spec.index % 3 == 0 else (1, -1)
+
+        run.prepare = prepare
+        await run.go()
+        batches.append({s: [(g.environment, g.index) for g in b] for s, b in run.batches.items()})
+    assert batches[0] == batches[1] == batches[2]
+    environments = [name for batch in batches[0].values() for name, _ in batch]
+    assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
+
+
+async def test_a_failed_delivery_ends_the_run_at_once_with_its_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    async def in_step(step: int) -> None:
+        if step == 2:
+            await asyncio.Event().wait()
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        async def fail(published: PublishedWeights) -> None:
+            await asyncio.sleep(0.01)
+            if published.manifest.version == 2:
+                raise CanaryError("the worker does not sample from the published weights")
+
+        workers.in_delivery = fail
+
+    run.learner.in_step, run.prepare = in_step, prepare
+    with pytest.raises(CanaryError):
+        await run.go()
+
+
+async def test_a_version_that_is_not_published_in_time_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.trainer.delivery._GRACE_S", 0.0)
+    run = make_run(tmp_path, weights={"kind": "ray", "timeout_s": 0.05})
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    run.learner.publish = never
+    with pytest.raises(WeightSyncError, match=r"timeout_s = 0\.05"):
+        await run.go()
+
+
+async def test_groups_that_died_with_their_worker_are_played_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=10)
+    deaths = {5, 6, 17, 30}
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        workers.dies_with = lambda spec: spec.index in deaths
+
+    run.prepare = prepare
+    state = await run.go()
+    assert state.step == 10
+    assert deaths.isdisjoint(run.trained)
+
+
+async def test_an_environment_that_is_away_for_a_while_delays_and_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, environments={"coins": {"reconnect_timeout_s": 5}})
+    back_at_s = asyncio.get_running_loop().time() + 0.3
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        def rewards(spec: GroupSpec) -> tuple[float | None, ...]:
+            is_back = asyncio.get_running_loop().time() > back_at_s
+            return (1, -1) if is_back else (None, None)
+
+        workers.rewards = rewards
+        workers.duration_s = lambda spec: 0.01
+
+    run.prepare = prepare
+    state = await run.go()
+    assert state.step == 6
+    assert state.episodes_lost > 0
+    # What waited when the last step was taken has been played, too.
+    assert state.games_played - state.episodes_lost >= state.games_trained == 6 * 4 * 2
+
+
+async def test_an_environment_that_stays_away_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    run = make_run(tmp_path, environments={"coins": {"reconnect_timeout_s": 0.2}})
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        workers.rewards = lambda spec: (None, None)
+        workers.duration_s = lambda spec: 0.02
+
+    run.prepare = prepare
+    with pytest.raises(UnavailableError, match="'coins'"):
+        await run.go()
+
+
+async def test_each_side_says_how_long_it_waited_for_the_other(tmp_path: Path) -> None:
+    run = make_run(tmp_path, max_staleness=0, num_steps=4)
+    run.learner.in_step = lambda step: asyncio.sleep(0.05)
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        workers.duration_s = lambda spec: 0.03
+
+    run.prepare = prepare
+    await run.go()
+    for row in run.rows[1:]:
+        assert row.values["wait_for_batch_s"] >= 0.03, "on-policy: it waits for the games"
+        assert row.values["rollout_idle_s"] >= 0.05, "and they for it"

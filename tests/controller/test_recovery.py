@@ -1,0 +1,217 @@
+"""What a run survives: a lost learner, a stop, a crash. Each group is trained on once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.errors import LearnerLostError, WeightSyncError
+from ludus.trainer.checkpoint import newest_checkpoint, read_state
+from ludus.trainer.controller import Controller
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.types import GroupSpec
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+
+pytestmark = pytest.mark.timeout(20)
+
+NUM_STEPS = 12
+
+
+def make_run(folder: Path, *, num_steps: int = NUM_STEPS, **training: Any) -> SimulatedRun:
+    """A run that writes a checkpoint every fifth step."""
+    training = {
+        "num_steps": num_steps,
+        "groups_per_step": 4,
+        "max_staleness": 1,
+        "checkpoint_every_steps": 5,
+    } | training
+    run = SimulatedRun(folder, {"training": training})
+    run.prepare = prepare
+    return run
+
+
+def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
+    """Nothing; games take uneven times, and a fifth of the groups are dead."""
+
+    def duration_s(spec: GroupSpec) -> float:
+        return random.Random(spec.index).lognormvariate(-6, 1.0)
+
+    workers.duration_s = duration_s
+    workers.rewards = lambda spec: (1, 1) if spec.index % 5 == 0 else (1, -1)
+
+
+def die_in(run: SimulatedRun, *steps: int) -> None:
+    """Nothing; the learner dies the first time it is in each of these steps."""
+    to_come = set(steps)
+
+    async def in_step(step: int) -> None:
+        await asyncio.sleep(0.005)
+        if step in to_come:
+            to_come.discard(step)
+            run.learner.die()
+
+    run.learner.in_step = in_step
+
+
+async def test_a_lost_learner_goes_on_from_the_newest_checkpoint_by_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    die_in(run, 7)
+    state = await run.go()
+    assert (state.step, state.learner_restarts, run.learner.num_restarts) == (NUM_STEPS, 1, 1)
+    assert run.learner.steps == NUM_STEPS
+    assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1)), "each step once"
+    games = [row.num_games_trained for row in run.rows]
+    assert games == [8 * step for step in range(1, NUM_STEPS + 1)]
+    assert state.num_groups_rolled_back >= 2 * 4, "at least those of the steps that were lost"
+
+
+async def test_a_learner_lost_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    die_in(run, 2)
+    state = await run.go()
+    assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
+    assert [row.step for row in run.rows] == list(range(1, NUM_STEPS + 1))
+
+
+async def test_nothing_sampled_by_weights_that_are_gone_is_trained_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    die_in(run, 3, 7)
+    sampled_by: dict[int, tuple[int, int]] = {}
+    prepare_run = run.prepare
+
+    def watch(workers: SimulatedWorkers, controller: Controller) -> None:
+        prepare_run(workers, controller)
+        duration_s = workers.duration_s
+
+        def remember(spec: GroupSpec) -> float:
+            assert workers.held is not None
+            _, life, _, step = workers.held.manifest.content_hash.split()
+            sampled_by[spec.index] = int(life), int(step)
+            return duration_s(spec)
+
+        workers.duration_s = remember
+
+    run.prepare = watch
+    await run.go()
+    for groups in run.batches.values():
+        for group in groups:
+            life, step = sampled_by[group.index]
+            # Life 0 ended before its first checkpoint, life 1 went on to that of step 5.
+            assert life == 2 or (life == 1 and step <= 5)
+    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
+
+
+async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, max_learner_restarts=2)
+    die_in(run, 6, 7, 8)
+    with pytest.raises(LearnerLostError, match=r"started anew 2 times.*--resume"):
+        await run.go()
+
+
+async def test_weights_that_went_with_their_learner_are_its_loss_and_not_a_failed_sync(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    prepare_run = run.prepare
+    lost: list[int] = []
+
+    def lose_while_delivering(workers: SimulatedWorkers, controller: Controller) -> None:
+        prepare_run(workers, controller)
+
+        async def in_delivery(published: PublishedWeights) -> None:
+            if published.manifest.version == 6 and not lost:
+                lost.append(6)
+                run.learner.die()
+                raise WeightSyncError("the object's owner has died")
+
+        workers.in_delivery = in_delivery
+
+    run.prepare = lose_while_delivering
+    state = await run.go()
+    assert (state.step, state.learner_restarts) == (NUM_STEPS, 1)
+
+
+async def test_a_stopped_run_loses_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    prepare_run = run.prepare
+
+    def stop_in_step(workers: SimulatedWorkers, controller: Controller) -> None:
+        prepare_run(workers, controller)
+
+        async def in_step(step: int) -> None:
+            if step == 6:
+                controller.stop()
+
+        run.learner.in_step = in_step
+
+    run.prepare = stop_in_step
+    state = await run.go()
+    assert state.step == 7, "the step it was in"
+    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert saved.step == 7
+    under_way = [spec.index for spec in saved.unfinished_groups]
+    under_way += [group.index for group in saved.buffered_groups]
+    assert under_way, "sampling was ahead"
+    assert set(under_way).isdisjoint(run.trained)
+
+    run.prepare = prepare_run
+    state = await run.go(resume=True)
+    assert state.step == NUM_STEPS
+    assert set(under_way) <= set(run.trained) | {index for index in under_way if index % 5 == 0}
+    assert len(set(run.trained)) == len(run.trained)
+    counts = [row.values["num_episodes"] for row in run.rows]
+    assert sum(counts) == state.games_played
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_run_that_is_killed_anywhere_trains_on_every_group_once(
+    tmp_path: Path, seed: int
+) -> None:
+    run = make_run(tmp_path, checkpoint_every_steps=1)
+    first = asyncio.create_task(run.go())
+    chance = random.Random(seed)
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*[0-9]")):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(chance.random() * 0.1)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    state = await run.go(resume=True)
+    assert state.step == NUM_STEPS
+    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
+    alive = [index for index in range(max(run.trained)) if index % 5]
+    missing = set(alive) - set(run.trained)
+    assert len(missing) <= 4, "nothing but what still waits at the end"
+
+
+async def test_without_staleness_a_resumed_run_trains_on_what_it_would_have(
+    tmp_path: Path,
+) -> None:
+    whole = make_run(tmp_path / "whole", max_staleness=0)
+    whole_state = await whole.go()
+    parts = make_run(tmp_path / "parts", max_staleness=0, num_steps=5)
+    await parts.go()
+    parts.settings["training"]["num_steps"] = NUM_STEPS
+    state = await parts.go(resume=True)
+    indices = {s: [g.index for g in groups] for s, groups in whole.batches.items()}
+    assert {s: [g.index for g in groups] for s, groups in parts.batches.items()} == indices
+    measured = {"num_episodes", "num_groups", "num_groups_dead", "reward_mean", "staleness_max"}
+    for one, other in zip(whole.rows, parts.rows, strict=True):
+        assert {m: one.values[m] for m in measured} == {m: other.values[m] for m in measured}
+    assert state.games_played == whole_state.games_played
+
+
+async def test_a_run_resumed_without_an_environment_plays_in_those_it_has(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=5)
+    run.settings["environments"] = {"coins": {}, "dice": {}}
+    await run.go()
+    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert {spec.environment for spec in saved.unfinished_groups} == {"coins", "dice"}
+    del run.settings["environments"]
+    run.settings["training"]["num_steps"] = 8
+    await run.go(resume=True)
+    assert {group.environment for group in run.batches[7]} == {"coins"}
+    assert len(set(run.trained)) == len(run.trained)

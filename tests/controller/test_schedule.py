@@ -1,0 +1,62 @@
+"""Learning rate and coefficients move as the configuration says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ludus.proto.config import RunConfig
+from ludus.trainer.schedule import coefficients
+
+
+def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
+    """A run of `num_steps` with such a learner."""
+    tree = {"training": {"num_steps": num_steps}, "learner": learner, "algorithm": algorithm or {}}
+    return RunConfig.model_validate(tree)
+
+
+def rates(run: RunConfig) -> list[float]:
+    """The learning rate of each step."""
+    return [coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
+
+
+def test_a_constant_rate_stays_after_its_warm_up() -> None:
+    run = make_run(5, learning_rate=0.4, warmup_steps=4)
+    assert rates(run) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_a_linear_rate_falls_evenly_to_its_final_value_in_the_last_step() -> None:
+    run = make_run(5, learning_rate=1.0, learning_rate_final=0.2, schedule="linear")
+    assert rates(run) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_cosine_rate_falls_slowly_at_both_ends_and_is_half_way_in_the_middle() -> None:
+    run = make_run(
+        11, learning_rate=1.0, learning_rate_final=0.2, schedule="cosine", warmup_steps=2
+    )
+    found = rates(run)
+    assert found[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert found[6] == pytest.approx(0.6)
+    assert found[4] == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
+    assert found[-1] == pytest.approx(0.2)
+
+
+def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+    found = rates(make_run(3, learning_rate=1.0, schedule="cosine", warmup_steps=10))
+    assert found == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_coefficients_reach_their_final_values_in_the_annealed_share_of_the_run() -> None:
+    run = make_run(
+        11,
+        algorithm={
+            "entropy_coef": 0.1,
+            "entropy_coef_final": 0.0,
+            "kl_coef": 0.2,
+            "anneal_fraction": 0.5,
+        },
+    )
+    entropies = [coefficients(run, step).entropy for step in range(11)]
+    assert entropies == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, *[0.0] * 6])
+    assert {coefficients(run, step).kl for step in range(11)} == {0.2}

@@ -1,0 +1,36 @@
+"""Counts of parts add up to the counts of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
+from ludus.trainer.types import ScoredTerm
+from tests.data.rollouts import make_group
+
+
+def test_a_lost_episode_counts_neither_as_win_nor_as_draw_nor_as_loss() -> None:
+    counts = count_group(make_group(1, 0, -1, -1, None))
+    assert (counts.num_wins, counts.num_draws, counts.num_losses) == (1, 1, 2)
+    assert (counts.num_scored, counts.num_lost) == (4, 1)
+    assert (counts.reward_sum, counts.reward_square_sum) == (-1, 3)
+
+
+def test_wins_are_counted_by_what_the_environment_paid_not_by_the_reward() -> None:
+    group = make_group(1, -1)
+    shaped = replace(
+        group, rollouts=tuple(replace(r, reward=(r.reward or 0) - 5) for r in group.rollouts)
+    )
+    assert count_group(shaped).num_wins == 1
+
+
+def test_terms_are_summed_by_name_and_unscored_ones_left_out() -> None:
+    group = make_group(1, -1)
+    terms = [
+        (ScoredTerm("format", 0.5), ScoredTerm("style", None)),
+        (ScoredTerm("format", 0.25), ScoredTerm("style", 2.0)),
+    ]
+    rollouts = [replace(r, terms=t) for r, t in zip(group.rollouts, terms, strict=True)]
+    counts = count_group(replace(group, rollouts=tuple(rollouts)))
+    assert counts.terms == {"format": TermSum(2, 0.75), "style": TermSum(1, 2.0)}
+    assert total([counts, counts, RolloutCounts()]).terms["format"] == TermSum(4, 1.5)

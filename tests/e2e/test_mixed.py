@@ -1,0 +1,65 @@
+"""One run in several environments, each with a server of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import processes_of, start_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMES = {
+    "cards": {"options": {"game": "blackjack"}, "weight": 3.0},
+    "ball": {"options": {"game": "catch"}, "weight": 1.0},
+}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A configuration of two games, one of which is played three times as often."""
+    path = tmp_path / "mixed.json"
+    tree = {
+        "environments": GAMES,
+        "model": {"width": 64, "num_heads": 2, "max_tokens": 512, "warm_start_games": 256},
+        "rollout": {"group_size": 4, "max_completion_tokens": 8, "num_groups_in_flight": 32},
+        "algorithm": {"dead_groups": "keep"},
+        "training": {"num_steps": 8, "groups_per_step": 16},
+        "eval": {"num_games": 50, "num_games_during": 0},
+    }
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_environments_are_mixed_by_weight_and_a_dead_server_is_the_only_one_restarted(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
+    with start_run(tmp_path, config=mixed) as run:
+        run.wait_until(lambda: run.last_step >= 2)
+        servers = {
+            name: pid
+            for pid, command in processes_of(str(tmp_path)).items()
+            for name, game in (("cards", "blackjack"), ("ball", "catch"))
+            if " ludus.env " in command and game in command
+        }
+        os.kill(servers["ball"], signal.SIGKILL)
+        summary = run.finish()
+    assert set(summary.results) == {"cards", "ball"}
+    assert summary.environment_restarts == 1
+    rows = [row for row in run.rows if row.kind == "environment"]
+    groups = {
+        name: sum(
+            row.values.get("num_groups_trained", 0) for row in rows if row.environment == name
+        )
+        for name in GAMES
+    }
+    assert sum(groups.values()) == 8 * 16
+    assert groups["cards"] == pytest.approx(96, abs=8), groups
+    for name in GAMES:
+        assert (run.folder / f"environment-{name}.log").exists()
+    assert processes_of(str(tmp_path)) == {}

@@ -1,0 +1,79 @@
+"""Resuming is exact: two steps are one step, stop, resume, one step, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ludus.proto.runs import MetricsRow
+from tests.e2e.runs import Run, start_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXACT = (
+    "training.max_staleness=0",
+    "training.groups_per_step=16",
+    "eval.num_games_during=0",
+    "eval.num_games=50",
+    "model.warm_start_games=256",
+    "learner.learning_rate=0.003",
+    "learner.schedule=constant",
+    "algorithm.entropy_coef_final=null",
+    "algorithm.kl_coef_final=null",
+    "algorithm.correction.kind=off",
+    "algorithm.geometric_mask=null",
+)
+"""On-policy, so that what is trained on does not depend on how long anything takes. Which
+requests share a batch of the sampler does, and moves its log-probs by a last bit; so they are
+kept out of the loss."""
+MEASURES_TIME = ("_s", "_per_second", "mfu", "mismatch_kl", "canary_error")
+
+
+def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
+    """The policy in a checkpoint."""
+    return load_file(run.folder / "checkpoints" / f"step-{step:08d}" / "model/model.safetensors")
+
+
+def what_was_trained(run: Run) -> list[tuple[str, int, str | None, dict[str, float]]]:
+    """The rows of the steps, without what measures time."""
+    return [
+        (
+            row.kind,
+            row.step,
+            row.environment,
+            {name: v for name, v in row.values.items() if not name.endswith(MEASURES_TIME)},
+        )
+        for row in run.rows
+        if row.kind in ("train", "environment")
+    ]
+
+
+def evaluations(run: Run) -> list[MetricsRow]:
+    """The rows of the evaluations, without their time."""
+    rows = [row for row in run.rows if row.kind == "eval"]
+    return [row.model_copy(update={"elapsed_s": 0.0}) for row in rows]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: int) -> None:
+    settings = (*EXACT, f"learner.num_ranks={num_ranks}")
+    with start_run(tmp_path / "whole", *settings, "training.num_steps=2") as whole:
+        whole.finish()
+    with start_run(tmp_path / "parts", *settings, "training.num_steps=1") as parts:
+        parts.finish()
+    first = weights(parts, 1)
+    with start_run(
+        tmp_path / "parts", *settings, "training.num_steps=2", flags=("--resume",)
+    ) as parts:
+        parts.finish()
+
+    at_once, in_parts = weights(whole, 2), weights(parts, 2)
+    assert at_once.keys() == in_parts.keys()
+    assert any(not torch.equal(first[name], in_parts[name]) for name in first), "it moved"
+    worst = max(float((at_once[name] - in_parts[name]).abs().max()) for name in at_once)
+    assert worst == 0.0
+    assert what_was_trained(whole) == what_was_trained(parts)
+    assert evaluations(whole)[-1] == evaluations(parts)[-1]

@@ -1,0 +1,74 @@
+"""Rollout workers that join and leave while a run goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import load_run_config
+from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE
+from tests.e2e.runs import EXAMPLE, SMALL, Run, processes_of, start_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:
+    """What the command came to."""
+    command = [sys.executable, "-c", "from ludus.services.cli.app import main; main()"]
+    return subprocess.run(
+        [*command, "scale", str(folder), "--workers", str(num_workers)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def num_holding(run: Run) -> int:
+    """Workers that held the weights which were delivered last."""
+    return [len(row.weights) for row in run.rows if row.kind == "weights"][-1]
+
+
+def num_workers(marker: str) -> int:
+    """Worker processes of the run that were asked to do something."""
+    return sum("RolloutWorker" in command for command in processes_of(marker).values())
+
+
+def test_workers_join_and_leave_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
+    settings = ("training.num_steps=100000", "eval.num_games_during=0")
+    with start_run(tmp_path, *settings, "rollout.num_workers=2", "rollout.min_workers=1") as run:
+        run.wait_until(lambda: run.last_step >= 1)
+        run.wait_until(lambda: num_holding(run) == 2)
+        assert scale(run.folder, 3).returncode == 0
+        run.wait_until(lambda: num_holding(run) == 3)
+        assert scale(run.folder, 1).returncode == 0
+        run.wait_until(lambda: num_holding(run) == 1 and num_workers(str(tmp_path)) == 1)
+        step = run.last_step
+        run.wait_until(lambda: run.last_step >= step + 3)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == 130, run.output()
+    lost = sum(row.values["num_episodes_lost"] for row in run.rows if row.kind == "train")
+    assert lost == 0, "who leaves ends what it plays"
+    assert processes_of(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [(0, "greater than or equal to 1"), (1, "rollout.min_workers = 2"), (100, "max_sessions")],
+)
+def test_a_number_that_cannot_be_is_refused_with_the_way_out(
+    tmp_path: Path, wanted: int, message: str
+) -> None:
+    settings = [*SMALL, "rollout.min_workers=2", "rollout.num_workers=2"]
+    config = load_run_config(EXAMPLE, settings)
+    (tmp_path / CONFIG_FILE).write_text(config.model_dump_json())
+    ended = scale(tmp_path, wanted)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert not (tmp_path / CONTROL_FILE).exists()

@@ -1,0 +1,218 @@
+"""Prefix trees: every prefix is computed once, and every token gets what it would get alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.attention_check import can_pack_trees
+from ludus.trainer.learner.micro_batches import (
+    Cutting,
+    MicroBatch,
+    micro_batches,
+    one_piece,
+    split_samples,
+)
+from ludus.trainer.learner.model import Policy
+from ludus.trainer.learner.packing import RowCosts, lay_out
+from ludus.trainer.models.load import load_language_model
+from ludus.trainer.types import Batch, TrainingSample
+from tests.learner.tiny_policy import make_batch
+
+SHARE_ALL = RowCosts(per_token=1.0, per_pair=0.0)
+"""Attention is free, so the longest row is the cheapest."""
+FAIR = RowCosts(per_token=100.0, per_pair=1.0)
+
+
+def sample(token_ids: list[int], mask: list[bool], tag: float = 0.0) -> TrainingSample:
+    """A sample whose reward, on its first sampled token, is `tag`."""
+    rewards = [tag * (index == mask.index(True)) for index in range(len(mask))]
+    nothing = [0.0] * len(mask)
+    return TrainingSample(token_ids, mask, nothing, nothing, rewards, terminated=True)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Sequences of few different tokens, so that prefixes are shared in all ways there are."""
+    sequences = draw(st.lists(st.lists(st.integers(3, 5), min_size=2, max_size=9), min_size=1))
+    masks = [
+        [False, True, *draw(st.lists(st.booleans(), min_size=len(s) - 2, max_size=len(s) - 2))]
+        for s in sequences
+    ]
+    return collate(
+        [sample(s, m, tag=i + 1.0) for i, (s, m) in enumerate(zip(sequences, masks, strict=True))]
+    )
+
+
+def all_pieces(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
+    """The pieces of the whole batch on one rank."""
+    return micro_batches(batch, np.arange(batch.num_samples), Cutting(max_tokens, costs))
+
+
+def answers_by_tag(policy: Policy, pieces: list[MicroBatch]) -> dict[float, list[float]]:
+    """For each sample its log-probs and entropies, in the order of its tokens."""
+    answers: dict[float, list[float]] = {}
+    for piece in pieces:
+        said = policy(piece.rows, temperature=0.7, entropy="value")
+        logprobs, entropies = (piece.of_samples(v) for v in (said.logprobs, said.entropies))
+        for row, mask in enumerate(piece.mask):
+            of_sample = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
+            answers[piece.rewards[row].sum().item()] = of_sample
+    return answers
+
+
+def prefixes(batch: Batch) -> set[tuple[int, ...]]:
+    """All prefixes of all sequences."""
+    return {tuple(s[: n + 1].tolist()) for s in batch.sequences for n in range(len(s))}
+
+
+@pytest.fixture(scope="module")
+def policy(model_path: str) -> Policy:
+    """A tiny policy."""
+    return Policy(load_language_model(model_path)).eval()
+
+
+@given(batch=batches(), max_tokens=st.sampled_from([8, 20, 1000]))
+@settings(max_examples=60, deadline=None)
+def test_packed_sequences_get_the_answers_that_they_get_alone(
+    policy: Policy, batch: Batch, max_tokens: int
+) -> None:
+    with torch.no_grad():
+        alone = answers_by_tag(policy, all_pieces(batch, None, max_tokens=1))
+        for costs in (SHARE_ALL, FAIR):
+            packed = answers_by_tag(policy, all_pieces(batch, costs, max_tokens))
+            assert packed.keys() == alone.keys()
+            for tag, answer in packed.items():
+                assert answer == pytest.approx(alone[tag], abs=2e-5)
+
+
+@given(batch=batches())
+def test_where_attention_is_free_every_prefix_is_computed_once(batch: Batch) -> None:
+    layout = lay_out(
+        batch.sequences,
+        np.arange(len(batch.sequences)),
+        costs=SHARE_ALL,
+        max_tokens=10_000,
+        num_ranks=1,
+    )
+    assert len(layout.token_ids) == len(prefixes(batch))
+    for leaf, sequence_id in enumerate(layout.sequence_ids):
+        sequence = batch.sequences[sequence_id]
+        nodes = layout.nodes[leaf, : len(sequence)]
+        assert np.array_equal(layout.token_ids[nodes], sequence)
+        assert np.array_equal(layout.depths[nodes], np.arange(len(sequence)))
+        is_ancestor = (np.arange(len(layout.ends)) <= nodes[-1]) & (nodes[-1] < layout.ends)
+        assert np.array_equal(np.flatnonzero(is_ancestor), nodes)
+
+
+def test_rows_get_longer_as_attention_gets_cheaper() -> None:
+    batch = make_batch(num_samples=60, prefix_tokens=20)
+    longest = [
+        max(p.rows.token_ids.shape[1] for p in all_pieces(batch, costs, max_tokens=4096))
+        for costs in (RowCosts(1.0, 1.0), RowCosts(100.0, 1.0), SHARE_ALL)
+    ]
+    assert longest[0] < longest[1] < longest[2]
+
+
+def test_sequences_without_a_common_prefix_cost_no_more_than_padded() -> None:
+    batch = make_batch(num_samples=60)
+    packed, padded = (
+        sum(piece.rows.num_tokens for piece in all_pieces(batch, costs, max_tokens=256))
+        for costs in (FAIR, None)
+    )
+    assert packed <= padded
+
+
+def tiny_model(**changes: object) -> Policy:
+    """A random policy of a few layers."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **changes,
+    )
+    return Policy(Qwen2ForCausalLM(config))
+
+
+def test_a_model_with_a_sliding_window_is_not_given_trees(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cpu = torch.device("cpu")
+    assert can_pack_trees(tiny_model(), torch.float32, cpu)
+    windowed = tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    assert not can_pack_trees(windowed, torch.float32, cpu)
+    assert "sliding_attention" in caplog.text
+
+
+def test_a_model_that_takes_no_mask_of_ours_is_not_given_trees(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_model()
+    forward = policy.language_model.forward
+    monkeypatch.setattr(
+        policy.language_model,
+        "forward",
+        lambda **inputs: forward(**{**inputs, "attention_mask": None}),
+    )
+    assert not can_pack_trees(policy, torch.float32, torch.device("cpu"))
+    assert "log-probs of packed sequences are off" in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
+@pytest.mark.parametrize("costs", [None, FAIR])
+def test_every_sample_is_on_exactly_one_rank_in_equally_many_pieces(
+    num_ranks: int, max_tokens: int, costs: RowCosts | None
+) -> None:
+    batch = make_batch(num_samples=25, prefix_tokens=5)
+    for samples in split_samples(batch, 2):
+        pieces = [
+            micro_batches(batch, samples, Cutting(max_tokens, costs, rank, num_ranks))
+            for rank in range(num_ranks)
+        ]
+        assert len({len(of_rank) for of_rank in pieces}) == 1
+        paid = [r for of_rank in pieces for p in of_rank for r in p.rewards.sum(1).tolist()]
+        expected = [batch.rewards[i].sum() for i in samples]
+        assert sorted(paid) == pytest.approx(sorted(expected))
+
+
+def test_ranks_share_the_work_even_where_one_row_could_hold_it_all() -> None:
+    batch = make_batch(num_samples=48, prefix_tokens=4)
+    samples = np.arange(48)
+    work = [
+        sum(p.rows.num_tokens for p in micro_batches(batch, samples, cutting))
+        for cutting in (Cutting(10_000, SHARE_ALL, rank, 2) for rank in range(2))
+    ]
+    assert max(work) < 1.5 * min(work)
+
+
+@pytest.mark.parametrize("costs", [None, FAIR])
+def test_a_piece_stays_within_its_tokens_unless_one_sequence_alone_exceeds_them(
+    costs: RowCosts | None,
+) -> None:
+    pieces = all_pieces(make_batch(num_samples=25), costs, max_tokens=40)
+    assert len(pieces) > 3
+    assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in pieces)
+
+
+def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
+    piece = one_piece([sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2])
+    both = collate(
+        [
+            sample([3, 4, 5, 6], [False, True, True, False]),
+            sample([3, 4, 5, 6], [False] * 3 + [True]),
+        ]
+    )
+    [shared] = all_pieces(both, SHARE_ALL, max_tokens=100)
+    assert piece.rows.num_tokens == shared.rows.num_tokens == 4
+    assert shared.rows.targets.tolist() == [4, 5, 6]
+    assert shared.mask.sum(1).tolist() == [2, 1]

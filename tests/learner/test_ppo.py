@@ -1,0 +1,167 @@
+"""The critic: values, targets and checkpoints of PPO, and divergence in the reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
+from ludus.proto.errors import CheckpointError
+from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.learner import Learner
+from ludus.trainer.learner.micro_batches import one_piece
+from ludus.trainer.learner.model import PolicyOutput
+from ludus.trainer.learner.targets import make_targets
+from ludus.trainer.types import Coefficients, TrainingSample
+from tests.learner.tiny_policy import make_batch, make_learner, make_samples
+
+STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
+TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
+PPO = PpoConfig(geometric_mask=None)
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    """All weights as one vector, the value head's among them."""
+    return torch.cat([p.detach().flatten() for p in learner._policy.parameters()])
+
+
+def three_turns(terminated: bool) -> TrainingSample:
+    """p s p s s p: paid 1 and 2 on the last token of its turns."""
+    return TrainingSample(
+        token_ids=[5, 6, 7, 8, 9, 10],
+        loss_mask=[False, True, False, True, True, False],
+        rollout_logprobs=[0.0] * 6,
+        advantages=[0.0] * 6,
+        rewards=[0.0, 1.0, 0.0, 0.0, 2.0, 0.0],
+        terminated=terminated,
+    )
+
+
+def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off() -> None:
+    piece = one_piece([three_turns(terminated=True), three_turns(terminated=False)])
+    said = PolicyOutput(
+        logprobs=torch.zeros(3),
+        entropies=None,
+        values=torch.tensor([0.5, 1.0, 1.5]),
+        last_values=torch.tensor([4.0, 4.0]),
+    )
+    algorithm = PpoConfig(gamma=0.5, lam=0.5)
+    targets = make_targets(piece, said, None, algorithm, kl_coef=0.0)
+    # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
+    ended, cut = [1.0 - 0.5 + 0.25 * a + 0.5 * 1.0 for a in (-0.125, 0.375)], [2.0 - 1.5, 2.5]
+    expected = torch.tensor([[ended[0], -0.125, cut[0]], [ended[1], 0.375, cut[1]]])
+    assert torch.allclose(targets.advantages, expected)
+    assert targets.critic is not None
+    assert torch.allclose(targets.critic.returns, expected + torch.tensor([0.5, 1.0, 1.5]))
+
+
+def test_a_critic_learns_what_the_samples_earn(model_path: str) -> None:
+    learner = make_learner(model_path, PpoConfig(geometric_mask=None, value_clip=None))
+    # What a sequence earns stands in its first token.
+    batch = collate(
+        [
+            replace(three_turns(terminated=True), token_ids=[first, 6, 7, 8, last, 10])
+            if first == 5
+            else replace(three_turns(True), token_ids=[first, 6, 7, 8, last, 10], rewards=[0.0] * 6)
+            for first in (5, 15)
+            for last in range(30, 38)
+        ]
+    )
+    slow = Coefficients(learning_rate=3e-3, entropy=0.0, kl=0.0)
+    metrics = [learner.train_step(batch, slow) for _ in range(25)]
+    first, last = metrics[0], metrics[-1]
+    assert first.value_loss is not None and last.value_loss is not None
+    assert first.explained_variance == pytest.approx(0.0, abs=1e-6), "it begins with no opinion"
+    assert last.explained_variance is not None and last.explained_variance > 0.8
+    assert last.value_loss < first.value_loss / 5
+
+
+def test_without_a_critic_there_is_nothing_said_of_one(model_path: str) -> None:
+    metrics = make_learner(model_path).train_step(make_batch(), STEP)
+    assert metrics.value_loss is None
+    assert metrics.explained_variance is None
+
+
+@pytest.mark.parametrize("config", [{"max_tokens_per_micro_batch": 40}, {"packing": "pad"}])
+def test_a_step_with_a_critic_depends_on_no_cut_and_no_packing(
+    model_path: str, config: dict[str, object]
+) -> None:
+    batch = make_batch(num_samples=24, prefix_tokens=6)
+    results = []
+    for options in ({}, config):
+        learner = make_learner(model_path, PPO, num_minibatches=2, **options)
+        metrics = [learner.train_step(batch, STEP) for _ in range(2)]
+        results.append([(m.loss, m.value_loss, m.grad_norm) for m in metrics])
+    assert np.array(results[0]) == pytest.approx(np.array(results[1]), rel=1e-4, abs=1e-5)
+
+
+def test_stop_and_resume_with_a_critic_is_exact_to_the_bit(model_path: str, tmp_path: Path) -> None:
+    straight = make_learner(model_path, PPO)
+    straight.train_step(make_batch(seed=1), STEP)
+    straight.save(tmp_path / "state")
+    straight.train_step(make_batch(seed=2), STEP)
+    resumed = make_learner(model_path, PPO)
+    resumed.load(tmp_path / "state")
+    resumed.train_step(make_batch(seed=2), STEP)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(
+    model_path: str, tmp_path: Path
+) -> None:
+    make_learner(model_path).save(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="value_head"):
+        make_learner(model_path, PPO).load(tmp_path / "state")
+
+
+def test_the_value_head_is_not_published_and_lies_beside_the_exported_model(
+    model_path: str, tmp_path: Path
+) -> None:
+    learner = make_learner(model_path, PPO)
+    learner.train_step(make_batch(), STEP)
+    assert learner.full_state().keys() == make_learner(model_path).full_state().keys()
+    learner.export_model(tmp_path)
+    head = load_file(tmp_path / "value_head.safetensors")
+    assert head.keys() == {"weight", "bias"}
+    assert head["weight"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GrpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1", geometric_mask=None),
+        ReinforceConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1", geometric_mask=None),
+        PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1", geometric_mask=None),
+    ],
+)
+def test_divergence_in_the_reward_pulls_the_policy_back(
+    model_path: str, algorithm: AlgorithmConfig
+) -> None:
+    """With nothing else to earn, it is all there is to learn from."""
+    learner = make_learner(model_path, algorithm)
+    free = replace(TETHERED, kl=0.0)
+    learner.train_step(make_batch(num_samples=24), free)
+    nothing = [
+        replace(s, advantages=[0.0] * len(s.token_ids), rewards=[0.0] * len(s.token_ids))
+        for s in make_samples(24)
+    ]
+    batch = collate(nothing)
+    before = weights(learner)
+    metrics = learner.train_step(batch, TETHERED)
+    assert metrics.reference_kl > 1e-4
+    assert not torch.equal(weights(learner), before)
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -> None:
+    learner = make_learner(model_path, PPO, max_tokens_per_micro_batch=64)
+    pieces = learner._cut(make_batch(num_samples=24), np.arange(24))
+    assert len(pieces) > 1
+    [targets] = learner._targets([pieces], STEP)
+    values = torch.cat([t.advantages[p.mask] for t, p in zip(targets, pieces, strict=True)])
+    assert values.mean().item() == pytest.approx(0.0, abs=1e-5)
+    assert values.std().item() == pytest.approx(1.0, abs=1e-4)

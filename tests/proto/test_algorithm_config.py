@@ -1,0 +1,130 @@
+"""Combinations of an algorithm that cannot work are refused with field, value and way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.errors import ConfigError
+
+OFF = "algorithm.correction.kind=off"
+SAMPLER = "algorithm.old_logprobs=rollout"
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_run_config(None, [f"algorithm.{text}" for text in overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["loss.kind=cispo", "old_logprobs=rollout"],
+            ["old_logprobs = 'rollout'", "correction.kind = 'token_tis'", "twice", "'off'"],
+        ),
+        (
+            ["old_logprobs=rollout", "correction.kind=sequence_mask"],
+            ["correction.kind = 'sequence_mask'", "twice"],
+        ),
+        (
+            ["loss.kind=gspo"],
+            ["loss.kind = 'gspo'", "aggregation = 'token_mean'", "'sequence_mean'"],
+        ),
+        (["kl_placement=reward"], ["kl_placement = 'reward'", "kl_coef = 0", "set kl_coef"]),
+        (
+            ["kl_placement=reward", "kl_coef=0.1"],
+            ["kl_estimator = 'k3' in the reward", "set kl_estimator = 'k1'"],
+        ),
+        (
+            ["kl_estimator=k1", "kl_coef=0.1"],
+            ["kl_estimator = 'k1' in the loss", "kl_placement = 'reward'"],
+        ),
+        (["kl_coef_final=0.1"], ["kl_coef_final = 0.1", "kl_coef = 0", "above 0"]),
+        (["gamma=0.9"], ["gamma = 0.9", "credit = 'episode'", "set credit = 'turn'"]),
+        (["baseline=none", "scale=group"], ["scale = 'group'", "baseline = 'none'"]),
+        (["baseline=none"], ["dead_groups = 'replace'", "set dead_groups = 'keep'"]),
+        (["geometric_mask=[1.2, 2]"], ["low < 1 < high", "[1.2, 2.0]", "[0.5, 2.0]"]),
+        (["geometric_mask=[2, 0.5]"], ["low < 1 < high", "[2.0, 0.5]"]),
+        (["correction.cap=0.5"], ["algorithm.correction.cap", "greater than or equal to 1", "0.5"]),
+        (
+            ["correction.kind=icepop", "correction.low=1.5"],
+            ["algorithm.correction.low", "less than 1", "1.5"],
+        ),
+        (
+            ["correction.kind=icepop", "correction.high=0.9"],
+            ["algorithm.correction.high", "greater than 1", "0.9"],
+        ),
+        (["loss.clip_low=1.5"], ["algorithm.loss.clip_low", "less than or equal to 1", "1.5"]),
+        (["loss.clip_low=0"], ["algorithm.loss.clip_low", "greater than 0"]),
+        (["loss.dual_clip=1"], ["algorithm.loss.dual_clip", "greater than 1"]),
+        (["loss.kind=gspo", "loss.dual_clip=3"], ["algorithm.loss.dual_clip", "unknown key"]),
+        (["kl_coef=-1"], ["algorithm.kl_coef", "-1"]),
+        (["kl_coef=Infinity"], ["algorithm.kl_coef", "finite", "inf"]),
+        (["entropy_coef=NaN"], ["algorithm.entropy_coef", "nan"]),
+        (["anneal_fraction=0"], ["algorithm.anneal_fraction", "greater than 0"]),
+        (["kind=ppo", "lam=1.5"], ["algorithm.lam", "1.5"]),
+        (["kind=ppo", "gamma=0"], ["algorithm.gamma", "greater than 0"]),
+        (["kind=ppo", "value_coef=0"], ["algorithm.value_coef", "greater than 0"]),
+        (["kind=ppo", "baseline=mean"], ["algorithm.baseline", "unknown key"]),
+        (["kind=reinforce", "baseline=leave_one_out"], ["algorithm.baseline", "'leave_one_out'"]),
+        (["kind=reinforce", "lam=0.9"], ["algorithm.lam", "unknown key", "gamma"]),
+        (["kind=dqn"], ["algorithm.kind", "'grpo', 'reinforce', 'ppo'", "'dqn'"]),
+    ],
+)
+def test_an_impossible_algorithm_is_named_with_value_and_way_out(
+    overrides: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compared"),
+    [
+        ([], "correction.kind = 'token_tis'"),
+        ([OFF], "geometric_mask = [0.5, 2.0]"),
+        ([OFF, SAMPLER], "old_logprobs = 'rollout'"),
+    ],
+)
+def test_a_cut_off_distribution_cannot_be_compared_with_the_learners(
+    overrides: list[str], compared: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, ["rollout.top_p=0.9", *overrides])
+    assert "rollout.top_p = 0.9 samples from a cut-off distribution" in str(caught.value)
+    assert f"algorithm.{compared}" in str(caught.value)
+
+
+def test_a_cut_off_distribution_is_fine_where_nothing_is_compared() -> None:
+    run = load_run_config(None, ["rollout.top_p=0.9", OFF, "algorithm.geometric_mask=null"])
+    assert run.algorithm.compares_with_sampler is None
+
+
+def test_ppo_without_a_value_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs a value head, but learner\.value_head = false"):
+        load_run_config(None, ["algorithm.kind=ppo", "learner.value_head=false"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.kind=gspo", "aggregation=sequence_mean", "correction.kind=sequence_tis"],
+        ["loss.kind=cispo", "old_logprobs=rollout", "correction.kind=off"],
+        ["scale=none", "aggregation=constant"],
+        ["baseline=leave_one_out", "credit=turn", "gamma=0.9"],
+        ["baseline=none", "dead_groups=keep"],
+        ["kind=reinforce", "kl_placement=reward", "kl_coef=0.01", "kl_estimator=k1"],
+        ["kind=ppo", "gamma=0.99", "lam=0.95", "value_clip=null"],
+        ["correction.kind=icepop", "correction.low=0.1"],
+    ],
+)
+def test_every_algorithm_of_the_field_can_be_said(overrides: list[str]) -> None:
+    load(*overrides)
+
+
+def test_only_what_learns_from_group_means_replaces_equal_groups_by_default() -> None:
+    kept = {kind: load(f"kind={kind}").algorithm.dead_groups for kind in ("reinforce", "ppo")}
+    assert kept == {"reinforce": "keep", "ppo": "keep"}
+    assert load().algorithm.dead_groups == "replace"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import random
+import re
+import statistics
+
+import pytest
+
+from ludus.proto.metrics import (
+    REWARD_TERM_PREFIX,
+    EvalMetric,
+    Reduction,
+    TrainMetric,
+    combine,
+    combined,
+    prometheus_name,
+)
+
+ALL = [*TrainMetric, *EvalMetric]
+
+
+def described(rewards: list[float]) -> dict[str, float]:
+    """What a part says of its episodes' rewards."""
+    return {
+        TrainMetric.NUM_EPISODES_SCORED: len(rewards),
+        TrainMetric.REWARD_MEAN: statistics.fmean(rewards),
+        TrainMetric.REWARD_STD: statistics.pstdev(rewards),
+    }
+
+
+def test_mean_and_deviation_of_parts_are_those_of_all_their_episodes() -> None:
+    noise = random.Random(0)
+    parts = [[noise.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
+    whole = combine(described(part) for part in parts)
+    assert whole == pytest.approx(described(parts[0] + parts[1]))
+
+
+def test_combining_in_steps_is_combining_at_once() -> None:
+    noise = random.Random(1)
+    parts = [described([noise.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
+    stepwise = combine([combine(parts[:2]), combine(parts[2:])])
+    assert stepwise == pytest.approx(combine(parts))
+
+
+def test_each_metric_is_combined_as_it_says() -> None:
+    early = {
+        TrainMetric.NUM_WINS: 3,
+        TrainMetric.STALENESS_MAX: 2,
+        TrainMetric.LEARNING_RATE: 0.5,
+        TrainMetric.ENTROPY: 1.0,
+        TrainMetric.NUM_TOKENS_TRAINED: 10,
+        REWARD_TERM_PREFIX + "format": 1.0,
+    }
+    late = {
+        TrainMetric.NUM_WINS: 4,
+        TrainMetric.STALENESS_MAX: 1,
+        TrainMetric.LEARNING_RATE: 0.25,
+        TrainMetric.ENTROPY: 0.0,
+        TrainMetric.NUM_TOKENS_TRAINED: 30,
+        REWARD_TERM_PREFIX + "format": 0.0,
+    }
+    assert combine([early, late]) == {
+        TrainMetric.NUM_WINS: 7,
+        TrainMetric.STALENESS_MAX: 2,
+        TrainMetric.LEARNING_RATE: 0.25,
+        TrainMetric.ENTROPY: 0.25,
+        TrainMetric.NUM_TOKENS_TRAINED: 40,
+        REWARD_TERM_PREFIX + "format": 0.5,
+    }
+
+
+def test_what_a_part_lacks_is_combined_over_the_others_and_what_all_lack_is_left_out() -> None:
+    nothing = {TrainMetric.NUM_EPISODES_SCORED: 0}
+    something = described([1.0, 0.0])
+    assert combine([nothing, something]) == pytest.approx(something)
+    assert combine([nothing, nothing]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
+    assert combine([]) == {}
+    assert combined(TrainMetric.LOSS, [nothing]) is None
+
+
+def test_means_of_evaluations_are_weighted_by_games() -> None:
+    few, many = ({"win_rate": 1.0, "num_games": 1}, {"win_rate": 0.0, "num_games": 3})
+    assert combined(EvalMetric.WIN_RATE, [few, many]) == 0.25
+
+
+@pytest.mark.parametrize("metric", ALL, ids=str)
+def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | EvalMetric) -> None:
+    spec, kind = metric.spec, type(metric)
+    assert spec.help.endswith(".")
+    assert (spec.centre is not None) == (spec.reduction is Reduction.DEVIATION)
+    for other in (spec.weight, spec.centre):
+        if other is not None:
+            # An environment's own is weighted by its own.
+            assert kind(other).spec.of_environment or not spec.of_environment  # type: ignore[call-arg]
+    if spec.weight is not None:
+        assert kind(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
+
+
+def test_names_on_dashboards_follow_prometheus_conventions() -> None:
+    names = [prometheus_name(metric) for metric in ALL]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"ludus_train_[a-z0-9_]+", name) for name in names)
+    assert not [name for name in names if re.search(r"_(s|ms|num|total|count)$|num_", name)]
+    assert prometheus_name(TrainMetric.TRAIN_S) == "ludus_train_train_seconds"
+    assert prometheus_name(EvalMetric.WIN_RATE) == "ludus_train_eval_win_rate"

@@ -1,0 +1,146 @@
+"""A preset stands wherever the run itself says nothing, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import (
+    ClipLoss,
+    GrpoConfig,
+    NoCorrection,
+    PpoConfig,
+    RunConfig,
+    SequenceMask,
+    load_run_config,
+)
+from ludus.proto.config.presets import PRESETS
+from ludus.proto.errors import ConfigError
+
+
+def load(preset: str, *overrides: str) -> RunConfig:
+    return load_run_config(None, [f"preset={preset}", *overrides])
+
+
+def test_torchforge_is_grpo_by_the_group_with_a_constant_pull_and_no_correction() -> None:
+    run = load("torchforge")
+    assert run.algorithm == GrpoConfig(
+        baseline="mean",
+        scale="group",
+        dead_groups="keep",
+        loss=ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None),
+        correction=NoCorrection(),
+        geometric_mask=None,
+        aggregation="sequence_mean",
+        kl_coef=0.1,
+        kl_estimator="k3",
+    )
+    rollout, learner, training = run.rollout, run.learner, run.training
+    assert (rollout.group_size, rollout.group_seed) == (4, "independent")
+    assert (rollout.max_completion_tokens, rollout.max_turns) == (32, 10)
+    assert (learner.learning_rate, learner.eps, learner.warmup_steps) == (1e-5, 1e-8, 1)
+    assert (learner.max_grad_norm, learner.dtype) == (1.0, "bfloat16")
+    assert run.episodes_per_step == 8
+    assert (training.num_steps, training.max_staleness) == (1000, 1)
+    assert training.checkpoint_every_steps == 500
+
+
+def test_trl_is_the_token_mean_of_one_group_with_long_shots_masked() -> None:
+    run = load("trl")
+    assert run.algorithm == GrpoConfig(
+        scale="group",
+        dead_groups="keep",
+        loss=ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None),
+        correction=SequenceMask(cap=3.0),
+        geometric_mask=None,
+        aggregation="token_mean",
+        kl_coef=0.0,
+    )
+    assert (run.rollout.group_size, run.rollout.max_completion_tokens) == (8, 256)
+    learner = run.learner
+    assert (learner.learning_rate, learner.schedule, learner.warmup_steps) == (1e-6, "linear", 0)
+    assert (learner.betas, learner.weight_decay) == ((0.9, 0.999), 0.0)
+    assert (run.training.groups_per_step, run.training.max_staleness) == (1, 0)
+
+
+def test_dapo_clips_higher_and_replaces_dead_groups() -> None:
+    run = load("dapo")
+    assert run.algorithm == GrpoConfig(
+        scale="group",
+        dead_groups="replace",
+        loss=ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=None),
+        correction=NoCorrection(),
+        geometric_mask=None,
+        aggregation="token_mean",
+        kl_coef=0.0,
+    )
+    learner = run.learner
+    assert (learner.learning_rate, learner.schedule, learner.warmup_steps) == (1e-6, "constant", 20)
+    assert (learner.weight_decay, learner.max_grad_norm) == (0.1, 1.0)
+    # 16 updates of 512 episodes each.
+    assert run.episodes_per_step == 8192 and learner.num_minibatches == 16
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_what_the_run_says_wins_over_the_preset(tmp_path: Path, preset: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+        preset = "{preset}"
+        [rollout]
+        group_size = 6
+        [algorithm]
+        kl_coef = 0.03
+        [algorithm.loss]
+        clip_high = 0.5
+        [learner]
+        learning_rate = 3e-4
+        """
+    )
+    run = load_run_config(path, ["training.max_staleness=3"])
+    alone = load(preset)
+    assert (run.rollout.group_size, run.training.max_staleness) == (6, 3)
+    assert (run.learner.learning_rate, run.algorithm.kl_coef) == (3e-4, 0.03)
+    assert run.algorithm.loss == ClipLoss(clip_low=0.2, clip_high=0.5, dual_clip=None)
+    assert run.learner.betas == alone.learner.betas
+    assert run.algorithm.aggregation == alone.algorithm.aggregation
+
+
+def test_a_section_of_another_kind_replaces_that_of_the_preset() -> None:
+    run = load("trl", "algorithm.correction.kind=token_tis")
+    assert run.algorithm.correction.model_dump() == {"kind": "token_tis", "cap": 2.0}
+    assert run.algorithm.aggregation == "token_mean"
+    assert load("torchforge", "algorithm.kind=ppo").algorithm == PpoConfig()
+    cap = load("trl", "algorithm.correction.cap=5")
+    assert cap.algorithm.correction == SequenceMask(cap=5.0), "no kind: that of the preset"
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_resolved_configuration_is_read_again_as_it_is(tmp_path: Path, preset: str) -> None:
+    changes = ["algorithm.loss.kind=cispo", "learner.warmup_steps=7", "algorithm.kl_coef=0"]
+    for overrides in ([], changes):
+        run = load(preset, *overrides)
+        path = tmp_path / "config.json"
+        path.write_text(run.model_dump_json())
+        assert load_run_config(path) == run
+        assert json.loads(path.read_text())["preset"] == preset
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_field_of_a_preset_arrives_in_the_run(preset: str) -> None:
+    dumped = json.loads(load(preset).model_dump_json())
+    for section, fields in PRESETS[preset].items():
+        assert dumped[section] == {**dumped[section], **fields}
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"preset: .*'torchforge', 'trl' or 'dapo'.*'verl'"):
+        load("verl")
+
+
+def test_reading_with_a_preset_leaves_the_preset_as_it_was() -> None:
+    before = json.dumps({name: dict(tree) for name, tree in PRESETS.items()})
+    load("dapo", "algorithm.loss.clip_high=0.9", "rollout.group_size=2")
+    assert json.dumps({name: dict(tree) for name, tree in PRESETS.items()}) == before

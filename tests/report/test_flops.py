@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ludus.trainer.models.flops import TrainingWork, known_peak, peak_flops
+
+CPU = torch.device("cpu")
+LAYERS, WIDTH, VOCAB, INTERMEDIATE = 2, 32, 100, 64
+
+
+def model(*, tied: bool = False) -> Qwen2ForCausalLM:
+    shape = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=INTERMEDIATE,
+        tie_word_embeddings=tied,
+    )
+    return Qwen2ForCausalLM(shape)
+
+
+def work(of: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
+    return TrainingWork.of(of, CPU, torch.float32, num_devices)
+
+
+def test_a_token_takes_six_flops_for_each_weight_that_it_is_multiplied_with() -> None:
+    matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INTERMEDIATE) + WIDTH * VOCAB
+    # Biases and norms are some per cent beside such narrow matrices.
+    assert work(model()).per_token == pytest.approx(6 * matrices, rel=0.03)
+    assert work(model(tied=True)).per_token == work(model()).per_token
+
+
+def test_a_frozen_weight_has_no_gradient_of_its_own() -> None:
+    frozen = model()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    assert work(frozen).per_token == pytest.approx(work(model()).per_token * 4 / 6)
+
+
+def test_forward_work_is_what_torch_counts() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    num_tokens, tested = 16, model()
+    # Fused attention would hide its products from the counter.
+    tested.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tested(torch.zeros(1, num_tokens, dtype=torch.int64))
+    # A third of training; torch counts the whole square of attention, and no biases.
+    ours = dataclasses.replace(
+        work(tested), per_token_of_sequence=2 * work(tested).per_token_of_sequence
+    )
+    expected = ours.flops([num_tokens], num_tokens) / 3
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.03)
+
+
+def test_neither_padding_nor_what_sequences_share_is_work() -> None:
+    of = work(model())
+    alone = of.flops([30, 10], num_tokens=40)
+    assert of.flops([30, 10], num_tokens=64) == alone
+    assert of.flops([30, 10], num_tokens=20) == pytest.approx(alone / 2)
+    assert of.flops([], num_tokens=0) == 0
+
+
+def test_long_sequences_take_more_for_each_token() -> None:
+    of = work(model())
+    assert of.flops([40], 40) > of.flops([20, 20], 40) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, tera: float | None) -> None:
+    expected = None if tera is None else tera * 1e12
+    assert known_peak(name, torch.bfloat16) == expected
+
+
+def test_a_cpu_is_measured_and_several_devices_do_several_times_as_much() -> None:
+    torch.set_num_threads(1)
+    peak = peak_flops(CPU, torch.float32)
+    assert peak is not None
+    assert 1e9 < peak < 1e13
+    one, four = (work(model(), num_devices=n).peak_flops for n in (1, 4))
+    assert one is not None and four is not None
+    assert four > one

@@ -1,0 +1,171 @@
+"""Chat templates in the manner of model families, each with a byte-level tokenizer that fits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of one family are spoken to."""
+
+    name: str
+    template: str
+    special: tuple[str, ...]
+    eos: str
+    bos: str | None = None
+    has_tools: bool = False
+    """Whether the template lists tools by itself."""
+    ends_turns: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_CHATML_BODY = (
+    "{%- for m in messages %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# A system message of its own where none is given; a line break after each end token.
+QWEN25 = Family(
+    "qwen2.5",
+    "{%- if messages[0].role != 'system' and not tools %}"
+    "{{- '<|im_start|>system\\nYou are a careful player.<|im_end|>\\n' }}"
+    "{%- elif tools %}"
+    "{{- '<|im_start|>system\\n' }}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{{- '# Tools\\n<tools>' }}{%- for t in tools %}{{- '\\n' }}{{- t | tojson }}{%- endfor %}"
+    "{{- '\\n</tools><|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- elif not (tools and loop.first and m.role == 'system') %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    eos="<|im_end|>",
+    has_tools=True,
+)
+
+# Thoughts of turns before the last question are taken out; without thinking an empty thought
+# stands in the prompt.
+QWEN3 = Family(
+    "qwen3",
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}"
+    "{%- endfor %}"
+    "{%- for m in messages %}"
+    "{%- set content = m.content %}"
+    "{%- if m.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- endif %}"
+    "{{- '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.role == 'assistant' and loop.index0 > ns.last and '</think>' not in content %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
+    "{%- endif %}"
+    "{{- content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
+    "{%- endif %}{%- endif %}",
+    ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    eos="<|im_end|>",
+)
+
+# A token that begins the text; contents are trimmed; no line break after the end token.
+LLAMA3 = Family(
+    "llama3",
+    "{{- bos_token }}"
+    "{%- for m in messages %}"
+    "{%- set role = 'ipython' if m.role == 'tool' else m.role %}"
+    "{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}"
+    "{{- m.content | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    "{%- endif %}",
+    ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    eos="<|eot_id|>",
+    bos="<|begin_of_text|>",
+)
+
+# Roles must alternate, no role but two; a space before the answer that the model says itself.
+MISTRAL = Family(
+    "mistral",
+    "{{- bos_token }}"
+    "{%- for m in messages %}"
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('roles must alternate user/assistant/user/...') }}"
+    "{%- endif %}"
+    "{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}"
+    "{%- elif m.role == 'assistant' %}{{- ' ' + m.content | trim + eos_token }}"
+    "{%- else %}{{- raise_exception('only user and assistant roles') }}{%- endif %}"
+    "{%- endfor %}",
+    ("<s>", "</s>"),
+    eos="</s>",
+    bos="<s>",
+)
+
+# The end of a turn is not the end of a text; no system role; the assistant is called model.
+GEMMA = Family(
+    "gemma",
+    "{{- bos_token }}"
+    "{%- if messages[0].role == 'system' %}"
+    "{{- raise_exception('System role not supported') }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('Conversation roles must alternate') }}{%- endif %}"
+    "{%- set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{- '<start_of_turn>' + role + '\\n' + m.content | trim + '<end_of_turn>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}",
+    ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    eos="<eos>",
+    bos="<bos>",
+)
+
+# Plain words: nothing ends a turn but the next one.
+PLAIN = Family(
+    "plain",
+    "{%- for m in messages %}{{- m.role | capitalize + ': ' + m.content + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'Assistant: ' }}{%- endif %}",
+    ("<|end|>",),
+    eos="<|end|>",
+    ends_turns=False,
+)
+
+CHATML = Family("chatml", _CHATML_BODY, ("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+
+FAMILIES = (QWEN25, QWEN3, LLAMA3, MISTRAL, GEMMA, PLAIN, CHATML)
+
+
+@cache
+def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and the family's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in family.special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=family.eos,
+        pad_token=family.eos,
+        bos_token=family.bos,
+        chat_template=family.template,
+        clean_up_tokenization_spaces=False,
+    )

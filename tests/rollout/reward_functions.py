@@ -1,0 +1,122 @@
+"""Reward functions and a rollout function that tests name in configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+from ludus.env import Message, StepResult
+from ludus.env.client import AsyncSession
+from ludus.proto.errors import ActionParseError
+from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.rollout.episode import Ended
+from ludus.trainer.types import RolloutStatus
+
+CALLS: list[dict[str, list[Any]]] = []
+"""What `remember` was called with."""
+THREADS: set[int] = set()
+
+
+def remember(**columns: list[Any]) -> list[float]:
+    """0 each; keeps what it was given."""
+    CALLS.append(columns)
+    THREADS.add(threading.get_ident())
+    return [0.0] * len(columns["prompts"])
+
+
+def num_words(completions: list[list[Message]]) -> list[int]:
+    """Words that the policy said."""
+    return [
+        sum(len(m["content"].split()) for m in messages if m["role"] == "assistant")
+        for messages in completions
+    ]
+
+
+async def return_if_finished(
+    episode_return: list[float], *, terminated: list[bool], unknown: str = "default"
+) -> list[float | None]:
+    """The return of finished episodes; the others cannot be scored."""
+    await asyncio.sleep(0)
+    assert unknown == "default"
+    return [paid if ended else None for paid, ended in zip(episode_return, terminated, strict=True)]
+
+
+def first_cannot_be_scored(completion_ids: list[list[int]]) -> list[float | None]:
+    return [None, *(float(len(token_ids)) for token_ids in completion_ids[1:])]
+
+
+def added(added: list[int | None]) -> list[float]:
+    """A field of the environment's info."""
+    return [float(value or 0) for value in added]
+
+
+def asks_for_the_moon(moon: list[str]) -> list[float]:
+    return [0.0] * len(moon)
+
+
+def too_few(prompts: list[list[Message]]) -> list[float]:
+    return [1.0] * (len(prompts) - 1)
+
+
+def not_a_list(prompts: list[list[Message]]) -> float:
+    return 1.0
+
+
+def not_a_number(prompts: list[list[Message]]) -> list[float]:
+    return [float("nan")] * len(prompts)
+
+
+def words(prompts: list[list[Message]]) -> list[str]:
+    return ["good"] * len(prompts)
+
+
+def fails(prompts: list[list[Message]]) -> list[float]:
+    raise KeyError("answer")
+
+
+async def never_ends(prompts: list[list[Message]]) -> list[float]:
+    await asyncio.Event().wait()
+    return []
+
+
+def takes_its_time(prompts: list[list[Message]]) -> list[float]:
+    time.sleep(0.3)
+    return [1.0] * len(prompts)
+
+
+def positional_only(prompts: list[list[Message]], /) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+async def play_in_pairs(
+    session: AsyncSession, first: StepResult, conversation: Conversation
+) -> Ended:
+    """Asks twice before each step, and adds what was said first to the episode's fields."""
+    assert first.text is not None
+    conversation.add(first.text.messages)
+    thoughts: list[str] = []
+    while True:
+        thoughts.append(await conversation.answer())
+        conversation.add([{"role": "user", "content": "And now your move."}])
+        move = await conversation.answer()
+        if move == "GIVE UP":
+            raise ActionParseError("expected a move")
+        result = await session.step(text=move)
+        conversation.pay(result.reward or 0.0)
+        if result.done:
+            return Ended(RolloutStatus.TERMINATED, {"thoughts": thoughts})
+        assert result.text is not None
+        conversation.add(result.text.messages)
+
+
+async def play_and_say_nothing(
+    session: AsyncSession, first: StepResult, conversation: Conversation
+) -> None:
+    """Returns no end."""
+
+
+def num_thoughts(thoughts: list[list[str]]) -> list[float]:
+    """A field that the rollout function adds."""
+    return [float(len(one)) for one in thoughts]

@@ -1,0 +1,37 @@
+"""Serves OpenEnv's environment of tools beside its own package: `PROGRAM ours|stock PORT_FILE`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+
+def serve_ours(port_file: Path) -> None:
+    """Nothing; our server with their class, until it is killed."""
+    from ludus.env.server import run_server_cli
+    from ludus.env.targets import environment_factory
+
+    factory = environment_factory("openenv:stock_tools_environment:ToolsEnvironment", {})
+    run_server_cli(factory, argv=["--port", "0", "--ready-file", str(port_file)])
+
+
+def serve_stock(port_file: Path) -> None:
+    """Nothing; their server with their class, until it is killed."""
+    import uvicorn
+    from openenv.core.env_server import create_app
+    from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+    from stock_tools_environment import ToolsEnvironment
+
+    app = create_app(ToolsEnvironment, CallToolAction, CallToolObservation, env_name="tools")
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    port_file.write_text(json.dumps({"http": address}))
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    {"ours": serve_ours, "stock": serve_stock}[sys.argv[1]](Path(sys.argv[2]))

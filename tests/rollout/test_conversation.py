@@ -1,0 +1,155 @@
+"""What a conversation keeps of itself: tokens, turns, rewards, and where it had to begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ludus.env import Message
+from ludus.proto.config import RolloutConfig
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
+from ludus.trainer.types import Completion, Sampling
+from tests.rollout.chat_templates import CHATML, QWEN3, Family, tokenizer_of
+from tests.rollout.scripted_policy import ScriptedPolicy
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=1)
+LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=2000, max_turns=8)
+ALOUD = "<think>\nbust?\n</think>\n\nHIT"
+
+
+def user(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
+
+
+def conversation_of(
+    family: Family, script: Iterator[str], limits: RolloutConfig = LIMITS, *, keep: bool = True
+) -> tuple[Conversation, ScriptedPolicy]:
+    """A conversation with a scripted policy that may think aloud."""
+    chat = ChatTokenizer(tokenizer_of(family), enable_thinking=True, keep_thinking=keep)
+    policy = ScriptedPolicy(chat, script)
+    return Conversation(policy, chat, limits, SAMPLING, seed=3), policy
+
+
+async def talk(conversation: Conversation, *questions: str) -> None:
+    """Nothing; each question is answered and paid with its number."""
+    for number, question in enumerate(questions, start=1):
+        conversation.add(user(question))
+        await conversation.answer()
+        conversation.pay(number)
+
+
+async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
+    conversation, policy = conversation_of(CHATML, iter(["HIT", "STAND"]))
+    await talk(conversation, "16 vs 10", "19 vs 10")
+    [sequence] = conversation.sequences(with_rest=False)
+    assert sequence.token_ids[: len(policy.prompts[1])] == policy.prompts[1]
+    assert [turn.reward for turn in sequence.turns] == [1, 2]
+    for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
+        assert all(sequence.loss_mask[turn.start : turn.end])
+        said = sequence.token_ids[turn.start : turn.end]
+        assert conversation._chat.decode(said) == text
+    assert sum(sequence.loss_mask) == sum(turn.end - turn.start for turn in sequence.turns)
+
+
+async def test_thoughts_that_are_kept_stay_in_one_sequence_as_they_were_sampled() -> None:
+    conversation, policy = conversation_of(QWEN3, iter([ALOUD, "STAND"]))
+    await talk(conversation, "16 vs 10", "19 vs 10")
+    [sequence] = conversation.sequences(with_rest=False)
+    assert len(sequence.turns) == 2
+    assert "bust?" in conversation._chat.decode(policy.prompts[1])
+
+
+async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> None:
+    conversation, policy = conversation_of(QWEN3, iter([ALOUD, ALOUD, "STAND"]), keep=False)
+    await talk(conversation, "16 vs 10", "18 vs 10", "19 vs 10")
+    sequences = conversation.sequences(with_rest=False)
+    assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
+    assert [sequence.turns[0].reward for sequence in sequences] == [1, 2, 3]
+    for sequence, prompt in zip(sequences, policy.prompts, strict=True):
+        assert sequence.token_ids[: sequence.turns[0].start] == prompt
+        assert "bust?" not in conversation._chat.decode(prompt)
+        assert any(sequence.loss_mask)
+
+
+async def test_a_template_that_rewrites_nothing_gives_one_sequence_though_it_may() -> None:
+    conversation, _ = conversation_of(CHATML, iter(["HIT", "STAND"]), keep=False)
+    await talk(conversation, "16 vs 10", "19 vs 10")
+    assert len(conversation.sequences(with_rest=False)) == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: bool) -> None:
+    conversation, _ = conversation_of(CHATML, iter(["HIT", "HIT"]), keep=keep)
+    await talk(conversation, "16 vs 10")
+    bare = conversation.sequences(with_rest=True)
+    conversation.add(user("19 vs 10"))
+    assert conversation.has_room
+    [sequence] = conversation.sequences(with_rest=True)
+    rest = sequence.token_ids[sequence.turns[-1].end :]
+    assert "19 vs 10" in conversation._chat.decode(rest)
+    assert not any(sequence.loss_mask[sequence.turns[-1].end :])
+    assert conversation.sequences(with_rest=False) == bare
+    conversation.add(user("a long story " * 200))
+    assert conversation.sequences(with_rest=True) == bare
+
+
+async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
+    conversation, _ = conversation_of(QWEN3, iter([ALOUD]), keep=False)
+    await talk(conversation, "16 vs 10")
+    before = conversation.sequences(with_rest=False)
+    conversation.add(user("19 vs 10"))
+    assert conversation.has_room
+    assert conversation.sequences(with_rest=True) == before
+    conversation.pay(4)
+    assert conversation.turns[0].reward == 5
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_tokens": 80}], ids=["turns", "tokens"])
+async def test_there_is_no_answer_beyond_the_limits(limits: dict[str, int]) -> None:
+    bounded = LIMITS.model_copy(update=limits)
+    conversation, policy = conversation_of(CHATML, iter(["HIT", "HIT"]), bounded)
+    await talk(conversation, "16 vs 10")
+    conversation.add(user("19 vs 10"))
+    assert not conversation.has_room
+    with pytest.raises(ConversationFullError, match="end the episode as truncated"):
+        await conversation.answer()
+    assert len(policy.prompts) == 1
+
+
+async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_environment() -> (
+    None
+):
+    seen: list[tuple[int, int]] = []
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        seen.append((seed, sampling.max_tokens))
+        return Completion([5, 6], [-1.0, -1.0], 0, stopped=False)
+
+    chat = ChatTokenizer(tokenizer_of(CHATML))
+    for _ in range(2):
+        await talk(Conversation(generate, chat, LIMITS, SAMPLING, seed=3), "a", "b")
+    await talk(Conversation(generate, chat, LIMITS, SAMPLING, seed=4), "a")
+    seeds = [seed for seed, _ in seen]
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 3
+    assert {max_tokens for _, max_tokens in seen} == {40}
+
+
+async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        return Completion([5], [-1.0], 0, stopped=False)
+
+    chat = ChatTokenizer(tokenizer_of(CHATML))
+    conversation = Conversation(generate, chat, LIMITS, SAMPLING, seed=3)
+    await talk(conversation, "16 vs 10")
+    conversation._sequences[0].token_ids[0] += 1
+    with pytest.raises(RuntimeError, match="not the sum of its turns"):
+        conversation.sequences(with_rest=False)
+
+
+async def test_nothing_is_paid_before_an_answer() -> None:
+    conversation, _ = conversation_of(CHATML, iter([]))
+    with pytest.raises(ValueError, match="expected an answer"):
+        conversation.pay(1.0)

@@ -1,0 +1,91 @@
+"""Players as a run's configuration asks for them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.player import limits_of, make_player
+from ludus.trainer.types import GroupSpec, RolloutStatus
+from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy
+
+FUNCTIONS = "tests.rollout.reward_functions"
+
+
+def run_with(**environment: Any) -> RunConfig:
+    """A run that plays blackjack, and one that plays it as it comes."""
+    return RunConfig.model_validate(
+        {
+            "seed": 3,
+            "rollout": {"max_turns": 6, "max_tokens": 200, "max_completion_tokens": 9},
+            "environments": {"cards": environment, "as_it_comes": {}},
+        }
+    )
+
+
+def test_what_an_environment_says_of_its_limits_stands_before_what_the_run_says() -> None:
+    run = run_with(max_turns=2, max_tokens=100, max_completion_tokens=5)
+    own, general = limits_of(run, "cards"), limits_of(run, "as_it_comes")
+    assert (own.max_turns, own.max_tokens, own.max_completion_tokens) == (2, 100, 5)
+    assert general == run.rollout
+    assert limits_of(run_with(max_turns=2), "cards").max_tokens == 200
+
+
+async def test_a_player_plays_and_scores_as_its_environment_is_configured(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    rewards = [{"weight": 2.0}, {"function": f"{FUNCTIONS}:num_words", "weight": 100}]
+    run = run_with(max_turns=1, rewards=rewards)
+    policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
+    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
+    group = await play_group(player, GroupSpec(0, "cards", (4, 4)), SAMPLING, timeout_s=10)
+    assert group.environment == "cards"
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.TERMINATED
+        assert rollout.episode_return is not None
+        assert rollout.reward == 2 * rollout.episode_return + 100
+        assert [one.name for one in rollout.terms] == ["environment", "num_words"]
+
+
+async def test_a_rollout_function_is_found_by_its_name(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    run = run_with(rollout=f"{FUNCTIONS}:play_in_pairs")
+    policy = ScriptedPolicy(chat, itertools.cycle(["a poor hand", "STAND"]))
+    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
+    assert len((await player.play(4, SAMPLING)).turns) == 2
+    missing = run_with(rollout=f"{FUNCTIONS}:no_such_function")
+    with pytest.raises(ConfigError, match=r"environment\.rollout"):
+        make_player(missing, "cards", client, policy, chat, max_sessions=256)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"rollout": "a:b", "tools": True}, "tools would go unheard"),
+        ({"rollout": "a:b", "render": "a:b", "parse": "a:b"}, "render and parse would go unheard"),
+        ({"rewards": [{}, {"name": "environment", "function": "a:b"}]}, "got two 'environment'"),
+        ({"max_tokens": 201}, "max_tokens = 201"),
+        ({"max_completion_tokens": 200}, "max_completion_tokens = 200"),
+    ],
+)
+def test_what_cannot_work_together_is_refused_at_parse(
+    environment: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_with(**environment)
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_temperature_beyond_what_vllm_samples_at_is_refused_at_parse(section: str) -> None:
+    hot = {section: {"temperature": 2.5}}
+    with pytest.raises(ValueError, match=rf"{section}\.temperature = 2\.5"):
+        RunConfig.model_validate({"generator": {"kind": "vllm"}, **hot})
+    assert RunConfig.model_validate(hot)

@@ -1,0 +1,203 @@
+"""Rewards of a group: weighted terms, functions of the run's own, and what cannot be scored."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.proto.config import RewardTerm
+from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
+from ludus.trainer.types import (
+    GroupSpec,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredTerm,
+    TokenSequence,
+    TurnSpan,
+)
+from tests.env.counting_env import CountingEnv
+from tests.rollout import reward_functions
+from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+
+
+def term(function: str | None, weight: float = 1.0, name: str | None = None) -> RewardTerm:
+    """A term whose function stands in reward_functions.py."""
+    path = None if function is None else f"tests.rollout.reward_functions:{function}"
+    return RewardTerm(function=path, weight=weight, name=name)
+
+
+def episode(
+    paid: float | None, status: RolloutStatus = RolloutStatus.TERMINATED, answer: str = "ADD 1"
+) -> PlayedEpisode:
+    """An episode of one turn."""
+    is_lost = status is RolloutStatus.LOST
+    tokens = TokenSequence([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], (TurnSpan(1, 3, 0),))
+    rollout = Rollout("count", 7, () if is_lost else (tokens,), paid, paid, (), status, 0)
+    said = [{"role": "assistant", "content": answer}]
+    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], said, [2, 3])
+
+
+async def score(
+    terms: list[RewardTerm], *played: PlayedEpisode, timeout_s: float = 5.0
+) -> list[Rollout]:
+    return await Reward(terms).score(played, timeout_s)
+
+
+async def test_a_reward_is_the_weighted_sum_of_its_terms() -> None:
+    terms = [term(None, 2.0), term("num_words", 0.5), term("return_if_finished", -1.0, "finished")]
+    [rollout] = await score(terms, episode(3.0, answer="ADD 1 please"))
+    assert rollout.reward == 2 * 3.0 + 0.5 * 3 - 3.0
+    assert rollout.episode_return == 3.0
+    assert rollout.terms == (
+        ScoredTerm("environment", 3.0),
+        ScoredTerm("num_words", 3.0),
+        ScoredTerm("finished", 3.0),
+    )
+
+
+async def test_an_episode_that_one_term_cannot_score_has_no_reward_and_is_not_worth_zero() -> None:
+    rollouts = await score([term(None), term("first_cannot_be_scored")], episode(1.0), episode(1.0))
+    assert [rollout.reward for rollout in rollouts] == [None, 3.0]
+    assert rollouts[0].terms[0].value == 1.0
+    assert rollouts[0].terms[1].value is None
+
+
+async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> None:
+    reward_functions.CALLS.clear()
+    lost = episode(None, RolloutStatus.LOST)
+    rollouts = await score([term("remember"), term("num_words")], lost, episode(1.0), lost)
+    assert [rollout.reward for rollout in rollouts] == [None, 2.0, None]
+    assert [one.value for one in rollouts[0].terms] == [None, None]
+    [call] = reward_functions.CALLS
+    assert {len(column) for column in call.values()} == {1}
+    reward_functions.CALLS.clear()
+    await score([term("remember")], lost, lost)
+    assert reward_functions.CALLS == []
+
+
+async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone() -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    await score([term("takes_its_time")], episode(1.0))
+    ticking.cancel()
+    assert ticks > 10
+    reward_functions.THREADS.clear()
+    await score([term("remember")], episode(1.0))
+    assert reward_functions.THREADS.isdisjoint({threading.get_ident()})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("too_few", "expected to return a list of 2 numbers or None, one per episode, got 1"),
+        ("not_a_list", "expected to return a list of 2 numbers or None, one per episode, got 1.0"),
+        ("not_a_number", "expected a finite number or None for episode 0, got nan"),
+        ("words", "expected a finite number or None for episode 0, got 'good'"),
+        ("fails", r"\(term 'fails'\) raised KeyError: 'answer'"),
+        ("asks_for_the_moon", "asks for 'moon', which no episode of the group has"),
+        ("never_ends", "expected to end within rollout.group_timeout_s = 0.2 s"),
+    ],
+)
+async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expected(
+    function: str, message: str
+) -> None:
+    with pytest.raises(RewardFunctionError, match=message) as caught:
+        await score([term(function)], episode(1.0), episode(2.0), timeout_s=0.2)
+    assert f"tests.rollout.reward_functions:{function}" in str(caught.value)
+
+
+async def test_the_traceback_of_a_function_that_raised_is_kept() -> None:
+    with pytest.raises(RewardFunctionError) as caught:
+        await score([term("fails")], episode(1.0))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("no_such_function", "has no callable"), ("positional_only", "remove the '/'")],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_played(
+    function: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Reward([term(function)])
+
+
+@pytest_asyncio.fixture
+async def counting() -> AsyncIterator[AsyncEnvClient]:
+    async with (
+        EnvServer(CountingEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        yield client
+
+
+async def play_counting(
+    client: AsyncEnvClient, chat: ChatTokenizer, *terms: RewardTerm, script: tuple[str, ...]
+) -> RolloutGroup:
+    """Three episodes of the counting environment, each by the same script."""
+    player, _ = make_player(client, chat, itertools.cycle(script), LIMITS, reward=Reward(terms))
+    one_after_another = [
+        await play_group(player, GroupSpec(0, "count", (index,)), SAMPLING, timeout_s=5)
+        for index in range(2)
+    ]
+    return one_after_another[-1]
+
+
+async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
+    counting: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    reward_functions.CALLS.clear()
+    group = await play_counting(
+        counting, chat, term("remember"), term("added"), script=("ADD 1", "ADD 2", "ADD 7")
+    )
+    call = reward_functions.CALLS[-1]
+    assert call["prompts"] == [[{"role": "user", "content": "Count to the end. Total 0."}]]
+    assert call["completions"] == [
+        [
+            {"role": "assistant", "content": "ADD 1"},
+            {"role": "user", "content": "Total 1."},
+            {"role": "assistant", "content": "ADD 2"},
+            {"role": "user", "content": "Total 3."},
+            {"role": "assistant", "content": "ADD 7"},
+        ]
+    ]
+    sampled = [*chat.answer_ids("ADD 1"), *chat.answer_ids("ADD 2"), *chat.answer_ids("ADD 7")]
+    assert call["completion_ids"] == [sampled]
+    assert call["episode_return"] == [10.0]
+    assert (call["status"], call["terminated"]) == (["truncated"], [False])
+    assert (call["seed"], call["environment"], call["num_turns"]) == ([1], ["game"], [3])
+    assert call["added"] == [7], "a field of the last result's info"
+    assert group.rollouts[0].reward == 7.0
+
+
+async def test_a_failing_function_ends_the_group_and_leaves_no_session(
+    chat: ChatTokenizer,
+) -> None:
+    async with (
+        EnvServer(CountingEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        reward = Reward([term("fails")])
+        player, _ = make_player(client, chat, itertools.repeat("ADD 1"), LIMITS, reward=reward)
+        with pytest.raises(RewardFunctionError, match="fails"):
+            await play_group(player, GroupSpec(0, "count", (1, 1)), SAMPLING, timeout_s=5)
+        assert server.core.load.num_sessions == 0

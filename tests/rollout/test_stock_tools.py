@@ -1,0 +1,71 @@
+"""Tools of an OpenEnv MCPEnvironment: on our server, and on OpenEnv's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.tools import Toolbox
+from ludus.trainer.types import Completion, RolloutStatus, Sampling
+from tests.rollout.chat_templates import QWEN25, tokenizer_of
+from tests.rollout.test_tools import LIMITS, call
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "env"))
+
+from stock_sdk import SOURCES, stock_python  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(params=["ours-grpc", "ours-http", "stock-http"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where OpenEnv's environment of tools is served, and by whom."""
+    party, _, wire = request.param.partition("-")
+    ready_file = tmp_path / "ready.json"
+    program = [stock_python("0.10.0"), "tests/rollout/stock_tools_program.py", party, ready_file]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
+    process = subprocess.Popen(program, cwd=ROOT, env=environment)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (ready_file.exists() and ready_file.read_text()):
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline_s, "the server did not get ready"
+            time.sleep(0.05)
+        yield json.loads(ready_file.read_text())[wire]
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(address: str) -> None:
+    chat = ChatTokenizer(tokenizer_of(QWEN25))
+    answers = iter([call("shout"), call("echo", message="17 and 4"), "It said 17 and 4."])
+    prompts: list[str] = []
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        prompts.append(chat._tokenizer.decode(prompt_ids))
+        token_ids = chat.answer_ids(next(answers))
+        return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
+
+    async with await AsyncEnvClient.connect(address) as client:
+        toolbox = Toolbox(client, "tools")
+        player = Player("tools", client, generate, chat, ServerFace(), LIMITS, toolbox=toolbox)
+        played = await player.play_alone(5, Sampling(1.0, 1), salt=0)
+    assert '"name": "echo"' in prompts[0]
+    returned = [message["content"] for message in played.completion if message["role"] == "tool"]
+    assert "expected one of the tools echo, got 'shout'" in returned[0]
+    assert "17 and 4" in returned[1]
+    assert played.rollout.status is RolloutStatus.TERMINATED
+    assert len(played.rollout.turns) == 3

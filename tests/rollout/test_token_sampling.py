@@ -1,0 +1,52 @@
+"""Tokens from logits and one uniform number each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ludus.trainer.rollout.token_sampling import sample_tokens
+from ludus.trainer.types import Sampling
+
+LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"),
+    [(0.0, 0), (0.499, 0), (0.501, 1), (0.799, 1), (0.801, 2), (1 - 2**-24, 2)],
+)
+def test_a_uniform_number_falls_on_the_token_that_holds_its_share(
+    uniform: float, token: int
+) -> None:
+    token_ids, logprobs = sample_tokens(LOGITS[None], [Sampling(1.0, 1)], torch.tensor([uniform]))
+    assert token_ids.tolist() == [token]
+    assert logprobs[0].item() == pytest.approx(LOGITS[token].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.49, 0.51, 0.79, 0.95])
+def test_only_tokens_that_top_p_keeps_are_drawn(top_p: float) -> None:
+    kept = {0.1: 1, 0.49: 1, 0.51: 2, 0.79: 2, 0.95: 3}[top_p]
+    uniforms = torch.linspace(0, 1 - 2**-24, 200)
+    samplings = [Sampling(1.0, 1, top_p)] * 200
+    token_ids, logprobs = sample_tokens(LOGITS.expand(200, 4), samplings, uniforms)
+    assert set(token_ids.tolist()) == set(range(kept))
+    share = LOGITS.exp()[:kept] / LOGITS.exp()[:kept].sum()
+    assert torch.allclose(logprobs.exp(), share[token_ids], atol=1e-6)
+
+
+def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
+    samplings = [Sampling(0.0, 1), Sampling(0.0, 1, 0.2), Sampling(1.0, 1, 0.4), Sampling(2.0, 1)]
+    token_ids, logprobs = sample_tokens(LOGITS.expand(4, 4), samplings, torch.full((4,), 0.7))
+    assert token_ids.tolist() == [0, 0, 0, 1]
+    halves = torch.tensor([0.5, 0.3, 0.2, 1e-30]).sqrt()
+    expected = [0.5, 0.5, 1.0, (halves / halves.sum())[1].item()]
+    assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_last_token_of_a_large_vocabulary_is_never_overshot() -> None:
+    logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))
+    logits[:, -1000:] = -torch.inf
+    highest = torch.full((64,), 1 - 2**-24)
+    token_ids, logprobs = sample_tokens(logits, [Sampling(1.0, 1)] * 64, highest)
+    assert int(token_ids.max()) < 149_000
+    assert bool(torch.isfinite(logprobs).all())

@@ -1,0 +1,249 @@
+"""Answers that call the tools of an environment, on a real server over each wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.sync_client import EnvClient
+from ludus.proto.config import RolloutConfig
+from ludus.proto.errors import ActionParseError, ConfigError, ToolError
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.rewards import PlayedEpisode
+from ludus.trainer.rollout.tool_calls import MAX_CALLS, ToolCall, read_calls
+from ludus.trainer.rollout.tools import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
+from ludus.trainer.types import Completion, RolloutStatus, Sampling
+from tests.env.counting_env import CountingEnv
+from tests.rollout.calculator_env import CalculatorEnv
+from tests.rollout.chat_templates import QWEN3, QWEN25, tokenizer_of
+
+LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
+SAMPLING = Sampling(1.0, 1)
+
+Policy = Callable[[str], str]
+"""Answers the text of everything said so far."""
+
+
+@pytest_asyncio.fixture(params=["grpc", "http"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEnvClient]:
+    async with EnvServer(CalculatorEnv, ServerOptions(port=0)) as server:
+        address = server.grpc_address if request.param == "grpc" else server.http_address
+        async with await AsyncEnvClient.connect(address) as connected:
+            yield connected
+
+
+@pytest.fixture
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(tokenizer_of(QWEN25))
+
+
+async def play(
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    policy: Policy,
+    limits: RolloutConfig = LIMITS,
+    seed: int = 5,
+) -> PlayedEpisode:
+    """An episode whose answers call tools."""
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        text = policy(chat._tokenizer.decode(prompt_ids))
+        token_ids = chat.answer_ids(text)
+        return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
+
+    player = Player(
+        "sums", client, generate, chat, ServerFace(), limits, toolbox=Toolbox(client, "sums")
+    )
+    return await player.play_alone(seed, SAMPLING, salt=0)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def by_calculator(text: str) -> str:
+    """A policy that asks the calculator and believes it."""
+    returned = re.findall(r'"sum": (\d+)', text)
+    if returned:
+        return returned[-1]
+    [(a, b)] = re.findall(r"What is (\d+) \+ (\d+)\?", text)
+    return call("add", a=int(a), b=int(b))
+
+
+async def test_a_policy_that_asks_the_calculator_is_right(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    for seed in range(5):
+        played = await play(client, chat, by_calculator, seed=seed)
+        rollout = played.rollout
+        assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
+        assert [turn.reward for turn in rollout.turns] == [0.0, 1.0]
+        assert [message["role"] for message in played.completion] == [
+            "assistant",
+            "tool",
+            "assistant",
+        ]
+        assert played.fields is not None
+        assert played.fields["num_calls"] == 1
+
+
+async def test_tools_are_listed_and_their_results_are_never_trained_on(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    played = await play(client, chat, by_calculator)
+    [sequence] = played.rollout.sequences
+    pairs = list(zip(sequence.token_ids, sequence.loss_mask, strict=True))
+    shown = chat._tokenizer.decode([token for token, sampled in pairs if not sampled])
+    said = chat._tokenizer.decode([token for token, sampled in pairs if sampled])
+    assert "Adds two numbers." in shown
+    assert "<tool_response>" in shown
+    assert "<tool_call>" in said
+    assert "sum" not in said
+
+
+async def test_several_calls_of_one_answer_are_made_in_order(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    answers = iter([call("add", a=1, b=2) + call("add", a=3, b=4), "0"])
+    played = await play(client, chat, lambda _: next(answers))
+    returned = [message["content"] for message in played.completion if message["role"] == "tool"]
+    assert returned == ['{"sum": 3}', '{"sum": 7}']
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("<tool_call>{not json}</tool_call>", "expected JSON between <tool_call>"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "expected a tool call like"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "to be an object, got '3'"),
+        (call("subtract", a=1, b=2), "expected one of the tools add, recite, got 'subtract'"),
+        (call("add", a=1) * (MAX_CALLS + 1), f"at most {MAX_CALLS} tool calls"),
+    ],
+)
+async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
+    client: AsyncEnvClient, chat: ChatTokenizer, answer: str, reason: str
+) -> None:
+    first_try = iter([answer])
+    played = await play(client, chat, lambda text: next(first_try, "") or by_calculator(text))
+    assert reason in json.loads(played.completion[1]["content"])["error"]
+    assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
+
+
+async def test_who_never_calls_well_ends_at_the_configured_reward(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    limits = LIMITS.model_copy(update={"invalid_action_reward": -0.5})
+    played = await play(client, chat, lambda _: "<tool_call>oops", limits)
+    assert played.rollout.status is RolloutStatus.INVALID_ACTION
+    assert played.rollout.reward == -0.5
+    assert len(played.rollout.turns) == MAX_BAD_ANSWERS
+
+
+async def test_a_tool_that_fails_says_so_and_the_episode_goes_on(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    answers = iter([call("add", a="one"), "0"])
+    played = await play(client, chat, lambda _: next(answers))
+    assert "expected two integers" in json.loads(played.completion[1]["content"])["error"]
+    assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
+
+
+async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatTokenizer) -> None:
+    answers = iter([call("recite"), "0"])
+    played = await play(client, chat, lambda _: next(answers))
+    shown = played.completion[1]["content"]
+    assert len(shown) < MAX_RESULT_CHARACTERS + 50
+    assert "more characters" in shown
+
+
+async def test_calls_without_end_are_cut_off_by_the_limit_on_turns(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    played = await play(client, chat, lambda _: call("add", a=1, b=1))
+    assert played.rollout.status is RolloutStatus.TRUNCATED
+    assert len(played.rollout.turns) == 8
+    last = played.rollout.sequences[-1]
+    rest = chat.decode(last.token_ids[last.turns[-1].end :])
+    assert '{"sum": 2}' in rest, "the state in which it was left"
+
+
+async def test_text_that_is_neither_call_nor_action_ends_the_episode(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    played = await play(client, chat, lambda _: "I do not know")
+    assert played.rollout.status is RolloutStatus.INVALID_ACTION
+
+
+async def test_calls_in_thoughts_are_not_made(client: AsyncEnvClient) -> None:
+    chat = ChatTokenizer(tokenizer_of(QWEN3), enable_thinking=True)
+    thought = f"<think>\nmaybe {call('add', a=1, b=2)}\n</think>\n\n0"
+    played = await play(client, chat, lambda _: thought)
+    assert played.rollout.status is RolloutStatus.TERMINATED
+    assert len(played.rollout.turns) == 1
+
+
+async def test_an_environment_without_tools_is_refused(chat: ChatTokenizer) -> None:
+    async with (
+        EnvServer(CountingEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        with pytest.raises(ConfigError, match=r"environments\.sums\.tools = true"):
+            await play(client, chat, lambda _: "ADD 1")
+        assert server.core.load.num_sessions == 0
+
+
+async def test_the_client_calls_a_tool_and_hears_of_its_failure(client: AsyncEnvClient) -> None:
+    session, _ = await client.open(seed=5)
+    assert await session.call_tool("add", {"a": 2, "b": 3}) == {"sum": 5}
+    with pytest.raises(ToolError, match="expected two integers"):
+        await session.call_tool("add")
+    with pytest.raises(ToolError):
+        await session.call_tool("subtract", {"a": 2, "b": 3})
+    assert session.step_index == 0
+    assert (await session.step({"value": 3})).terminated
+
+
+async def test_the_synchronous_client_calls_tools_too() -> None:
+    async with EnvServer(CalculatorEnv, ServerOptions(port=0)) as server:
+
+        def add() -> dict[str, Any]:
+            with EnvClient.connect(server.grpc_address) as client:
+                session, _ = client.open(seed=5)
+                return session.call_tool("add", {"a": 2, "b": 3})
+
+        assert await asyncio.to_thread(add) == {"sum": 5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        ("HIT", []),
+        ('{"name": "add", "parameters": {"a": 1}}', [ToolCall("add", {"a": 1})]),
+        ('[{"name": "add", "arguments": {}}]', [ToolCall("add", {})]),
+        ('{"add": 3}', []),
+        ('{"name": "Bob", "age": 3}', []),
+        ("[]", []),
+        ('I ask.\n<tool_call>{"name": "add"}</tool_call> done', [ToolCall("add", {})]),
+        ('<tool_call>{"name": "add"}', [ToolCall("add", {})]),
+    ],
+)
+def test_calls_are_read_in_the_ways_that_models_write_them(
+    answer: str, calls: list[ToolCall]
+) -> None:
+    assert read_calls(answer) == calls
+
+
+def test_what_a_malformed_call_repeats_is_bounded() -> None:
+    with pytest.raises(ActionParseError) as caught:
+        read_calls("<tool_call>" + "x" * 100_000)
+    assert len(caught.value.message) < 500

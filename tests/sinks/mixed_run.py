@@ -1,0 +1,103 @@
+"""A run with two environments, and the rows that it leaves, made up."""
+
+from __future__ import annotations
+
+from ludus.proto.config import RunConfig
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import HeldWeights, MetricsRow, Phase
+
+GAMES_PER_STEP = 100
+
+
+def run_config(**metrics: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "mixed",
+            "environments": {
+                "blackjack": {
+                    "options": {"game": "blackjack"},
+                    "policies": "openspiel_env.policies:fixed_policies",
+                    "baselines": ["random"],
+                },
+                "tic_tac_toe": {"options": {"game": "tic_tac_toe", "opponent": "first"}},
+            },
+            "metrics": metrics,
+        }
+    )
+
+
+def phase(phase: Phase, step: int = 0) -> MetricsRow:
+    return MetricsRow(kind="phase", step=step, phase=phase, elapsed_s=0, num_games_trained=0)
+
+
+def step_rows(step: int) -> list[MetricsRow]:
+    """A training step: 100 games, of which 40 and 60 were played in the two environments."""
+    whole = {
+        TrainMetric.LOSS: 1 / step,
+        TrainMetric.NUM_EPISODES: 100,
+        TrainMetric.NUM_TOKENS_TRAINED: 1000,
+        TrainMetric.TRAIN_S: 0.5,
+        TrainMetric.STEP_S: 0.75,
+    }
+    return [
+        _row("train", step, whole),
+        _row("environment", step, _played(40, wins=10, draws=5), "blackjack"),
+        _row("environment", step, _played(60, wins=60, draws=0), "tic_tac_toe"),
+    ]
+
+
+def eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
+    judged = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: win_rate}
+    fixed = {EvalMetric.NUM_GAMES: 50, EvalMetric.WIN_RATE: 0.28}
+    return [
+        _row("eval", step, judged, "blackjack"),
+        _row("baseline", step, fixed, "blackjack", "random"),
+        _row("eval", step, judged, "tic_tac_toe"),
+    ]
+
+
+def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
+    held = tuple(
+        HeldWeights(worker=worker, version=version, content_hash=text, canary_error=1e-7)
+        for worker, text in hashes.items()
+    )
+    return MetricsRow(
+        kind="weights",
+        step=version,
+        weights=held,
+        elapsed_s=0,
+        num_games_trained=0,
+        values={TrainMetric.SAMPLER_PAUSE_S: 0.25},
+    )
+
+
+def _played(num_episodes: int, *, wins: int, draws: int) -> dict[str, float]:
+    return {
+        TrainMetric.NUM_EPISODES: num_episodes,
+        TrainMetric.NUM_WINS: wins,
+        TrainMetric.NUM_DRAWS: draws,
+        TrainMetric.NUM_LOSSES: num_episodes - wins - draws,
+        TrainMetric.WIN_RATE: wins / num_episodes,
+        TrainMetric.NUM_TOKENS_GENERATED: 7 * num_episodes,
+        "reward_term.format": 0.5,
+    }
+
+
+def _row(
+    kind: str,
+    step: int,
+    values: dict[str, float],
+    environment: str | None = None,
+    policy: str | None = None,
+) -> MetricsRow:
+    return MetricsRow.model_validate(
+        {
+            "kind": kind,
+            "step": step,
+            "environment": environment,
+            "policy": policy,
+            "elapsed_s": 2.0 * step,
+            "num_games_trained": GAMES_PER_STEP * step,
+            "values": values,
+        }
+    )

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mixed_run import eval_rows, phase, run_config, step_rows, weights_row
+from prometheus_client.parser import text_string_to_metric_families
+
+from ludus.proto.errors import ConfigError
+from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric, TrainSeries, prometheus_name
+from ludus.proto.runs import MetricsRow, Phase
+from ludus.trainer.sinks import open_sinks
+from ludus.trainer.sinks.prometheus import PrometheusExporter
+
+BLACKJACK = ("environment=blackjack", "opponent=environment")
+TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")
+
+
+@pytest.fixture
+def exporter() -> Iterator[PrometheusExporter]:
+    run = run_config(prometheus={})
+    assert run.metrics.prometheus is not None
+    exporter = PrometheusExporter(run, run.metrics.prometheus)
+    yield exporter
+    exporter.close()
+
+
+def scrape(exporter: PrometheusExporter) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as reply:
+        return reply.read().decode()
+
+
+def samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
+    """Value by name and labels."""
+    return {
+        (sample.name, *(f"{label}={value}" for label, value in sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(scrape(exporter))
+        for sample in family.samples
+    }
+
+
+def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
+    for row in rows:
+        exporter.write(row)
+
+
+def test_counters_are_there_from_the_start_at_zero_and_gauges_once_they_are_measured(
+    exporter: PrometheusExporter,
+) -> None:
+    before = samples(exporter)
+    for metric in TrainMetric:
+        name = prometheus_name(metric)
+        is_counter = metric.spec.reduction is Reduction.SUM
+        labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.of_environment else ((),)
+        for of_series in labels:
+            assert before.get((f"{name}_total", *of_series)) == (0 if is_counter else None)
+            assert (name, *of_series) not in before
+    assert before[TrainSeries.RUN, "run=mixed"] == 1
+
+
+def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExporter) -> None:
+    write(exporter, *step_rows(1), *step_rows(2), *eval_rows(2, 0.4))
+    found = samples(exporter)
+    expected = {
+        ("ludus_train_wins_total", *BLACKJACK): 20,
+        ("ludus_train_draws_total", *BLACKJACK): 10,
+        ("ludus_train_losses_total", *BLACKJACK): 50,
+        ("ludus_train_wins_total", *TIC_TAC_TOE): 120,
+        ("ludus_train_episodes_total", *TIC_TAC_TOE): 120,
+        ("ludus_train_tokens_generated_total", *BLACKJACK): 560,
+        ("ludus_train_win_rate", *BLACKJACK): 0.25,
+        ("ludus_train_reward_term_mean", *TIC_TAC_TOE, "term=format"): 0.5,
+        ("ludus_train_tokens_trained_total",): 2000,
+        ("ludus_train_train_seconds_total",): 1.0,
+        ("ludus_train_loss",): 0.5,
+        ("ludus_train_step",): 2,
+        ("ludus_train_games_trained",): 200,
+        ("ludus_train_eval_win_rate", *BLACKJACK, "policy=trained"): 0.4,
+        ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    # What environments have of their own is not counted a second time for the whole run.
+    assert ("ludus_train_episodes_total",) not in found
+
+
+def test_exactly_one_phase_is_on(exporter: PrometheusExporter) -> None:
+    for current in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
+        write(exporter, phase(current))
+        found = samples(exporter)
+        shown = {name: found["ludus_train_phase", f"phase={name}"] for name in Phase}
+        assert shown == {name: float(name is current) for name in Phase}
+
+
+def test_workers_show_what_they_hold_until_they_leave(exporter: PrometheusExporter) -> None:
+    write(exporter, weights_row(3, {0: "00000000000a" + "f" * 50, 1: "00000000000b"}))
+    found = samples(exporter)
+    assert found["ludus_train_worker_weights_version", "worker=1"] == 3
+    assert found["ludus_train_worker_weights_hash", "worker=0"] == 10
+    assert found["ludus_train_worker_weights_hash", "worker=1"] == 11
+    assert found["ludus_train_sampler_pause_seconds_total",] == 0.25
+    write(exporter, weights_row(4, {1: "ffffffffffff"}))
+    found = samples(exporter)
+    assert found["ludus_train_workers",] == 1
+    assert found["ludus_train_worker_weights_hash", "worker=1"] == 2**48 - 1
+    assert ("ludus_train_worker_weights_version", "worker=0") not in found
+
+
+def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
+    failed = MetricsRow(
+        kind="event",
+        step=3,
+        elapsed_s=0,
+        num_games_trained=0,
+        values={TrainMetric.NUM_CANARY_FAILURES: 1},
+    )
+    assert samples(exporter)["ludus_train_canary_failures_total",] == 0
+    write(exporter, failed)
+    assert samples(exporter)["ludus_train_canary_failures_total",] == 1
+
+
+def test_scrapes_while_the_run_goes_on_are_whole_and_never_go_back(
+    exporter: PrometheusExporter,
+) -> None:
+    num_steps, stop = 300, threading.Event()
+
+    def train() -> None:
+        for step in range(1, num_steps + 1):
+            write(exporter, *step_rows(step), phase(Phase.TRAIN, step))
+        stop.set()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    seen: list[float] = []
+    while not stop.is_set() or not seen:
+        found = samples(exporter)
+        assert sum(found["ludus_train_phase", f"phase={name}"] for name in Phase) <= 1
+        seen.append(found[("ludus_train_wins_total", *BLACKJACK)])
+    trainer.join()
+    assert seen == sorted(seen)
+    assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 10 * num_steps
+
+
+def test_every_declared_series_is_exported_with_a_help_text(exporter: PrometheusExporter) -> None:
+    families = {f.name: f for f in text_string_to_metric_families(scrape(exporter))}
+    declared = {prometheus_name(m) for kind in (TrainMetric, EvalMetric) for m in kind}
+    assert set(families) == declared | set(TrainSeries)
+    assert all(family.documentation for family in families.values())
+    assert len(declared) == len(TrainMetric) + len(EvalMetric)
+
+
+def test_a_peer_that_says_nothing_holds_up_no_scrape(exporter: PrometheusExporter) -> None:
+    with socket.create_connection(("127.0.0.1", exporter.port)):
+        assert "ludus_train_step" in scrape(exporter)
+
+
+def test_after_the_run_nobody_listens() -> None:
+    sinks = open_sinks(run_config(prometheus={}), Path("unused"))
+    (exporter,) = sinks
+    assert isinstance(exporter, PrometheusExporter)
+    scrape(exporter)
+    sinks.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(exporter)
+
+
+def test_a_resumed_run_counts_on() -> None:
+    past = [row for step in (1, 2, 3) for row in step_rows(step)]
+    sinks = open_sinks(run_config(prometheus={}), Path("unused"), resume_from=3, past=past)
+    (exporter,) = sinks
+    assert isinstance(exporter, PrometheusExporter)
+    write(exporter, *step_rows(4))
+    assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
+    sinks.close()
+
+
+def test_a_port_that_is_taken_is_refused_with_the_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
+            open_sinks(run_config(prometheus={"port": port}), Path("unused"))

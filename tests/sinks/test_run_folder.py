@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.runs import EvalReport, Phase, read_metrics
+from ludus.trainer.metrics import StepValues
+from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.weights import CanaryReport, WorkerWeights
+
+
+def config(output_dir: Path, **metrics: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {"name": "demo", "output_dir": str(output_dir), "metrics": metrics}
+    )
+
+
+def step_values(step: int) -> StepValues:
+    own = {TrainMetric.NUM_WINS: 4.0}
+    return StepValues(own | {TrainMetric.LOSS: 1 / step}, {"openspiel": own})
+
+
+def worker_weights(version: int, pause_s: float) -> WorkerWeights:
+    canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7, tolerance=1e-4)
+    return WorkerWeights(canary, fetch_s=0.5, load_s=pause_s, bytes_fetched=100)
+
+
+def train(folder: RunFolder, first: int, last: int) -> None:
+    folder.phase(Phase.TRAIN, first - 1)
+    for step in range(first, last + 1):
+        folder.trained(step, 10 * step, step_values(step))
+
+
+def steps(folder: RunFolder, kind: str = "train") -> list[int]:
+    return [row.step for row in read_metrics(folder.path) if row.kind == kind]
+
+
+def tensorboard_steps(folder: RunFolder) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder.path / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+def test_a_step_an_evaluation_a_delivery_and_an_event_become_rows(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    train(folder, 1, 1)
+    won = [EpisodeOutcome(seed, 1.0, 1) for seed in range(4)]
+    lost = [EpisodeOutcome(seed, -1.0, 1) for seed in range(4)]
+    report = EvalReport(
+        policy=summarise(won),
+        baselines={"random": summarise(lost)},
+        temperature=1.0,
+        gap_closed=0.5,
+        gap_closed_ci95=(0.25, 0.75),
+    )
+    folder.evaluated(1, 10, "openspiel", report)
+    folder.delivered(2, {1: worker_weights(2, 0.25), 0: worker_weights(2, 0.75)})
+    folder.happened(2, TrainMetric.NUM_LEARNER_RESTARTS)
+    folder.close()
+    phase, whole, own, judged, fixed, weights, event = read_metrics(folder.path)
+    assert (phase.kind, phase.phase) == ("phase", Phase.TRAIN)
+    assert (whole.kind, whole.environment, whole.values["loss"]) == ("train", None, 1.0)
+    assert (own.kind, own.environment, own.values) == ("environment", "openspiel", {"num_wins": 4})
+    assert (judged.kind, judged.environment) == ("eval", "openspiel")
+    assert judged.values[EvalMetric.GAP_CLOSED] == 0.5
+    assert (fixed.kind, fixed.policy) == ("baseline", "random")
+    assert fixed.values[EvalMetric.WIN_RATE] == 0
+    assert EvalMetric.GAP_CLOSED not in fixed.values
+    assert [held.worker for held in weights.weights] == [0, 1]
+    assert weights.weights[0].content_hash == "ab" * 16
+    assert weights.values == {
+        "weight_fetch_s": 0.5,
+        "sampler_pause_s": 0.75,
+        "weight_fetch_bytes": 200,
+    }
+    assert (event.kind, event.values) == ("event", {"num_learner_restarts": 1})
+
+
+def test_a_resumed_run_has_each_step_once_in_every_place(tmp_path: Path) -> None:
+    run = config(tmp_path, tensorboard=True)
+    before = RunFolder.create(run, overwrite=False)
+    before.open_sinks()
+    train(before, 1, 5)
+    before.close()
+    after = RunFolder.reopen(run, 3)
+    after.open_sinks()
+    train(after, 4, 6)
+    after.close()
+    assert steps(after) == [1, 2, 3, 4, 5, 6]
+    assert tensorboard_steps(after) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_goes_back_while_it_runs_has_each_step_once_in_every_place(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.create(config(tmp_path, tensorboard=True), overwrite=False)
+    folder.open_sinks()
+    train(folder, 1, 5)
+    folder.rewind(2)
+    train(folder, 3, 3)
+    folder.close()
+    assert steps(folder) == [1, 2, 3]
+    assert steps(folder, "environment") == [1, 2, 3]
+    assert tensorboard_steps(folder) == [1, 2, 3]
+
+
+def test_a_run_whose_sink_cannot_start_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    train(folder, 1, 2)
+    folder.close()
+    again = RunFolder.reopen(config(tmp_path, wandb={}), 2)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        again.open_sinks()
+    again.close()
+    assert steps(folder) == [1, 2]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from mixed_run import run_config, step_rows
+
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import MetricsRow
+from ludus.trainer.sinks import Sinks, open_sinks
+
+
+class Recorder:
+    """Keeps what it is given; fails from row `fails_from` on."""
+
+    def __init__(self, name: str, fails_from: int | None = None) -> None:
+        self.name = name
+        self.rows: list[MetricsRow] = []
+        self.num_closed = 0
+        self._fails_from = fails_from
+
+    def write(self, row: MetricsRow) -> None:
+        if self._fails_from is not None and len(self.rows) >= self._fails_from:
+            raise OSError(28, "No space left on device")
+        self.rows.append(row)
+
+    def rewind(self, step: int) -> None:
+        self.rows = [row for row in self.rows if row.step <= step]
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self._fails_from is not None:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_fails_is_left_out_with_one_warning_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    full, good = Recorder("full", fails_from=1), Recorder("good")
+    sinks = Sinks([full, good])
+    rows = [row for step in range(1, 4) for row in step_rows(step)]
+    for row in rows:
+        sinks.write(row)
+    assert good.rows == rows
+    assert len(full.rows) == 1
+    (warning,) = caplog.records
+    assert "full failed and gets no more metrics" in warning.getMessage()
+    assert "No space left" in warning.getMessage()
+    sinks.close()
+    assert good.num_closed == 1
+
+
+def test_a_sink_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+    broken, good = Recorder("broken", fails_from=5), Recorder("good")
+    sinks = Sinks([broken, good])
+    sinks.close()
+    sinks.close()
+    assert (broken.num_closed, good.num_closed) == (1, 1)
+
+
+def test_without_sinks_nothing_of_theirs_is_loaded(tmp_path: Path) -> None:
+    assert len(open_sinks(run_config(), tmp_path)) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_that_is_not_installed_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        open_sinks(run_config(wandb={"mode": "offline"}), tmp_path)
+
+
+def test_wandb_online_without_a_key_is_refused_before_it_asks_anyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY, which is not set"):
+        open_sinks(run_config(wandb={}), tmp_path)
+
+
+def test_a_sink_that_cannot_start_leaves_none_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    closed: list[str] = []
+    monkeypatch.setattr(
+        "ludus.trainer.sinks.tensorboard.TensorboardWriter.close",
+        lambda self: closed.append(self.name),
+    )
+    with pytest.raises(ConfigError):
+        open_sinks(run_config(tensorboard=True, wandb={}), tmp_path)
+    assert closed == ["tensorboard"]

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from mixed_run import eval_rows, phase, run_config, step_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ludus.proto.runs import Phase
+from ludus.trainer.sinks import Sinks, open_sinks
+
+
+def write_steps(sinks: Sinks, first: int, last: int) -> None:
+    sinks.write(phase(Phase.TRAIN))
+    for step in range(first, last + 1):
+        for row in step_rows(step):
+            sinks.write(row)
+
+
+def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values by tag."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
+    sinks = open_sinks(run_config(tensorboard=True), tmp_path)
+    write_steps(sinks, 1, 2)
+    for row in eval_rows(2, 0.5):
+        sinks.write(row)
+    sinks.close()
+    found = read(tmp_path)
+    assert found["train/loss"] == [(1, 1.0), (2, 0.5)]
+    assert found["train/tic_tac_toe/num_wins"] == [(1, 60), (2, 60)]
+    assert found["train/blackjack/reward_term.format"] == [(1, 0.5), (2, 0.5)]
+    assert found["eval/blackjack/win_rate"] == [(2, 0.5)]
+    assert [step for step, _ in found["eval/blackjack/random/win_rate"]] == [2]
+
+
+def test_a_resumed_run_goes_on_and_what_came_after_its_checkpoint_is_void(tmp_path: Path) -> None:
+    run = run_config(tensorboard=True)
+    before = open_sinks(run, tmp_path)
+    write_steps(before, 1, 6)
+    before.close()
+    after = open_sinks(run, tmp_path, resume_from=4)
+    write_steps(after, 5, 5)
+    after.close()
+    assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
+    sinks = open_sinks(run_config(tensorboard=True), tmp_path)
+    write_steps(sinks, 1, 6)
+    sinks.rewind(2)
+    write_steps(sinks, 3, 4)
+    sinks.close()
+    assert [step for step, _ in read(tmp_path)["train/loss"]] == [1, 2, 3, 4]

@@ -1,0 +1,135 @@
+"""What a step's rows say, from what buffer, learner and controller return."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ludus.proto.metrics import TrainMetric
+from ludus.trainer.actors.buffer import TakenGroups
+from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
+from ludus.trainer.learner.step_metrics import StepMetrics
+from ludus.trainer.metrics import StepTimes, train_values
+from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus, ScoredTerm
+
+TIMES = StepTimes(
+    wait_s=0.5, train_s=1.0, publish_s=0.5, deliver_s=0.25, rollout_idle_s=0.125, sync_bytes=640
+)
+METRICS = StepMetrics(
+    loss=0.25,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    entropy=0.5,
+    clip_ratio=0.0,
+    mismatch_kl=1e-8,
+    reference_kl=0.0,
+    masked_sequence_ratio=0.0,
+    masked_token_ratio=0.0,
+    value_loss=None,
+    explained_variance=None,
+    num_tokens_trained=100,
+    num_tokens_in_batch=300,
+    num_tokens_forwarded=200,
+)
+
+
+def group(environment: str, rewards: list[float | None], version: int = 0) -> RolloutGroup:
+    rollouts = tuple(
+        Rollout(
+            environment=environment,
+            seed=1,
+            sequences=(),
+            reward=reward,
+            episode_return=reward,
+            terms=(ScoredTerm("game", reward), ScoredTerm("format", 0.5)),
+            status=RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED,
+            policy_version=version,
+        )
+        for reward in rewards
+    )
+    return RolloutGroup(0, environment, rollouts)
+
+
+def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenGroups:
+    counts: dict[str, RolloutCounts] = {}
+    for each in (*groups, *refused):
+        counts[each.environment] = total(
+            [counts.get(each.environment, RolloutCounts()), count_group(each)]
+        )
+    return TakenGroups(groups=list(groups), counts=counts, depth=3)
+
+
+MIXED = taken(
+    group("blackjack", [1.0, -1.0, 0.0, None]),
+    group("catch", [1.0, 1.0, 1.0, -1.0]),
+    group("catch", [1.0, -1.0]),
+    refused=(group("catch", [1.0, 1.0]),),
+)
+
+
+def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_played() -> None:
+    values = train_values(MIXED, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).run
+    alone = [dataclasses.replace(each, environment="one") for each in MIXED.groups]
+    counts = {"one": total(MIXED.counts.values())}
+    as_one = TakenGroups(groups=alone, counts=counts, depth=3)
+    assert values == pytest.approx(
+        train_values(as_one, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).run
+    )
+    assert values[TrainMetric.NUM_EPISODES] == 12
+    assert values[TrainMetric.WIN_RATE] == pytest.approx(7 / 11)
+    assert values[TrainMetric.REWARD_MEAN] == pytest.approx(4 / 11)
+    assert values[TrainMetric.STALENESS_MEAN] == pytest.approx(1.0)
+    assert values[TrainMetric.STALENESS_MAX] == 2
+    assert values[TrainMetric.BUFFER_DEPTH_GROUPS] == 3
+    assert values[TrainMetric.STEP_S] == 2.0
+    assert values[TrainMetric.WEIGHT_SYNC_S] == 0.75
+    assert values[TrainMetric.ROLLOUT_IDLE_S] == 0.125
+    assert values[TrainMetric.EPISODES_PER_SECOND] == 6.0
+
+
+def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> None:
+    values = train_values(MIXED, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).environments
+    blackjack, catch = values["blackjack"], values["catch"]
+    assert blackjack[TrainMetric.NUM_WINS] == 1
+    assert blackjack[TrainMetric.NUM_DRAWS] == 1
+    assert blackjack[TrainMetric.NUM_LOSSES] == 1
+    assert blackjack[TrainMetric.NUM_EPISODES_LOST] == 1
+    assert blackjack[TrainMetric.STALENESS_MAX] == 2
+    assert catch[TrainMetric.DEAD_GROUP_RATIO] == pytest.approx(1 / 3)
+    assert catch[TrainMetric.NUM_GROUPS] == 3
+    assert catch[TrainMetric.NUM_GROUPS_TRAINED] == 2
+    assert catch[TrainMetric.STALENESS_MEAN] == 0.5
+    assert catch["reward_term.game"] == pytest.approx(0.5)
+    assert catch["reward_term.format"] == 0.5
+    for own in values.values():
+        known = {str(metric): metric for metric in TrainMetric}
+        assert all(
+            known[name].spec.of_environment for name in own if not name.startswith("reward_term.")
+        )
+
+
+def test_means_of_nothing_are_left_out() -> None:
+    nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
+    counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
+    values = train_values(TakenGroups([], counts, 0), METRICS, [], TIMES, canary_error=0.0)
+    for of_part in (values.run, *values.environments.values()):
+        assert TrainMetric.REWARD_MEAN not in of_part
+        assert TrainMetric.WIN_RATE not in of_part
+        assert TrainMetric.STALENESS_MEAN not in of_part
+    assert "reward_term.format" not in values.environments["catch"]
+    assert values.run[TrainMetric.NUM_EPISODES_LOST] == 2
+
+
+def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None:
+    without = train_values(MIXED, METRICS, [0, 0, 0], TIMES, canary_error=0.0).run
+    absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
+    assert not absent & without.keys()
+    full = dataclasses.replace(
+        METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
+    )
+    values = train_values(MIXED, full, [0, 0, 0], TIMES, canary_error=0.0).run
+    assert values[TrainMetric.VALUE_LOSS] == 0.5
+    assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
+    # 3 GFLOP in one second, of 12 that were possible.
+    assert values[TrainMetric.MFU] == pytest.approx(0.25)

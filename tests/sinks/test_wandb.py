@@ -1,0 +1,73 @@
+"""W&B offline, in a process of its own: it starts a service process and hooks the exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wandb.proto import wandb_internal_pb2
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("wandb_program.py")
+_FILE_HEADER_BYTES = 7
+_BLOCK_BYTES = 32768
+_RECORD_HEADER = struct.Struct("<IHB")
+_WHOLE_OR_LAST = (1, 4)
+
+
+def play(folder: Path, first: int, last: int) -> None:
+    # No key, and no network that it could reach.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment |= {"HOME": str(folder), "https_proxy": "http://127.0.0.1:9"}
+    command = [sys.executable, str(PROGRAM), str(folder), str(first), str(last)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """The records of a .wandb file: blocks as in LevelDB's log, after a header."""
+    data, at, parts = path.read_bytes(), _FILE_HEADER_BYTES, b""
+    while at + _RECORD_HEADER.size <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _RECORD_HEADER.size:
+            at += left
+            continue
+        _, length, kind = _RECORD_HEADER.unpack_from(data, at)
+        at += _RECORD_HEADER.size
+        parts += data[at : at + length]
+        at += length
+        if kind in _WHOLE_OR_LAST:
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def history(path: Path) -> Iterator[dict[str, float]]:
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
+
+
+def test_an_offline_run_is_in_the_runs_folder_and_a_resumed_one_has_the_same_id(
+    tmp_path: Path,
+) -> None:
+    play(tmp_path, 1, 3)
+    (first,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    losses = [(row["step"], row["train/loss"]) for row in history(first) if "train/loss" in row]
+    assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    wins = [row.get("train/tic_tac_toe/num_wins") for row in history(first)]
+    assert [count for count in wins if count is not None] == [60, 60, 60]
+    assert any(record.WhichOneof("record_type") == "run" for record in records(first))
+    play(tmp_path, 4, 4)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({file.stem for file in files}) == 1

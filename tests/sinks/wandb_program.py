@@ -1,0 +1,19 @@
+"""Writes a run to W&B, offline, in two processes' worth: `wandb_program.py FOLDER FIRST LAST`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mixed_run import run_config, step_rows
+
+from ludus.trainer.sinks import open_sinks
+
+if __name__ == "__main__":
+    folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    sinks = open_sinks(run_config(wandb={"mode": "offline"}), folder)
+    for step in range(first, last + 1):
+        for row in step_rows(step):
+            sinks.write(row)
+    sys.stdout.write(f"{len(sinks)}\n")
+    sinks.close()

@@ -1,0 +1,154 @@
+"""Adapters travel alone, and merged they are the model that was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from ludus.proto.config import LoraConfig, load_run_config
+from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.learner.lora import (
+    ADAPTER_FOLDER,
+    adapter_state,
+    add_adapters,
+    base_state,
+    check_targets,
+    save_adapters,
+    set_adapters_enabled,
+)
+from ludus.trainer.weights.adapters import AdapterMerger
+
+CONFIG = LoraConfig(rank=4, alpha=24.0, targets=("q_proj", "v_proj", "down_proj"))
+IDS = torch.tensor([[5, 9, 2, 40, 7, 7, 1, 33]])
+
+
+def make_model(tie_embeddings: bool = False) -> Qwen2ForCausalLM:
+    """A model of two layers with random weights."""
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            tie_word_embeddings=tie_embeddings,
+        )
+    ).eval()
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the model that training begins with."""
+    make_model(request.param).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def trained(base: Path) -> PreTrainedModel:
+    """The model with adapters, after a few steps that moved it far."""
+    model = Qwen2ForCausalLM.from_pretrained(base).eval()
+    torch.manual_seed(1)
+    add_adapters(model, CONFIG)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-2)
+    for _ in range(5):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def logprobs(model: torch.nn.Module) -> torch.Tensor:
+    """[T, V]"""
+    return torch.log_softmax(model(input_ids=IDS).logits[0], dim=-1)
+
+
+def test_merged_weights_answer_as_the_model_with_adapters_does(base: Path) -> None:
+    model = trained(base)
+    engine = Qwen2ForCausalLM.from_pretrained(base).eval()
+    start = logprobs(engine)
+    merged = AdapterMerger.load(str(base), CONFIG).merge(adapter_state(model))
+    assert merged.keys() == dict(engine.named_parameters()).keys()
+    engine.load_state_dict(merged, strict=False)
+    assert (logprobs(model) - start).abs().max() > 0.1
+    torch.testing.assert_close(logprobs(engine), logprobs(model), atol=2e-5, rtol=0)
+
+
+def test_merging_again_starts_from_the_base_again(base: Path) -> None:
+    merger = AdapterMerger.load(str(base), CONFIG)
+    adapters = adapter_state(trained(base))
+    first, second = merger.merge(adapters), merger.merge(adapters)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_only_adapters_are_trained_and_only_adapters_travel(base: Path) -> None:
+    model = trained(base)
+    adapters = adapter_state(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert sum(t.numel() for t in adapters.values()) == sum(p.numel() for p in trainable)
+    # Two layers: q 32x32, v 32x16, down 48x32, each with rank 4.
+    assert sum(t.numel() for t in adapters.values()) == 2 * 4 * (64 + 48 + 80)
+    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in adapters)
+    untrained = dict(Qwen2ForCausalLM.from_pretrained(base).named_parameters())
+    frozen = base_state(model)
+    assert frozen.keys() == untrained.keys()
+    assert all(torch.equal(frozen[name], untrained[name]) for name in frozen)
+
+
+def test_before_the_first_step_adapters_change_nothing(base: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(base).eval()
+    start = logprobs(model)
+    add_adapters(model, CONFIG)
+    assert torch.equal(logprobs(model), start)
+
+
+def test_without_its_adapters_the_model_is_the_one_it_began_as(base: Path) -> None:
+    model = trained(base)
+    start = logprobs(Qwen2ForCausalLM.from_pretrained(base).eval())
+    set_adapters_enabled(model, False)
+    assert torch.equal(logprobs(model), start)
+    set_adapters_enabled(model, True)
+    assert not torch.equal(logprobs(model), start)
+
+
+def test_exported_files_are_what_peft_loads(base: Path, tmp_path: Path) -> None:
+    model = trained(base)
+    folder = tmp_path / "export" / ADAPTER_FOLDER
+    save_adapters(folder, adapter_state(model), CONFIG, str(base))
+    loaded = peft.PeftModel.from_pretrained(Qwen2ForCausalLM.from_pretrained(base), folder).eval()
+    torch.testing.assert_close(logprobs(loaded), logprobs(model), atol=1e-6, rtol=0)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] == 24.0
+
+
+def test_a_target_that_the_model_does_not_have_is_refused_with_those_it_has(base: Path) -> None:
+    wrong = CONFIG.model_copy(update={"targets": ("q_proj", "qkv_proj")})
+    expected = r"no linear layer \['qkv_proj'\]; it has \[.*'down_proj'.*'q_proj'.*'v_proj'\]"
+    with pytest.raises(ConfigError, match=expected):
+        add_adapters(make_model(), wrong)
+    with pytest.raises(ConfigError, match=expected):
+        check_targets(str(base), wrong)
+    check_targets(str(base), CONFIG)
+
+
+def test_a_wrong_target_of_a_tiny_model_is_refused_at_parse() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets.*'qkv_proj'.*'gate_proj'"):
+        load_run_config(None, ["model.kind=tiny", 'model.lora.targets=["qkv_proj"]'])
+
+
+def test_adapters_of_another_model_are_refused(base: Path) -> None:
+    merger = AdapterMerger.load(str(base), CONFIG)
+    adapters = adapter_state(trained(base))
+    name = next(iter(adapters))
+    with pytest.raises(WeightSyncError, match=r"q_proj.*model\.path"):
+        merger.merge({n: t for n, t in adapters.items() if n != name})
+    with pytest.raises(WeightSyncError, match=r"same model\.path"):
+        merger.merge({f"other.{n}": t for n, t in adapters.items()})

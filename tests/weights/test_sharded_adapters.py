@@ -1,0 +1,78 @@
+"""Adapters of a model that is sharded over two ranks are published whole, and prove themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel, Qwen2ForCausalLM
+
+from ludus.proto.config import LearnerConfig
+from ludus.trainer.learner.lora import (
+    adapter_state,
+    add_adapters,
+    base_state,
+    set_adapters_enabled,
+)
+from ludus.trainer.learner.model import prepare
+from ludus.trainer.weights.adapters import AdapterMerger
+from tests.weights.test_adapters import CONFIG, IDS, make_model
+
+NUM_RANKS = 2
+
+
+class Scorer(nn.Module):
+    """Log-probs of the tokens of IDS; what FSDP calls must be one module."""
+
+    def __init__(self, language_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T - 1]"""
+        logits = self.language_model(input_ids=ids, use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).squeeze(1).clone()
+
+
+def train_rank(rank: int, folder: str) -> None:
+    """Trains adapters on one rank; rank 0 saves what it would publish, and its answers."""
+    torch.set_num_threads(1)
+    meeting_place = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=NUM_RANKS)
+    model = Qwen2ForCausalLM.from_pretrained(f"{folder}/base")
+    torch.manual_seed(1)
+    add_adapters(model, CONFIG)
+    settings = LearnerConfig(activation_checkpointing=True)
+    policy = prepare(Scorer(model), settings, init_device_mesh("cpu", (NUM_RANKS,)))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=3e-2)
+    for _ in range(4):
+        (-policy(IDS).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        answers, adapters, base = policy(IDS), adapter_state(model), base_state(model)
+        set_adapters_enabled(policy, False)
+        start = policy(IDS)
+    if rank == 0:
+        torch.save((answers, start, adapters, base), f"{folder}/outcome.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_adapters_of_a_sharded_model_are_published_whole(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path / "base")
+    mp.spawn(train_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
+    answers, start, adapters, base = torch.load(tmp_path / "outcome.pt")
+    scorer = Scorer(make_model())
+    with torch.no_grad():
+        torch.testing.assert_close(scorer(IDS), start, atol=1e-5, rtol=0)
+        merged = AdapterMerger(base, CONFIG).merge(adapters)
+        scorer.language_model.load_state_dict(merged, strict=False)
+        torch.testing.assert_close(scorer(IDS), answers, atol=1e-5, rtol=0)
+    assert (answers - start).abs().max() > 0.1

@@ -1,0 +1,428 @@
+"""The rollout workers: as many as are wanted, started, watched, replaced and let go.
+
+    number wanted: rollout.num_workers, later `resize`
+         |
+         v
+    one keeper for each:   start an actor        (waits for room in Ray, as long as it takes)
+         ^                 fetch the newest weights, canary
+         |                 ready: PLACES places  <----  place()  waits for a free one
+         |                 dies                         play()   frees it
+         +--- after a pause; several starts in a row that fail end the run with their reason
+
+Nobody waits for a worker that is not ready: the run begins with rollout.min_workers, and goes
+on with those that are there. What a dead worker played is refused, so that the controller has
+it played by another. A worker that is no longer wanted gets no more places, ends what it
+plays, and is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import ray
+from ray.actor import ActorHandle
+
+from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.errors import CanaryError, UserError, WeightSyncError, WorkerStartError
+from ludus.trainer.actors.groups import Buffer, reason_of
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
+from ludus.trainer.weights import WorkerWeights
+
+_log = logging.getLogger(__name__)
+
+PLACES_PER_WORKER = 16
+"""Chunks of groups that a worker plays at once: while one ends, the others fill its batch."""
+_MAX_FAILED_STARTS = 3
+_FIRST_PAUSE_S = 1.0
+_SLOW_START_S = 60.0
+_CLOSE_TIMEOUT_S = 10.0
+_SIGN_OF_LIFE_EVERY_S = 15.0
+_SIGN_OF_LIFE_TIMEOUT_S = 60.0
+_GRACE_S = 5.0
+"""A store that gives up by itself says more about why than can be said here."""
+
+_Gone = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+"""What a call raises whose worker, or whose worker's machine, went away."""
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """One actor, from its start to its death."""
+
+    number: int
+    actor: ActorHandle
+    num_free: int = PLACES_PER_WORKER
+    num_played: int = 0
+    """Chunks it has brought to their end."""
+    held: WorkerWeights | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True while it plays nothing."""
+        return self.num_free == PLACES_PER_WORKER
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The right to have one chunk of groups played; `play` gives it back."""
+
+    worker: _Worker
+
+
+@dataclass(slots=True)
+class RolloutWorkers:
+    """The rollout workers of a run."""
+
+    spec: RolloutWorkerSpec
+    buffer: Buffer
+    num_restarts: int = 0
+    """Workers that died and were started again."""
+    num_joined: int = 0
+    """Workers that became ready, all in all."""
+    _ready: list[_Worker] = field(default_factory=list)
+    _keepers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _newest: PublishedWeights | None = None
+    _failure: BaseException | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(cls, spec: RolloutWorkerSpec, buffer: Buffer) -> RolloutWorkers:
+        """The workers, of which rollout.min_workers are ready to play.
+
+        Raises:
+            UserError: they cannot work as configured.
+            WorkerStartError: they do not start.
+        """
+        workers = cls(spec, buffer)
+        rollout = spec.run.rollout
+        workers.resize(rollout.num_workers)
+        try:
+            await workers._until(lambda: workers.num_ready >= rollout.min_workers)
+        except BaseException:
+            await workers.close()
+            raise
+        return workers
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that can play now."""
+        return len(self._ready)
+
+    @property
+    def num_wanted(self) -> int:
+        """Workers that there should be."""
+        return len(self._keepers)
+
+    @property
+    def held_weights(self) -> dict[int, WorkerWeights]:
+        """What each ready worker samples from, by its number."""
+        return {worker.number: worker.held for worker in self._ready if worker.held is not None}
+
+    def resize(self, num_workers: int) -> None:
+        """Nothing; so many workers are wanted from now on, never fewer than min_workers."""
+        num_workers = max(num_workers, self.spec.run.rollout.min_workers)
+        while len(self._keepers) < num_workers:
+            number = next(self._numbers)
+            keeper = asyncio.create_task(self._keep(number))
+            keeper.add_done_callback(self._note_failure)
+            self._keepers[number] = keeper
+        while len(self._keepers) > num_workers:
+            leaving = asyncio.create_task(self._let_go(*self._keepers.popitem()))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+    async def place(self) -> Place:
+        """A place on the ready worker that has most of them free, once there is one.
+
+        Raises:
+            WorkerStartError: a worker does not start any more.
+            WeightSyncError: a worker that joined did not hold the newest weights in time.
+        """
+        await self._until(lambda: any(worker.num_free for worker in self._ready))
+        worker = max(self._ready, key=lambda worker: worker.num_free)
+        worker.num_free -= 1
+        return Place(worker)
+
+    def give_back(self, place: Place) -> None:
+        """Nothing; the place is free again, and nothing was played in it."""
+        place.worker.num_free += 1
+        self._note_change()
+
+    async def play(self, place: Place, groups: Sequence[GroupSpec]) -> int:
+        """The number of groups that must be replaced; the others are in the buffer.
+
+        Episodes that end with their worker reach the buffer as lost: they are counted.
+        """
+        worker = place.worker
+        try:
+            if worker not in self._ready:
+                return len(groups)
+            # The groups go from worker to buffer without passing through this process.
+            num_refused = await self.buffer.put_played(worker.actor.play.remote(list(groups)))
+            worker.num_played += 1
+            return num_refused
+        except _Gone as error:
+            self.buffer.raise_if_lost(error)
+            self._leave(worker)
+            return await self.buffer.put_played([_lost(group) for group in groups])
+        finally:
+            self.give_back(place)
+
+    async def evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
+        """The outcome of one game per seed, in the order of the seeds."""
+        outcomes: dict[int, EpisodeOutcome] = {}
+        missing = list(seeds)
+        while missing:
+            await self._until(lambda: bool(self._ready))
+            workers = list(self._ready)
+            parts = [
+                self._evaluate_on(worker, environment, missing[index :: len(workers)], temperature)
+                for index, worker in enumerate(workers)
+            ]
+            for part in await asyncio.gather(*parts):
+                outcomes |= {outcome.seed: outcome for outcome in part}
+            missing = [seed for seed in missing if seed not in outcomes]
+        return [outcomes[seed] for seed in seeds]
+
+    async def load_weights(
+        self, published: PublishedWeights, timeout_s: float
+    ) -> list[WorkerWeights]:
+        """What the ready workers hold: the published weights; at least one worker does.
+
+        A worker that joins later fetches them before it gets its first place.
+
+        Raises:
+            CanaryError: a worker does not sample from them; it must take no traffic.
+            WeightSyncError: a worker did not hold them in time.
+        """
+        self._newest = published
+        self._note_change()
+        while True:
+            await self._until(lambda: bool(self._ready))
+            loads = [self._load(worker, published, timeout_s) for worker in self._ready]
+            held = [weights for weights in await asyncio.gather(*loads) if weights is not None]
+            if held:
+                return held
+
+    async def close(self) -> None:
+        """Nothing; ends all workers, with what they play."""
+        ready, self._ready = self._ready, []
+        closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
+        tasks = [*self._keepers.values(), *self._leaving, *closing]
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        """Nothing, once a worker was closed: one after the other, each replacing one that died."""
+        num_failed = 0
+        while True:
+            worker = _Worker(number, _make_actor(self.spec))
+            try:
+                reason = await self._live(worker)
+            finally:
+                self._leave(worker)
+                ray.kill(worker.actor)
+            if reason is None:
+                return
+            num_failed = 0 if worker.num_played else num_failed + 1
+            if num_failed >= _MAX_FAILED_STARTS:
+                raise WorkerStartError(
+                    f"rollout worker {number} ended {num_failed} times in a row before it had "
+                    f"played anything: {reason}; see trainer.log, and whether the machine has "
+                    "memory for the model"
+                )
+            self.num_restarts += 1
+            _log.warning("rollout worker %d ended (%s); starting another", number, reason)
+            await asyncio.sleep(_FIRST_PAUSE_S * (2**num_failed - 1))
+
+    async def _live(self, worker: _Worker) -> str | None:
+        """Why the worker died; None when it was closed."""
+        spec = replace(self.spec, number=worker.number)
+        try:
+            starting = asyncio.ensure_future(worker.actor.start.remote(spec))
+            await asyncio.wait([starting], timeout=_SLOW_START_S)
+            if not starting.done():
+                _log.info("rollout worker %d still starts, or waits for room", worker.number)
+            await starting
+            await self._join(worker)
+            return await _watch(worker.actor)
+        except _Gone as error:
+            return reason_of(error)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError | WeightSyncError):
+                raise error.cause from error
+            _log.exception("rollout worker %d cannot start", worker.number)
+            return f"{type(error.cause).__name__}: {error.cause}"
+
+    async def _join(self, worker: _Worker) -> None:
+        """Nothing; the worker is ready and holds the newest weights."""
+        while (newest := self._newest) is not None:
+            try:
+                held = await self._load(worker, newest, self.spec.run.weights.timeout_s)
+            except CanaryError:
+                raise
+            except WeightSyncError as error:
+                await self._await_newer_than(newest, error)
+                continue
+            if held is None:
+                raise ray.exceptions.RayActorError(error_msg="it died over its first weights")
+            if newest is self._newest:
+                break
+        self.num_joined += 1
+        self._ready.append(worker)
+        _log.info("rollout worker %d is ready; %d are", worker.number, self.num_ready)
+        self._note_change()
+
+    async def _await_newer_than(self, published: PublishedWeights, error: WeightSyncError) -> None:
+        """Nothing; other weights are to be fetched. Raises `error` when none are in time.
+
+        Weights may be gone with the learner that published them; its successor publishes anew.
+        """
+        try:
+            async with asyncio.timeout(self.spec.run.weights.timeout_s):
+                while self._newest is published:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise error from None
+
+    async def _load(
+        self, worker: _Worker, published: PublishedWeights, timeout_s: float
+    ) -> WorkerWeights | None:
+        """What the worker holds now: the published weights; None when it died."""
+        manifest, held = published.manifest, worker.held
+        if held is not None and (held.version, held.content_hash) == (
+            manifest.version,
+            manifest.content_hash,
+        ):
+            return held
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                held = await worker.actor.load_weights.remote(published)
+        except _Gone:
+            self._leave(worker)
+            return None
+        except TimeoutError:
+            raise WeightSyncError(
+                f"weights version {manifest.version} ({manifest.num_bytes} bytes) did not reach "
+                f"rollout worker {worker.number} within weights.timeout_s = {timeout_s:g}; "
+                "raise it, or see trainer.log for what the worker does"
+            ) from None
+        if not held.ok:
+            raise CanaryError(str(held))
+        worker.held = held
+        return held
+
+    async def _evaluate_on(
+        self, worker: _Worker, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
+        """The outcomes; none when the worker died."""
+        if not seeds:
+            return []
+        try:
+            return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
+        except _Gone:
+            self._leave(worker)
+            return []
+
+    async def _let_go(self, number: int, keeper: asyncio.Task[None]) -> None:
+        """Nothing; the worker has ended what it played, and is gone."""
+        for worker in [worker for worker in self._ready if worker.number == number]:
+            self._leave(worker)
+            await self._wait_until_idle(worker)
+            # Its keeper ends the process when it has closed, maybe before it could say so.
+            with suppress(*_Gone, TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await worker.actor.close.remote()
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        _log.info("rollout worker %d is gone; %d are ready", number, self.num_ready)
+
+    async def _wait_until_idle(self, worker: _Worker) -> None:
+        timeout_s = self.spec.run.rollout.group_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not worker.is_idle:
+                    await self._changed.wait()
+        except TimeoutError:
+            _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
+
+    def _leave(self, worker: _Worker) -> None:
+        """Nothing; the worker gets no more places."""
+        if worker in self._ready:
+            self._ready.remove(worker)
+            self._note_change()
+
+    def _note_failure(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._failure = self._failure or error
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Nothing; wakes all who wait in `_until`."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Nothing, once the condition holds; it is asked again after each change."""
+        while self._failure is None and not condition():
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _watch(actor: ActorHandle) -> str | None:
+    """Why the worker must be replaced, as soon as it must; None once it was closed.
+
+    A process that dies fails the call that waits for its end. One that is frozen, or whose event
+    loop hangs, does nothing at all, so it is asked for a sign of life.
+    """
+    closed = asyncio.ensure_future(actor.until_closed.remote())
+    try:
+        while True:
+            await asyncio.wait([closed], timeout=_SIGN_OF_LIFE_EVERY_S)
+            if closed.done():
+                return closed.result()
+            try:
+                async with asyncio.timeout(_SIGN_OF_LIFE_TIMEOUT_S):
+                    await actor.sign_of_life.remote()
+            except TimeoutError:
+                return f"it gave no sign of life for {_SIGN_OF_LIFE_TIMEOUT_S:g} s"
+    finally:
+        closed.cancel()
+
+
+def _lost(group: GroupSpec) -> RolloutGroup:
+    """The group of which nothing came back."""
+    status = RolloutStatus.LOST
+    return RolloutGroup(
+        group.index,
+        group.environment,
+        tuple(Rollout(group.environment, s, (), None, None, (), status, 0) for s in group.seeds),
+    )
+
+
+def _make_actor(spec: RolloutWorkerSpec) -> ActorHandle:
+    rollout = spec.run.rollout
+    # Engines read their environment when Python starts, before any code of ours.
+    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
+    worker_class = ray.remote(
+        num_cpus=0,
+        num_gpus=rollout.num_gpus_per_worker,
+        runtime_env={"env_vars": environment},
+    )(RolloutWorkerActor)
+    return worker_class.remote(rollout.num_threads)

@@ -1,0 +1,102 @@
+"""What happened to episodes and groups: sums, so that counts of any parts can be added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ludus.trainer.types import RolloutGroup, RolloutStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TermSum:
+    """The values of one reward term, before its weight."""
+
+    num_scored: int = 0
+    total: float = 0.0
+
+    def __add__(self, other: TermSum) -> TermSum:
+        return TermSum(self.num_scored + other.num_scored, self.total + other.total)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCounts:
+    """What happened to episodes and groups since the last count."""
+
+    num_episodes: int = 0
+    num_scored: int = 0
+    """Episodes that have a reward."""
+    num_lost: int = 0
+    num_invalid: int = 0
+    num_truncated: int = 0
+    num_wins: int = 0
+    """Episodes whose return was above 0; draws had 0, losses less."""
+    num_draws: int = 0
+    num_losses: int = 0
+    num_groups: int = 0
+    num_dead_groups: int = 0
+    num_void_groups: int = 0
+    """Groups in which fewer than two episodes could be scored."""
+    num_stale_groups: int = 0
+    """Groups that were older than the staleness bound allows."""
+    num_rolled_back_groups: int = 0
+    """Groups that were played for a learner which has died since."""
+    num_tokens_generated: int = 0
+    num_turns: int = 0
+    reward_sum: float = 0.0
+    reward_square_sum: float = 0.0
+    terms: Mapping[str, TermSum] = field(default_factory=dict)
+    """By name."""
+
+    def __add__(self, other: RolloutCounts) -> RolloutCounts:
+        sums: dict[str, Any] = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name != "terms"
+        }
+        return RolloutCounts(**sums, terms=_add_terms(self.terms, other.terms))
+
+
+def total(counts: Iterable[RolloutCounts]) -> RolloutCounts:
+    """The counts of the whole, from those of its parts."""
+    return sum(counts, RolloutCounts())
+
+
+def count_group(group: RolloutGroup) -> RolloutCounts:
+    """The counts of one finished group."""
+    scored = [reward for reward in group.rewards if reward is not None]
+    statuses = [rollout.status for rollout in group.rollouts]
+    paid = [r.episode_return for r in group.rollouts if r.episode_return is not None]
+    return RolloutCounts(
+        num_episodes=len(statuses),
+        num_scored=len(scored),
+        num_lost=statuses.count(RolloutStatus.LOST),
+        num_invalid=statuses.count(RolloutStatus.INVALID_ACTION),
+        num_truncated=statuses.count(RolloutStatus.TRUNCATED),
+        num_wins=sum(value > 0 for value in paid),
+        num_draws=sum(value == 0 for value in paid),
+        num_losses=sum(value < 0 for value in paid),
+        num_groups=1,
+        num_dead_groups=int(len(scored) >= 2 and group.is_dead),
+        num_void_groups=int(len(scored) < 2),
+        num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
+        num_turns=sum(len(rollout.turns) for rollout in group.rollouts),
+        reward_sum=sum(scored),
+        reward_square_sum=sum(reward * reward for reward in scored),
+        terms=_count_terms(group),
+    )
+
+
+def _count_terms(group: RolloutGroup) -> dict[str, TermSum]:
+    sums: dict[str, TermSum] = {}
+    for rollout in group.rollouts:
+        for term in rollout.terms:
+            one = TermSum() if term.value is None else TermSum(1, term.value)
+            sums[term.name] = sums.get(term.name, TermSum()) + one
+    return sums
+
+
+def _add_terms(one: Mapping[str, TermSum], other: Mapping[str, TermSum]) -> dict[str, TermSum]:
+    names = dict.fromkeys([*one, *other])
+    return {name: one.get(name, TermSum()) + other.get(name, TermSum()) for name in names}

@@ -1,0 +1,141 @@
+"""In which environment each group is played, and what number it gets.
+
+    place p of the run  --(weights)-->  environment e  --(groups begun in e)-->  group index
+
+Places are dealt out in exact proportion to the weights: every place adds each environment's
+share to its credit, and the environment with the most credit pays 1 for it. Credits add up to
+nothing, so the counts follow the shares place by place; no coin is tossed. (The smooth weighted
+round robin of nginx.)
+
+The c-th group of environment number e, of E, has index c * E + e. So what is played in an
+environment, and the seeds of it, do not depend on which places others took, and a group that
+must be replaced is replaced by the next one of the same environment.
+
+With a curriculum the environments are opened one by one: the next when the win rate of the
+hardest open one, over its newest groups, reaches unlock_at; those below it keep part of their
+weight, so that they are not forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ludus.proto.config import RunConfig
+from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.types import GroupSpec
+
+_MAX_REPLACED = 8
+"""Groups in a row that may teach nothing before their place goes to any environment: one that
+the policy has mastered or cannot begin to solve would hold up the batch for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class WinCount:
+    """Games of groups that finished between two batches."""
+
+    num_groups: int
+    num_scored: int
+    num_wins: int
+
+
+@dataclass(slots=True)
+class MixtureState:
+    """Where the mixture stands; part of a checkpoint."""
+
+    names: list[str] = field(default_factory=list)
+    """The environments for which group indices were given, in their order."""
+    num_begun: dict[str, int] = field(default_factory=dict)
+    """Groups that got an index, by environment."""
+    credits: dict[str, float] = field(default_factory=dict)
+    num_open: int = 1
+    """Environments that the curriculum has opened."""
+    wins: list[WinCount] = field(default_factory=list)
+    """Of the hardest open environment, oldest first: no more than window_groups groups take."""
+
+
+class Mixture:
+    """Deals out the groups of a run; `state` is its own and moves with it."""
+
+    def __init__(
+        self, run: RunConfig, state: MixtureState, seeds_of: Callable[[int], tuple[int, ...]]
+    ) -> None:
+        self._run = run
+        self._state = state
+        self._seeds_of = seeds_of
+        names = list(run.environments)
+        if state.names != names:
+            # Other environments than before: begin where no index was given yet.
+            used = max((n * len(state.names) for n in state.num_begun.values()), default=0)
+            state.num_begun = dict.fromkeys(names, -(-used // len(names)))
+            state.names = names
+            state.credits = {name: state.credits.get(name, 0.0) for name in names}
+        state.num_open = min(state.num_open, len(names))
+
+    @property
+    def state(self) -> MixtureState:
+        """Where it stands."""
+        return self._state
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the environments that are open now."""
+        configured = {name: e.weight for name, e in self._run.environments.items()}
+        curriculum = self._run.curriculum
+        if curriculum is None:
+            return configured
+        names = list(configured)[: self._state.num_open]
+        lowered = {name: configured[name] * curriculum.mastered_weight for name in names[:-1]}
+        return {**lowered, names[-1]: configured[names[-1]]}
+
+    def next_group(self) -> GroupSpec:
+        """The group of the next place."""
+        weights, credits = self.weights, self._state.credits
+        whole = sum(weights.values())
+        for name, weight in weights.items():
+            credits[name] += weight / whole
+        # The first of those with the most: a tie must not depend on rounding in other places.
+        chosen = max(weights, key=lambda name: round(credits[name], 9))
+        credits[chosen] -= 1.0
+        return self._make(chosen)
+
+    def replacement(self, spec: GroupSpec) -> GroupSpec:
+        """The group that takes the place of one that taught nothing, or was lost."""
+        if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
+            return self.next_group()
+        return replace(self._make(spec.environment), num_replaced=spec.num_replaced + 1)
+
+    def renewed(self, spec: GroupSpec) -> GroupSpec:
+        """The same place under an index that no group ever had."""
+        return replace(self._make(spec.environment), num_replaced=spec.num_replaced)
+
+    def observe(self, counts: Mapping[str, RolloutCounts]) -> None:
+        """Nothing; opens the next environment when the hardest open one is mastered."""
+        curriculum, state = self._run.curriculum, self._state
+        if curriculum is None or state.num_open == len(state.names):
+            return
+        of_hardest = counts.get(state.names[state.num_open - 1], RolloutCounts())
+        state.wins.append(
+            WinCount(of_hardest.num_groups, of_hardest.num_scored, of_hardest.num_wins)
+        )
+        num_groups = sum(one.num_groups for one in state.wins)
+        while num_groups - state.wins[0].num_groups >= curriculum.window_groups:
+            num_groups -= state.wins.pop(0).num_groups
+        num_wins = sum(one.num_wins for one in state.wins)
+        num_needed = curriculum.unlock_at * sum(one.num_scored for one in state.wins)
+        if num_groups >= curriculum.window_groups and num_wins >= num_needed > 0:
+            state.num_open += 1
+            state.wins.clear()
+
+    def go_back_to(self, earlier: MixtureState) -> None:
+        """Nothing; stands where it stood, but for the indices, which are given once only."""
+        names = self._state.names
+        self._state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
+        self._state.num_open = earlier.num_open
+        self._state.wins = list(earlier.wins)
+
+    def _make(self, name: str) -> GroupSpec:
+        state = self._state
+        index = state.num_begun[name] * len(state.names) + state.names.index(name)
+        state.num_begun[name] += 1
+        return GroupSpec(index, name, self._seeds_of(index))

@@ -1,0 +1,109 @@
+"""The environments of a run, up and connected.
+
+    local:   a server process each, started here and ended with the run
+    remote:  a server that is there already
+
+Servers come first: they refuse bad options before anything heavy starts, and processes that
+are forked later (Ray's) must be there before this one speaks gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.local_server import LocalServer
+from ludus.env.types import EnvironmentDescription
+from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
+from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
+from ludus.proto.runs import ENVIRONMENT_LOG_FILE
+from ludus.trainer.rollout.face import Face, make_face
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One environment of a run, connected."""
+
+    config: EnvironmentConfig
+    address: str
+    client: AsyncEnvClient
+    description: EnvironmentDescription
+    face: Face
+
+
+@contextmanager
+def local_servers(run: RunConfig, log_folder: Path) -> Iterator[dict[str, LocalServer]]:
+    """The servers that this run owns, by the names of their environments; they end with it.
+
+    Raises:
+        UserError: a server refused its package or options.
+    """
+    servers = {
+        name: LocalServer(
+            config.package, config.options, config.max_sessions, log_folder / log_file(run, name)
+        )
+        for name, config in run.environments.items()
+        if isinstance(config, LocalEnvironment)
+    }
+    with ExitStack() as stack:
+        # One after the other: a server ends with the thread that started it.
+        for server in servers.values():
+            stack.enter_context(server)
+        yield servers
+
+
+def log_file(run: RunConfig, name: str) -> str:
+    """The name of the file, in the run's folder, that an environment's server logs to."""
+    if len(run.environments) == 1:
+        return ENVIRONMENT_LOG_FILE
+    stem, suffix = os.path.splitext(ENVIRONMENT_LOG_FILE)
+    return f"{stem}-{name}{suffix}"
+
+
+@asynccontextmanager
+async def connected(
+    run: RunConfig, servers: Mapping[str, LocalServer]
+) -> AsyncIterator[dict[str, Environment]]:
+    """The environments of the run by name, in its order.
+
+    Raises:
+        ConfigError: one of them is not there, or refuses the token.
+    """
+    async with AsyncExitStack() as stack:
+        environments = {}
+        for name, config in run.environments.items():
+            address = _address(config, servers.get(name))
+            client = await stack.enter_async_context(await _connect(name, config, address))
+            description = await client.describe()
+            environments[name] = Environment(
+                config, address, client, description, make_face(config)
+            )
+        yield environments
+
+
+def environment_token(config: EnvironmentConfig) -> str | None:
+    """The bearer token for an environment; it never stands in a configuration."""
+    return os.environ.get(config.token_env) if isinstance(config, RemoteEnvironment) else None
+
+
+def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
+    if isinstance(config, RemoteEnvironment):
+        return config.address
+    assert server is not None and server.addresses is not None
+    return server.addresses.grpc
+
+
+async def _connect(name: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
+    """A client; a server that is not there when a run begins is the user's to mend."""
+    try:
+        return await AsyncEnvClient.connect(
+            address,
+            token=environment_token(config),
+            reconnect_timeout_s=config.reconnect_timeout_s,
+        )
+    except (UnavailableError, AuthenticationError) as error:
+        raise ConfigError(f"environments.{name}.address = '{address}': {error}") from error

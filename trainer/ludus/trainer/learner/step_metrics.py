@@ -1,0 +1,112 @@
+"""What a training step did: sums of its pieces, added up over pieces and ranks in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ludus.trainer.algorithms.moments import moments, variance
+from ludus.trainer.algorithms.policy_loss import LossTerms
+from ludus.trainer.learner.micro_batches import MicroBatch
+from ludus.trainer.learner.targets import CriticTargets
+
+_NUM_TERMS = len(fields(LossTerms))
+_NUM_MOMENTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a training step did, over all its minibatches and ranks."""
+
+    loss: float
+    """Of the policy, mean over the minibatches."""
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    clip_ratio: float
+    """Share of sampled tokens at which the clip held."""
+    mismatch_kl: float
+    """k3 of sampler from learner, mean per sampled token."""
+    reference_kl: float
+    masked_sequence_ratio: float
+    """Share of samples of which correction or geometric mask left out every token."""
+    masked_token_ratio: float
+    """Share of sampled tokens that they left out."""
+    value_loss: float | None
+    """Of the critic, mean over the minibatches; None without one."""
+    explained_variance: float | None
+    """1 - var(returns - values) / var(returns), before the step: 1 is a critic that knows, 0 one
+    that knows nothing; None without one, or where all returns are equal."""
+    num_tokens_trained: int
+    """Sampled tokens in the loss."""
+    num_tokens_in_batch: int
+    """Tokens of all samples, prompts included: what would be computed if nothing were shared."""
+    num_tokens_forwarded: int
+    """Tokens the model computed for it, padding included."""
+    flops: float = 0.0
+    """Floating-point work that the step needed; see models/flops.py."""
+    peak_flops: float | None = None
+    """FLOP/s that all ranks together could do; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSums:
+    """What one piece adds to the metrics of its step."""
+
+    terms: LossTerms
+    value_loss: Tensor | None
+    critic: CriticTargets | None
+    piece: MicroBatch
+
+    def flat(self) -> Tensor:
+        """All sums in a row, in float64: they add up over pieces and ranks."""
+        terms = [getattr(self.terms, field.name).detach() for field in fields(LossTerms)]
+        device = self.piece.mask.device
+        nothing = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=device)
+        value_loss = nothing[:1] if self.value_loss is None else self.value_loss.detach()[None]
+        returned = missed = nothing
+        if self.critic is not None:
+            returned = moments(self.critic.returns, self.piece.mask)
+            missed = moments(self.critic.returns - self.critic.old_values, self.piece.mask)
+        return torch.cat(
+            [
+                torch.stack([term.double() for term in terms]),
+                value_loss.double(),
+                returned,
+                missed,
+                torch.tensor([float(self.piece.rows.num_tokens)], device=device).double(),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """The sums of a whole step, on the CPU."""
+
+    terms: LossTerms
+    value_loss: float
+    returned: Tensor
+    """[3] moments of the returns."""
+    missed: Tensor
+    """[3] moments of what the critic's values lacked."""
+    num_tokens_forwarded: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[PieceSums]) -> StepTotals:
+        """The sums over these pieces and all ranks; a collective."""
+        total = torch.stack([sums.flat() for sums in pieces]).sum(0)
+        dist.all_reduce(total)
+        terms, value_loss, returned, missed, num_tokens = total.cpu().split(
+            [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]
+        )
+        return cls(LossTerms(*terms.unbind()), float(value_loss), returned, missed, int(num_tokens))
+
+    @property
+    def explained_variance(self) -> float | None:
+        """See StepMetrics."""
+        spread = float(variance(self.returned))
+        return 1 - float(variance(self.missed)) / spread if spread > 0 else None

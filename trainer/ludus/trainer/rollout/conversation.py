@@ -1,0 +1,174 @@
+"""One conversation with the policy: messages go in, text comes out, tokens are kept.
+
+    add(messages)   what the environment says; may be called several times in a row
+    answer()        what the policy says; one turn
+    pay(reward)     what the environment paid for the last turn
+
+The tokens that are sent are always those sent before, those sampled, and those added since.
+Where thoughts of earlier turns are taken out, a prompt may not begin with what was sent
+before: it then begins another sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.env import Message
+from ludus.proto.config import RolloutConfig
+from ludus.proto.errors import LudusError
+from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.template import ToolSpec
+from ludus.trainer.rollout.seeds import mix
+from ludus.trainer.types import Sampling, TokenSequence, Turn, join_turns
+
+
+class ConversationFullError(LudusError):
+    """No room for another answer: a limit on turns or tokens is reached."""
+
+
+@dataclass(slots=True)
+class _Growing:
+    """Turns that continue each other."""
+
+    turns: list[Turn] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Everything that was sent and sampled."""
+
+
+class Conversation:
+    """The policy's side of one episode."""
+
+    def __init__(
+        self,
+        generate: GenerateFn,
+        chat: ChatTokenizer,
+        limits: RolloutConfig,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """`seed` decides what is sampled, turn by turn."""
+        self._generate = generate
+        self._chat = chat
+        self._limits = limits
+        self._sampling = replace(sampling, max_tokens=limits.max_completion_tokens)
+        self._seed = seed
+        self._tools: Sequence[ToolSpec] = ()
+        self._sequences = [_Growing()]
+        self._waiting: list[Message] = []
+        self._prompt: list[int] | None = None
+        """Tokens of the waiting messages, once somebody asked."""
+        self.num_turns = 0
+        self.num_first_messages = 0
+        """Messages before the first answer."""
+        self.num_answered_messages = 0
+        """Messages up to the last answer, that included."""
+        self.messages: list[Message] = []
+        """All so far, the policy's own included."""
+
+    def offer(self, tools: Sequence[ToolSpec]) -> None:
+        """Nothing; the first prompt will list these tools."""
+        self._tools = tools
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Nothing; the policy reads these messages before its next answer."""
+        self._waiting += messages
+        self.messages += messages
+        self._prompt = None
+
+    @property
+    def has_room(self) -> bool:
+        """True while the limits allow another answer."""
+        prompt = self._prompt_ids()
+        num_tokens = len(self._sequences[-1].token_ids) + len(prompt)
+        fits = num_tokens + self._limits.max_completion_tokens <= self._limits.max_tokens
+        return fits and self.num_turns < self._limits.max_turns
+
+    async def answer(self) -> str:
+        """What the policy says now.
+
+        Raises:
+            ConversationFullError: the limits allow no other answer.
+        """
+        if not self.has_room:
+            raise ConversationFullError(
+                f"expected fewer than rollout.max_turns = {self._limits.max_turns} turns and room "
+                f"for {self._limits.max_completion_tokens} of rollout.max_tokens = "
+                f"{self._limits.max_tokens} tokens; end the episode as truncated"
+            )
+        prompt, sequence = self._prompt_ids(), self._sequences[-1]
+        sent = [*sequence.token_ids, *prompt]
+        completion = await self._generate(sent, self._sampling, mix(self._seed, self.num_turns))
+        text = self._chat.decode(completion.token_ids)
+        sequence.turns.append(Turn(prompt, completion))
+        sequence.token_ids = [*sent, *completion.token_ids]
+        if self.num_turns == 0:
+            self.num_first_messages = len(self.messages)
+        self.num_turns += 1
+        self.messages.append({"role": "assistant", "content": text})
+        self.num_answered_messages = len(self.messages)
+        self._waiting, self._prompt = [], None
+        return text
+
+    def pay(self, reward: float) -> None:
+        """Nothing; the last turn earned so much more."""
+        turns = next((s.turns for s in reversed(self._sequences) if s.turns), None)
+        if turns is None:
+            raise ValueError(f"expected an answer before it is paid {reward:g}, got none yet")
+        turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns, in order."""
+        return [turn for sequence in self._sequences for turn in sequence.turns]
+
+    def sequences(self, *, with_rest: bool) -> tuple[TokenSequence, ...]:
+        """What the policy has sampled from, token by token.
+
+        Args:
+            with_rest: the last sequence ends with the messages that were not answered, where
+                they fit: the state in which a truncated episode was left.
+        """
+        rest = self._rest() if with_rest else []
+        finished = [sequence for sequence in self._sequences if sequence.turns]
+        joined = [join_turns(sequence.turns) for sequence in finished]
+        for sequence, tokens in zip(finished, joined, strict=True):
+            if sequence.token_ids != tokens.token_ids:
+                raise RuntimeError(
+                    "expected every prompt to begin with the tokens before it, got a conversation "
+                    "that is not the sum of its turns; a generator must not change its prompt"
+                )
+        if rest:
+            joined[-1] = join_turns(finished[-1].turns, rest)
+        return tuple(joined)
+
+    def _rest(self) -> list[int]:
+        if not self._waiting or not self.num_turns:
+            return []
+        rest = self._prompt_ids()
+        last = self._sequences[-1]
+        fits = len(last.token_ids) + len(rest) <= self._limits.max_tokens
+        # A sequence that was begun anew for the rest alone has no turn to follow.
+        return rest if last.turns and fits else []
+
+    def _prompt_ids(self) -> list[int]:
+        """The tokens that the next prompt adds; a new sequence begins where it has to."""
+        if self._prompt is None:
+            self._prompt = self._encoded()
+        return self._prompt
+
+    def _encoded(self) -> list[int]:
+        last, chat = self._sequences[-1], self._chat
+        if not self.num_turns:
+            return chat.first_prompt(self._waiting, self._tools)
+        if chat.keeps_thoughts:
+            return chat.next_prompt(self._waiting, ended=last.turns[-1].completion.stopped)
+        if not last.turns:  # begun anew when somebody asked for room
+            self._sequences.pop()
+            last = self._sequences[-1]
+        whole = chat.whole_prompt(self.messages, self._tools)
+        if whole[: len(last.token_ids)] == last.token_ids:
+            return whole[len(last.token_ids) :]
+        self._sequences.append(_Growing())
+        return whole

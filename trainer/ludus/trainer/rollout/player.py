@@ -1,0 +1,53 @@
+"""A player for an environment of a run, made from its configuration."""
+
+from __future__ import annotations
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.config import RolloutConfig, RunConfig
+from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.face import import_object, make_face
+from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.rollout.tools import Toolbox
+
+
+def make_player(
+    run: RunConfig,
+    name: str,
+    client: AsyncEnvClient,
+    generate: GenerateFn,
+    chat: ChatTokenizer,
+    max_sessions: int,
+) -> Player:
+    """What plays environment `name` of the run, and scores what it has played.
+
+    Raises:
+        ConfigError: a function that the environment names cannot be imported.
+    """
+    config = run.environments[name]
+    play = config.rollout
+    return Player(
+        environment=name,
+        client=client,
+        generate=generate,
+        chat=chat,
+        face=make_face(config),
+        limits=limits_of(run, name),
+        max_sessions=max_sessions,
+        run_seed=run.seed,
+        toolbox=Toolbox(client, name) if config.tools else None,
+        rollout_function=None if play is None else import_object(play, "environment.rollout"),
+        reward=Reward(config.rewards),
+    )
+
+
+def limits_of(run: RunConfig, name: str) -> RolloutConfig:
+    """How episodes of environment `name` are played: what it does not say, `rollout` says."""
+    config = run.environments[name]
+    own = {
+        "max_turns": config.max_turns,
+        "max_tokens": config.max_tokens,
+        "max_completion_tokens": config.max_completion_tokens,
+    }
+    return run.rollout.model_copy(update={k: v for k, v in own.items() if v is not None})

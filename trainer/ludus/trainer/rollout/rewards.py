@@ -1,0 +1,196 @@
+"""What the episodes of a group are worth: a weighted sum of terms.
+
+    played episodes --term by term--> values --weights--> rewards
+                          |
+                          +-- the environment's own return, or a function of the run's,
+                              called once with the whole group
+
+A function gets lists, one entry per episode that was not lost, as keyword arguments, and takes
+those that it names. It runs on the event loop when it is asynchronous, else in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from ludus.env import Message
+from ludus.proto.config.environment import RewardTerm, name_of_term
+from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.trainer.rollout.face import import_object
+from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
+
+ENVIRONMENT_TERM = RewardTerm()
+"""The environment's own return, with weight 1."""
+
+Columns = dict[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """A rollout, and what reward functions may ask about it."""
+
+    rollout: Rollout
+    prompt: Sequence[Message] = ()
+    """The messages before the first answer."""
+    completion: Sequence[Message] = ()
+    """The first answer and all that follows, up to the last answer."""
+    completion_ids: Sequence[int] = ()
+    """All sampled tokens."""
+    fields: Mapping[str, Any] | None = None
+    """What the last result or a rollout function adds."""
+
+    @property
+    def can_be_scored(self) -> bool:
+        """False when it was lost, or ended before the policy said anything."""
+        return self.rollout.status is not RolloutStatus.LOST and bool(self.rollout.sequences)
+
+
+class Reward:
+    """The terms of one environment's reward."""
+
+    def __init__(self, terms: Sequence[RewardTerm] = (ENVIRONMENT_TERM,)) -> None:
+        self._terms = [(name_of_term(term), term.weight, _function_of(term)) for term in terms]
+
+    async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
+        """The rollouts with their rewards; one that a term cannot score has none.
+
+        Raises:
+            RewardFunctionError: a function raised, took too long, or returned no rewards.
+        """
+        scored = [episode for episode in played if episode.can_be_scored]
+        columns = _columns(scored) if any(function for _, _, function in self._terms) else {}
+        values: list[list[float | None]] = []
+        for name, _, function in self._terms:
+            if function is None or not scored:
+                values.append([episode.rollout.episode_return for episode in scored])
+            else:
+                values.append(await function.values(name, columns, len(scored), timeout_s))
+        rows = iter(zip(*values, strict=True))
+        return [
+            self._with_reward(episode.rollout, next(rows) if episode.can_be_scored else None)
+            for episode in played
+        ]
+
+    def _with_reward(self, rollout: Rollout, row: Sequence[float | None] | None) -> Rollout:
+        values = row or [None] * len(self._terms)
+        terms = tuple(
+            ScoredTerm(name, value) for (name, _, _), value in zip(self._terms, values, strict=True)
+        )
+        total: float | None = 0.0
+        for (_, weight, _), value in zip(self._terms, values, strict=True):
+            total = None if total is None or value is None else total + weight * value
+        return replace(rollout, reward=total, terms=terms)
+
+
+class _RewardFunction:
+    """One imported function, and which arguments it takes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._function: Callable[..., Any] = import_object(path, "environment.rewards.function")
+        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
+        )
+        parameters = inspect.signature(self._function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._named = frozenset(p.name for p in named)
+        self._required = frozenset(p.name for p in named if p.default is p.empty)
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise ConfigError(
+                f"environment.rewards.function = '{path}' expected keyword arguments, got "
+                "positional-only ones; remove the '/' from its signature"
+            )
+
+    async def values(
+        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
+    ) -> list[float | None]:
+        """[num_episodes] what the function says of each episode."""
+        arguments = self._arguments(columns)
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                returned = await self._call(arguments)
+        except Exception as error:  # the boundary to the run's own code
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise RewardFunctionError(
+                    f"reward function '{self._path}' expected to end within "
+                    f"rollout.group_timeout_s = {timeout_s:g} s, still running; make it faster or "
+                    "raise the limit"
+                ) from None
+            raise RewardFunctionError(
+                f"reward function '{self._path}' (term '{name}') raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return self._checked(returned, num_episodes)
+
+    async def _call(self, arguments: Columns) -> Any:
+        if self._is_async:
+            return await self._function(**arguments)
+        # A long computation must not keep the other episodes waiting.
+        returned = await asyncio.to_thread(self._function, **arguments)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    def _arguments(self, columns: Columns) -> Columns:
+        missing = sorted(self._required - columns.keys())
+        if missing:
+            raise RewardFunctionError(
+                f"reward function '{self._path}' asks for '{missing[0]}', which no episode of the "
+                f"group has; expected arguments out of {sorted(columns)}"
+            )
+        if self._takes_all:
+            return columns
+        return {key: value for key, value in columns.items() if key in self._named}
+
+    def _checked(self, returned: Any, num_episodes: int) -> list[float | None]:
+        listed = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not isinstance(listed, (list, tuple)) or len(listed) != num_episodes:
+            got = f"{len(listed)}" if isinstance(listed, (list, tuple)) else repr(listed)[:100]
+            raise RewardFunctionError(
+                f"reward function '{self._path}' expected to return a list of {num_episodes} "
+                f"numbers or None, one per episode, got {got}"
+            )
+        return [self._number(value, index) for index, value in enumerate(listed)]
+
+    def _number(self, value: Any, index: int) -> float | None:
+        if value is None:
+            return None
+        if hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RewardFunctionError(
+                f"reward function '{self._path}' expected a finite number or None for episode "
+                f"{index}, got {value!r:.100}; return None for an episode that cannot be scored"
+            )
+        return float(value)
+
+
+def _function_of(term: RewardTerm) -> _RewardFunction | None:
+    return None if term.function is None else _RewardFunction(term.function)
+
+
+def _columns(episodes: Sequence[PlayedEpisode]) -> Columns:
+    """Every argument of a reward function; a field that some episodes lack is None there.
+
+    A field of an environment never hides an argument of ours.
+    """
+    rollouts = [episode.rollout for episode in episodes]
+    columns: Columns = {}
+    for name in sorted({key for episode in episodes for key in episode.fields or ()}):
+        columns[name] = [(episode.fields or {}).get(name) for episode in episodes]
+    return columns | {
+        "prompts": [list(episode.prompt) for episode in episodes],
+        "completions": [list(episode.completion) for episode in episodes],
+        "completion_ids": [list(episode.completion_ids) for episode in episodes],
+        "episode_return": [rollout.episode_return for rollout in rollouts],
+        "terminated": [rollout.status is RolloutStatus.TERMINATED for rollout in rollouts],
+        "status": [rollout.status.value for rollout in rollouts],
+        "num_turns": [len(rollout.turns) for rollout in rollouts],
+        "seed": [rollout.seed for rollout in rollouts],
+        "environment": [rollout.environment for rollout in rollouts],
+    }

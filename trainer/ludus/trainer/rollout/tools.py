@@ -1,0 +1,215 @@
+"""A seat whose answers call the environment's tools.
+
+    answer --calls?-- yes --> each tool is called --> its result is a message of role "tool"
+              |
+              +------ no ---> the answer is the action; without a text face it is the last word
+
+Environments of our own are called between steps. Tools of an OpenEnv MCPEnvironment are its
+steps: they may be rewarded, and end the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.env import Message, StepResult
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.types import EnvironmentDescription, JsonObject, Tool
+from ludus.proto.errors import (
+    ActionError,
+    ActionParseError,
+    ConfigError,
+    EnvError,
+    InfrastructureError,
+    ToolError,
+)
+from ludus.trainer.models.chat import spoken
+from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.seat import Opening, Reply, status_of
+from ludus.trainer.rollout.tool_calls import ToolCall, read_calls, tool_spec
+from ludus.trainer.types import RolloutStatus
+
+MAX_BAD_ANSWERS = 3
+"""In a row that call no tool in a way that can be understood, before the episode ends."""
+MAX_RESULT_CHARACTERS = 4000
+"""Of one tool result that a model is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What an environment offers."""
+
+    tools: tuple[Tool, ...]
+    calls_are_steps: bool
+    answers_are_actions: bool
+    """Whether text without a call can be played."""
+
+
+class Toolbox:
+    """The tools of one environment; asked for when the first episode begins."""
+
+    def __init__(self, client: AsyncEnvClient, environment: str) -> None:
+        self._client = client
+        self._environment = environment
+        self._offer: _Offer | None = None
+        self._asking = asyncio.Lock()
+
+    async def offer(self, session: AsyncSession) -> _Offer:
+        """What the environment offers.
+
+        Raises:
+            ConfigError: it has no tools.
+        """
+        async with self._asking:
+            if self._offer is None:
+                self._offer = await self._ask(session)
+            return self._offer
+
+    async def _ask(self, session: AsyncSession) -> _Offer:
+        description = await self._client.describe()
+        tools = tuple(description.tools)
+        is_stock = not tools and not description.has_text_view
+        calls_are_steps = is_stock or _takes_calls(description)
+        if is_stock:
+            # A server of OpenEnv's own names its tools in a session only.
+            listed = await session.step({"type": "list_tools"})
+            tools = tuple(_tool_of(tool) for tool in listed.observation.get("tools", []))
+        if not tools:
+            raise ConfigError(
+                f"environments.{self._environment}.tools = true, but the environment "
+                f"'{description.name}' offers no tools; remove it"
+            )
+        answers_are_actions = description.has_text_view and not calls_are_steps
+        return _Offer(tools, calls_are_steps, answers_are_actions)
+
+
+class ToolSeat:
+    """Answers call tools; what is no call is an action."""
+
+    def __init__(
+        self,
+        session: AsyncSession,
+        first: StepResult,
+        toolbox: Toolbox,
+        invalid_action_reward: float,
+    ) -> None:
+        self._session = session
+        self._toolbox = toolbox
+        self._face = ServerFace()
+        self._invalid_action_reward = invalid_action_reward
+        self._num_bad = 0
+        self.result = first
+
+    async def opening(self) -> Opening:
+        """The first result, and the tools."""
+        self._offer = await self._toolbox.offer(self._session)
+        tools = [tool_spec(tool) for tool in self._offer.tools]
+        return Opening(self._shown(self.result, first=True), tools)
+
+    async def reply(self, text: str) -> Reply:
+        """Results of the tools, or of the action; what cannot be read is said, three times."""
+        try:
+            calls = read_calls(spoken(text))
+            unknown = self._unknown(calls)
+            if unknown:
+                raise ActionParseError(unknown)
+        except ActionParseError as error:
+            self._num_bad += 1
+            if self._num_bad >= MAX_BAD_ANSWERS:
+                return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
+            return Reply([_tool_message({"error": error.message})])
+        self._num_bad = 0
+        return await self._called(calls) if calls else await self._acted(spoken(text))
+
+    def _unknown(self, calls: Sequence[ToolCall]) -> str:
+        known = [tool.name for tool in self._offer.tools]
+        wrong = next((call.name for call in calls if call.name not in known), None)
+        if wrong is None:
+            return ""
+        return f"expected one of the tools {', '.join(known)}, got {wrong[:100]!r}"
+
+    async def _called(self, calls: Sequence[ToolCall]) -> Reply:
+        messages: list[Message] = []
+        reward = 0.0
+        for call in calls:
+            message, paid, status = await self._call(call)
+            messages.append(message)
+            reward += paid
+            if status is not None:
+                ended = status is RolloutStatus.TERMINATED
+                return Reply([] if ended else messages, reward, status)
+        return Reply(messages, reward)
+
+    async def _call(self, call: ToolCall) -> tuple[Message, float, RolloutStatus | None]:
+        """What one tool returned; that it failed is for the model to know."""
+        try:
+            if not self._offer.calls_are_steps:
+                returned = await self._session.call_tool(call.name, call.arguments)
+                return _tool_message(returned), 0.0, None
+            action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+            self.result = await self._session.step(action)
+        except InfrastructureError:
+            raise
+        except EnvError as error:
+            return _tool_message({"error": error.message}), 0.0, None
+        shown = _returned(self.result.observation)
+        return _tool_message(shown), self.result.reward or 0.0, status_of(self.result)
+
+    async def _acted(self, text: str) -> Reply:
+        if not self._offer.answers_are_actions:
+            # Nothing more is to be done here: the answer is what rewards look at.
+            return Reply([], 0.0, RolloutStatus.TERMINATED)
+        try:
+            self.result = await self._session.step(text=text)
+        except ActionError:
+            return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
+        reward, status = self.result.reward or 0.0, status_of(self.result)
+        if status is RolloutStatus.TERMINATED:
+            return Reply([], reward, status)
+        return Reply(self._shown(self.result, first=False), reward, status)
+
+    def _shown(self, result: StepResult, *, first: bool) -> list[Message]:
+        if result.text is not None:
+            return self._face.messages(result, first=first)
+        return [{"role": "user", "content": _shortened(json.dumps(result.observation))}]
+
+
+def _takes_calls(description: EnvironmentDescription) -> bool:
+    """True where a tool call is an action: with OpenEnv's own types."""
+    schema = description.action_schema
+    has_base_type = schema.get("title") == "Action"
+    return has_base_type or "tool_name" in schema.get("properties", {})
+
+
+def _tool_of(listed: JsonObject) -> Tool:
+    schema = listed.get("input_schema") or listed.get("inputSchema") or {}
+    if not isinstance(listed.get("name"), str):
+        raise ToolError(f"expected tools with names, got one like {str(listed)[:100]!r}")
+    return Tool(listed["name"], str(listed.get("description") or ""), schema)
+
+
+def _returned(observation: JsonObject) -> Any:
+    """What is worth showing of OpenEnv's observation of a call."""
+    if observation.get("error"):
+        return {"error": observation["error"]}
+    result = observation.get("result", observation)
+    if not isinstance(result, dict):
+        return result
+    for key in ("data", "structured_content", "content"):
+        if result.get(key) is not None:
+            return result[key]
+    return result
+
+
+def _tool_message(returned: Any) -> Message:
+    text = returned if isinstance(returned, str) else json.dumps(returned)
+    return {"role": "tool", "content": _shortened(text)}
+
+
+def _shortened(text: str) -> str:
+    rest = len(text) - MAX_RESULT_CHARACTERS
+    return text if rest <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}... ({rest} more characters)"

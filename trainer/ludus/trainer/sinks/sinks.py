@@ -1,0 +1,115 @@
+"""The sinks of a run as one: each row goes to all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ludus.proto.config import RunConfig
+from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsSink(Protocol):
+    """Takes the rows of a run, in the order of time."""
+
+    name: str
+
+    def write(self, row: MetricsRow) -> None:
+        """Nothing; shows the row."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Nothing; what was written for later steps is void: the run goes on from `step`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing; all that was written is safe."""
+        ...
+
+
+class Sinks:
+    """The sinks that still work."""
+
+    def __init__(self, sinks: list[MetricsSink]) -> None:
+        self._sinks = sinks
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def __iter__(self) -> Iterator[MetricsSink]:
+        return iter(self._sinks)
+
+    def write(self, row: MetricsRow) -> None:
+        """Nothing; every sink has the row."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.write(row)
+            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+                self._leave_out(sink, error)
+
+    def rewind(self, step: int) -> None:
+        """Nothing; the rows of later steps are void."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.rewind(step)
+            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+                self._leave_out(sink, error)
+
+    def close(self) -> None:
+        """Nothing; the sinks have written what they hold."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+                _log.warning("closing %s failed: %r", sink.name, error)
+        self._sinks = []
+
+    def _leave_out(self, sink: MetricsSink, error: Exception) -> None:
+        _log.warning(
+            "%s failed and gets no more metrics, metrics.jsonl has them all: %r", sink.name, error
+        )
+        self._sinks.remove(sink)
+
+
+def open_sinks(
+    run: RunConfig,
+    folder: Path,
+    *,
+    resume_from: int | None = None,
+    past: Sequence[MetricsRow] = (),
+) -> Sinks:
+    """The sinks that the run's configuration names.
+
+    Args:
+        folder: of the run; files go into folders of their own there.
+        resume_from: the step that the run goes on from; None for a new run.
+        past: the rows up to that step; sinks that keep nothing themselves take them in again.
+
+    Raises:
+        ConfigError: one of them cannot start as configured; none is left open.
+    """
+    # Their packages are loaded by the runs that use them only.
+    sinks: list[MetricsSink] = []
+    try:
+        if run.metrics.tensorboard:
+            from ludus.trainer.sinks.tensorboard import TensorboardWriter
+
+            sinks.append(TensorboardWriter(folder / TENSORBOARD_FOLDER, resume_from))
+        if run.metrics.prometheus is not None:
+            from ludus.trainer.sinks.prometheus import PrometheusExporter
+
+            sinks.append(PrometheusExporter(run, run.metrics.prometheus))
+            for row in past:
+                sinks[-1].write(row)
+        if run.metrics.wandb is not None:
+            from ludus.trainer.sinks.wandb import WandbWriter
+
+            sinks.append(WandbWriter.start(run, run.metrics.wandb, folder / WANDB_FOLDER))
+    except BaseException:
+        Sinks(sinks).close()
+        raise
+    return Sinks(sinks)

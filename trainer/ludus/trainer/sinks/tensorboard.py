@@ -1,0 +1,48 @@
+"""Metrics as TensorBoard's event files, by TensorBoard's own writer: torch is not needed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from ludus.proto.runs import MetricsRow
+from ludus.trainer.sinks.names import tagged_values
+
+_FLUSH_S = 5
+"""How old a value may be when TensorBoard shows it."""
+
+
+class TensorboardWriter:
+    """One event file per process; a resumed run adds one, and voids what came after its step."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, resume_from: int | None = None) -> None:
+        self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_S)
+        if resume_from is not None:
+            self.rewind(resume_from)
+
+    def write(self, row: MetricsRow) -> None:
+        """Nothing; the row's values are on their way to the file."""
+        tagged = tagged_values(row)
+        if not tagged:
+            return
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged.items()]
+        self._add(Event(step=row.step, summary=Summary(value=values)))
+
+    def rewind(self, step: int) -> None:
+        """Nothing; readers drop what they have of later steps."""
+        # Readers drop everything from the step of a session's start on.
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def close(self) -> None:
+        """Nothing; the file is whole."""
+        self._writer.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._writer.add_event(event)
