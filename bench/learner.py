@@ -9,6 +9,8 @@ process with one thread, by turns. Tokens are those of all samples, prompts incl
 computes them; time is the processor's, so that other processes do not count. Once with games of
 blackjack as training plays them, four of each deal, and once with random sequences that share
 no prefix, which is the fair case: there is nothing to be saved but padding and logits.
+
+    python bench/learner.py [tiny] [wide]
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.local_server import LocalServer
-from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig
+from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig, TinyModel
 from ludus.proto.config import load_run_config as load
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner, LearnerSpec
@@ -48,7 +50,9 @@ NUM_ROUNDS = 5
 STEPS_PER_ROUND = 3
 NUM_SESSIONS = 128
 LEARNING_RATE = 1e-4
-MODELS = {"blackjack's": {}, "width 256": {"width": 256, "num_heads": 4, "num_layers": 4}}
+MODELS = {"tiny": {}, "wide": {"width": 256, "num_heads": 4, "num_layers": 4}}
+"""The model of examples/blackjack/tiny.toml, and what is changed in it."""
+NUM_SAMPLES_WIDE = 128
 
 
 @dataclass(frozen=True)
@@ -222,16 +226,19 @@ def main() -> None:
     games = asyncio.run(play_games(run))
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+    assert isinstance(run.model, TinyModel)
     tokenizer = make_tokenizer(texts_of([game for game, _ in games]), run.model.vocab_size)
     chat = ChatTokenizer(tokenizer)
     played = [with_advantage(to_sample(chat, game), reward) for game, reward in games]
     batches = {"blackjack": played, "random": random_samples(len(tokenizer))}
     rows = []
-    for number, (model, changes) in enumerate(MODELS.items()):
-        config = run.model.model_copy(update=changes)
-        path = folder / str(number)
+    for model in sys.argv[1:] or MODELS:
+        config = run.model.model_copy(update=MODELS[model])
+        path = folder / model
         save(make_model(config, tokenizer, seed=0), tokenizer, path)
-        rows += [measure(model, name, s, run, str(path)).row() for name, s in batches.items()]
+        for name, samples in batches.items():
+            chosen = samples[:NUM_SAMPLES_WIDE] if model == "wide" else samples
+            rows.append(measure(model, name, chosen, run, str(path)).row())
     dist.destroy_process_group()
     sys.stdout.write(json.dumps({"learner_vs_bare_loop": rows}) + "\n")
 

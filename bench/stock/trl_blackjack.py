@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from ludus.proto.errors import ActionError
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
 GROUP_SIZE = 16
@@ -52,7 +53,7 @@ class Game:
         try:
             action = face.parse(text, self.observation)
             result = self.environment.step(action)
-        except Exception:
+        except ActionError:
             self.reward, self.is_over = INVALID_REWARD, True
             return
         self.reward += result.reward or 0.0

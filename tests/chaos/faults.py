@@ -29,8 +29,11 @@ def pids(marker: str, kind: str) -> list[int]:
     return sorted(pid for pid, command in processes_of(marker).items() if kind in command)
 
 
-def wait_until_gone(marker: str, timeout_s: float = 30) -> None:
-    """Nothing; no process of the run started with `marker` is left."""
+def wait_until_gone(marker: str, timeout_s: float = 120) -> None:
+    """Nothing; no process of the run started with `marker` is left.
+
+    Two agents of Ray's own try for a while to tell a head node that is gone of its end.
+    """
     deadline = time.monotonic() + timeout_s
     while left := processes_of(marker):
         assert time.monotonic() < deadline, left

@@ -160,6 +160,15 @@ def test_memory_savings_keep_names_and_direction_of_the_update(
     assert torch.cosine_similarity(*moves, dim=0) > 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_layers_take_the_same_step_under_the_same_names(model_path: str) -> None:
+    plain, compiled = make_learner(model_path), make_learner(model_path, compile=True)
+    norms = [learner.train_step(make_batch(), BONUS).grad_norm for learner in (plain, compiled)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert plain.full_state().keys() == compiled.full_state().keys()
+
+
 def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None:
     probe = Probe([5, 9, 17, 33], [44, 12, 2])
     [answer] = make_learner(model_path).answer_logprobs([probe])

@@ -1,0 +1,87 @@
+"""Wins of weights at blackjack, judged alike whoever trained them.
+
+    weights (safetensors) --> one engine --> 4,000 games of the same deals --> wins
+
+Prints one JSON object: file -> share of games won. Used by `bench/speedup.py`, in a process of
+its own, after all training is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.local_server import LocalServer
+from ludus.proto.config import RunConfig
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.engines import make_engine
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.rollout.player import make_player
+from ludus.trainer.types import Sampling
+
+MAX_SESSIONS = 1024
+FIRST_SEED = 2**31
+
+
+async def judge(run: RunConfig, model: str, files: Sequence[Path], num_games: int) -> list[float]:
+    """The share of games won with each file's weights, at temperature 1."""
+    [name] = run.environments
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "environment.log"
+        server = LocalServer("openspiel_env", {"game": "blackjack"}, MAX_SESSIONS, log)
+        address = server.start().grpc
+        try:
+            async with await AsyncEnvClient.connect(address) as client:
+                chat = ChatTokenizer.load(model, run.model)
+                generator = Generator(make_engine(run, model, chat))
+                player = make_player(run, name, client, generator, chat, MAX_SESSIONS)
+                shares = []
+                for version, file in enumerate(files):
+                    await generator.load_weights(load_file(file), version)
+                    shares.append(await _share_won(player, num_games))
+                generator.close()
+        finally:
+            server.stop()
+    return shares
+
+
+async def _share_won(player: Player, num_games: int) -> float:
+    places = asyncio.Semaphore(MAX_SESSIONS)
+
+    async def won(seed: int) -> bool:
+        async with places:
+            rollout = await player.play(seed, Sampling(1.0, 4))
+        assert rollout.episode_return is not None, "a game was lost to the infrastructure"
+        return rollout.episode_return > 0
+
+    games = [won(FIRST_SEED + index) for index in range(num_games)]
+    return sum(await asyncio.gather(*games)) / num_games
+
+
+def main() -> None:
+    """Judges the files of the command line."""
+    parser = argparse.ArgumentParser(description="Judges weights at blackjack.")
+    parser.add_argument("config", type=Path, help="config.json of the run they began from")
+    parser.add_argument("model", help="folder of its model")
+    parser.add_argument("files", type=Path, nargs="+", help="weights, as safetensors")
+    parser.add_argument("--games", type=int, default=4000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    run = RunConfig.model_validate_json(args.config.read_text(encoding="utf-8"))
+    shares = asyncio.run(judge(run, args.model, args.files, args.games))
+    result = {str(file): share for file, share in zip(args.files, shares, strict=True)}
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
