@@ -188,6 +188,11 @@ class RunConfig(Section):
                 "algorithm.kind = 'ppo' needs a value head, but learner.value_head = false; "
                 "remove it, or set algorithm.kind = 'grpo'"
             )
+        if self.algorithm.kind != "ppo" and self.learner.value_head:
+            raise ValueError(
+                f"learner.value_head = true, but algorithm.kind = '{self.algorithm.kind}' would "
+                "never train it; remove it, or set algorithm.kind = 'ppo'"
+            )
         compared = self.algorithm.compares_with_sampler
         if self.rollout.top_p < 1 and compared:
             raise ValueError(
