@@ -204,6 +204,18 @@ def test_a_piece_stays_within_its_tokens_unless_one_sequence_alone_exceeds_them(
     assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in pieces)
 
 
+def test_one_piece_holds_every_sample_in_order_however_unequal_their_lengths() -> None:
+    lengths = [90, 3, 40, 3, 12]
+    samples = [
+        sample([3 + i] * length, [False] + [True] * (length - 1))
+        for i, length in enumerate(lengths)
+    ]
+    piece = one_piece(samples)
+    assert piece.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
+    tokens = piece.of_samples(piece.rows.targets)
+    assert tokens[:, 0].tolist() == [3, 4, 5, 6, 7]
+
+
 def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
     piece = one_piece([sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2])
     both = collate(

@@ -128,10 +128,13 @@ def micro_batches(batch: Batch, samples: Ints, cutting: Cutting) -> list[MicroBa
 
 
 def one_piece(samples: Sequence[TrainingSample]) -> MicroBatch:
-    """All of `samples` in one piece, each sequence in a row of its own."""
+    """All of `samples` in one piece and in their order, each sequence in a row of its own."""
     batch = collate(samples)
-    everything = Cutting(max_tokens=sys.maxsize, costs=None)
-    return micro_batches(batch, np.arange(batch.num_samples), everything)[0]
+    everything = np.arange(batch.num_samples)
+    sequence_ids = np.arange(len(batch.sequences))
+    layout = lay_out(batch.sequences, sequence_ids, costs=None, max_tokens=sys.maxsize, num_ranks=1)
+    rows = np.arange(len(layout.row_starts) - 1)
+    return _make_piece(batch, _sampled_tokens(batch, everything), layout, rows)
 
 
 @dataclass(frozen=True, slots=True)
