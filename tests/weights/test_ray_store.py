@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.weights.states import assert_same, make_state, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+_MOST_TRIES = 200
 CONFIG = RayWeightStore(full_every=3, timeout_s=20.0)
 
 
@@ -38,6 +40,10 @@ class Process:
         """See WeightStore; with one more tensor, if it is to have some elements."""
         more = {"more": torch.zeros(num_more)} if num_more else {}
         return publish(self._store, version, {**make_state(version), **more})
+
+    def hold(self, published: PublishedWeights) -> None:
+        """Fetches into a store that holds nothing yet."""
+        make_store(CONFIG).fetch(published)
 
     def fetch(self, published: PublishedWeights) -> int:
         """The bytes fetched, once they are seen to be right."""
@@ -72,5 +78,8 @@ def test_weights_that_died_with_the_learner_are_reported_as_lost() -> None:
     # Ray copies small objects along with their reference.
     newest = ray.get(learner.publish.remote(0, num_more=200_000))
     ray.kill(learner)
+    # The object goes when its owner's death has come about.
     with pytest.raises(WeightSyncError, match="learner died"):
-        ray.get(worker.fetch.remote(newest))
+        for _ in range(_MOST_TRIES):
+            ray.get(worker.hold.remote(newest))
+            time.sleep(0.1)

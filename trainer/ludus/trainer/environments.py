@@ -21,7 +21,7 @@ from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
-from ludus.trainer.rollout.face import Face, make_face
+from ludus.trainer.rollout.face import Face, import_object, make_face
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,24 @@ class Environment:
     client: AsyncEnvClient
     description: EnvironmentDescription
     face: Face
+
+
+def check_names(run: RunConfig) -> None:
+    """Nothing; all that the run's environments name can be imported.
+
+    Much of it is used late, and a run must not train for hours to find that out.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    for environment in run.environments.values():
+        for field in ("render", "parse", "rollout", "policies", "probes"):
+            path = getattr(environment, field)
+            if path is not None:
+                import_object(path, f"environment.{field}")
+        for term in environment.rewards:
+            if term.function is not None:
+                import_object(term.function, "environment.rewards")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from ludus.trainer.checkpoint import (
     read_state,
 )
 from ludus.trainer.controller import Controller, Parts
-from ludus.trainer.environments import Environment, connected, local_servers
+from ludus.trainer.environments import Environment, check_names, connected, local_servers
 from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
@@ -87,6 +87,7 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
         Stopped: SIGINT or SIGTERM ended it.
     """
     run = with_available_generator(run)
+    check_names(run)
     if resume:
         checkpoint, state = _starting_point(run)
         folder = RunFolder.reopen(run, state.step)
