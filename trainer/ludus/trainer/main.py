@@ -18,6 +18,7 @@ import ray
 
 from ludus.env import PolicyProbe
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.env.garbage import freeze_heap
 from ludus.env.local_server import LocalServer
 from ludus.proto.config import (
     RunConfig,
@@ -126,6 +127,7 @@ async def _train(
         _parts(run, folder, infrastructure, checkpoint) as parts,
     ):
         controller = Controller(parts, state)
+        freeze_heap()
         with _stop_on_signal(controller):
             await _run_controlled(controller, folder, parts.workers)
         if not controller.finished:

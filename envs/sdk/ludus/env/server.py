@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from ludus.env.core_options import CoreOptions
 from ludus.env.determinism import is_deterministic
 from ludus.env.factory_names import named
+from ludus.env.garbage import freeze_heap
 from ludus.env.grpc_server import EnvServicer, TokenInterceptor
 from ludus.env.hosts import EnvironmentFactory, SessionHost, local_host
 from ludus.env.http_app import build_app
@@ -244,6 +245,7 @@ async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> No
     loop.add_signal_handler(signal.SIGTERM, on_sigterm)
     loop.add_signal_handler(signal.SIGINT, told.set)
     async with server:
+        freeze_heap()
         if on_ready is not None:
             on_ready(server.addresses)
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(one.wait()) for one in (asked, told)]

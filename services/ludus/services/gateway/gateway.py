@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from ludus.env.garbage import freeze_heap
 from ludus.env.listening import (
     HttpListener,
     authority,
@@ -280,6 +281,7 @@ async def _serve_until_signal(gateway: Gateway, on_ready: OnReady | None) -> Non
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
     async with gateway:
+        freeze_heap()
         if on_ready is not None:
             on_ready(gateway)
         await asked.wait()

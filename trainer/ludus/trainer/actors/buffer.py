@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ludus.env.garbage import freeze_heap
 from ludus.proto.config import RunConfig
 from ludus.trainer.data.buffer import BufferState, GroupBuffer
 from ludus.trainer.data.counts import RolloutCounts
@@ -44,6 +45,7 @@ class BufferActor:
         )
         self._changed = asyncio.Condition()
         self._num_restored = 0
+        freeze_heap()
 
     async def begin(self, indices: Sequence[int], version: int) -> None:
         """Nothing; these groups are played from now on, by weights `version` or newer ones."""

@@ -13,6 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from ludus.env.garbage import freeze_heap
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
@@ -55,6 +56,7 @@ class LearnerActor:
             self._learner = Learner(spec)
         self._store = make_store(weights) if self._rank == 0 else None
         self._travelling_dtype = weights.travelling_dtype(spec.config.dtype)
+        freeze_heap()
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
         """What the step did, equal on all ranks."""

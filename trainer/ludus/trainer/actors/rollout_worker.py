@@ -17,6 +17,7 @@ import torch
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.env.garbage import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.environments import environment_token
@@ -69,6 +70,7 @@ class RolloutWorkerActor:
             self._players[name] = make_player(
                 run, name, client, self._generator, chat, max_sessions
             )
+        freeze_heap()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """The groups, once all of them are over."""
