@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, NotFoundError
 from ludus.trainer.learner.learner import Learner
+from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import Batch, Coefficients, Probe
 from tests.learner.tiny_policy import make_batch, make_learner
 
@@ -30,7 +31,8 @@ def weights_after_step(learner: Learner, batch: Batch) -> torch.Tensor:
 def with_advantages(batch: Batch, value: float) -> Batch:
     """The batch with one advantage for all sampled tokens."""
     masks = [batch.loss_masks[row] for row in batch.sequence_of_sample]
-    return replace(batch, advantages=[np.where(m, value, 0.0).astype(np.float32) for m in masks])
+    advantages = Ragged.of((np.where(mask, value, 0.0) for mask in masks), np.float32)
+    return replace(batch, advantages=advantages)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -70,10 +72,15 @@ def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: 
     batch = make_batch()
     noisy = replace(
         batch,
-        rollout_logprobs=[
-            np.where(batch.loss_masks[row], logprobs, -7.0).astype(np.float32)
-            for row, logprobs in zip(batch.sequence_of_sample, batch.rollout_logprobs, strict=True)
-        ],
+        rollout_logprobs=Ragged.of(
+            (
+                np.where(batch.loss_masks[row], logprobs, -7.0)
+                for row, logprobs in zip(
+                    batch.sequence_of_sample, batch.rollout_logprobs, strict=True
+                )
+            ),
+            np.float32,
+        ),
     )
     first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, noisy))
     assert torch.equal(first, second)
@@ -85,7 +92,7 @@ def test_counting_an_environment_token_as_sampled_changes_the_update(model_path:
     leaky_masks = [mask.copy() for mask in batch.loss_masks]
     for mask in leaky_masks:
         mask[2] = True
-    leaky = replace(batch, loss_masks=leaky_masks)
+    leaky = replace(batch, loss_masks=Ragged.of(leaky_masks, np.bool_))
     first, second = (weights_after_step(make_learner(model_path), b) for b in (batch, leaky))
     assert not torch.allclose(first, second, atol=1e-4)
 

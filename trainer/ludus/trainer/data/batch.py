@@ -32,6 +32,7 @@ from ludus.trainer.algorithms.advantages import (
     turn_advantages,
 )
 from ludus.trainer.algorithms.moments import moments, whiten
+from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import (
     Batch,
     Rollout,
@@ -74,16 +75,16 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
     sequence_of_sample = [
         rows.setdefault((tuple(s.token_ids), tuple(s.loss_mask)), len(rows)) for s in samples
     ]
-    loss_masks = [np.array(mask, dtype=bool) for _, mask in rows]
-    advantages = [np.array(s.advantages, dtype=np.float32) for s in samples]
-    _check_advantages(advantages, [loss_masks[row] for row in sequence_of_sample])
+    loss_masks = Ragged.of((mask for _, mask in rows), np.bool_)
+    advantages = Ragged.of((s.advantages for s in samples), np.float32)
+    _check_advantages(advantages, loss_masks.take(sequence_of_sample))
     return Batch(
-        sequences=[np.array(token_ids, dtype=np.int64) for token_ids, _ in rows],
+        sequences=Ragged.of((token_ids for token_ids, _ in rows), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=loss_masks,
-        rollout_logprobs=[np.array(s.rollout_logprobs, dtype=np.float32) for s in samples],
+        rollout_logprobs=Ragged.of((s.rollout_logprobs for s in samples), np.float32),
         advantages=advantages,
-        rewards=[np.array(s.rewards, dtype=np.float32) for s in samples],
+        rewards=Ragged.of((s.rewards for s in samples), np.float32),
         terminated=np.array([s.terminated for s in samples], dtype=bool),
     )
 
@@ -324,10 +325,8 @@ def _check_lengths(sample: TrainingSample) -> None:
         )
 
 
-def _check_advantages(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> None:
-    if not advantages:
-        return
-    outside = np.concatenate(advantages)[~np.concatenate(masks)]
+def _check_advantages(advantages: Ragged, sampled: np.ndarray) -> None:
+    outside = advantages.values[~sampled]
     if outside.any():
         raise ValueError(
             f"advantages expected 0 on tokens that were not sampled, got "

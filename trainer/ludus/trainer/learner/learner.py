@@ -365,8 +365,7 @@ class Learner:
     def _denominators(self, batch: Batch, samples: np.ndarray) -> _Denominators:
         """Of the whole optimizer step: every rank counts all samples, not only its own."""
         how = self._spec.algorithm.aggregation
-        lengths = np.array([int(mask.sum()) for mask in batch.loss_masks])
-        num_tokens = float(lengths[batch.sequence_of_sample[samples]].sum())
+        num_tokens = float(batch.num_sampled[batch.sequence_of_sample[samples]].sum())
         if how == "token_mean":
             return _Denominators(num_tokens, num_tokens)
         return _Denominators(
@@ -410,8 +409,7 @@ def _metrics(
     terms = totals.terms
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
     has_critic = float(totals.returned[0]) > 0
-    lengths = np.array([len(sequence) for sequence in batch.sequences])
-    lengths = lengths[batch.sequence_of_sample]
+    lengths = batch.sequences.lengths[batch.sequence_of_sample]
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
         grad_norm=float(np.mean(grad_norms)),

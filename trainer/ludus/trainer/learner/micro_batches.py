@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out
+from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import Batch, TrainingSample
 
 Bools = NDArray[np.bool_]
@@ -151,13 +152,13 @@ class _SampledTokens:
 
 
 def _sampled_tokens(batch: Batch, samples: Ints) -> _SampledTokens:
-    masks = [batch.loss_masks[row] for row in batch.sequence_of_sample[samples]]
-    counts = np.array([np.count_nonzero(mask) for mask in masks])
-    sampled = np.concatenate(masks)
+    rows = batch.sequence_of_sample[samples]
+    counts = batch.num_sampled[rows]
+    sampled = batch.loss_masks.take(rows)
 
-    def of_sampled(arrays: Sequence[Floats]) -> Floats:
+    def of_sampled(values: Ragged) -> Floats:
         # And a zero, for what is read right of a sample's end.
-        return np.append(np.concatenate([arrays[i] for i in samples])[sampled], np.float32(0))
+        return np.append(values.take(samples)[sampled], np.float32(0))
 
     return _SampledTokens(
         samples,
@@ -177,11 +178,10 @@ def _make_piece(batch: Batch, tokens: _SampledTokens, layout: Layout, rows: Ints
     mine = np.flatnonzero(leaf_of_sample >= 0)
     leaf_of_sample = leaf_of_sample[mine]
 
-    masks = [batch.loss_masks[i] for i in sequence_ids]
-    lengths = np.array([len(mask) for mask in masks])
+    lengths = batch.loss_masks.lengths[sequence_ids]
     columns = np.arange(lengths.max())
     sampled = np.zeros((len(leaves), len(columns)), dtype=np.bool_)
-    sampled[columns < lengths[:, None]] = np.concatenate(masks)
+    sampled[columns < lengths[:, None]] = batch.loss_masks.take(sequence_ids)
     nodes = layout.nodes[leaves, : len(columns)]
     last_nodes = nodes[np.arange(len(leaves)), lengths - 1][leaf_of_sample]
     packed, target_of_token = _pack(layout, rows, nodes, sampled, last_nodes)

@@ -18,12 +18,13 @@ Shapes: U = sequences, T = their longest, R = rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ludus.trainer.ragged import Ragged
 
 Ints = NDArray[np.int64]
 
@@ -91,7 +92,7 @@ def cut_rows(row_lengths: Ints, max_tokens: int) -> list[slice]:
 
 
 def lay_out(
-    sequences: Sequence[Ints],
+    sequences: Ragged,
     sequence_ids: Ints,
     *,
     costs: RowCosts | None,
@@ -104,10 +105,10 @@ def lay_out(
     share of all nodes, unless one sequence alone is.
     """
     order = np.array(sorted(sequence_ids, key=lambda i: sequences[i].tobytes()), dtype=np.int64)
-    lengths = np.array([len(sequences[i]) for i in order], dtype=np.int64)
+    lengths = sequences.lengths[order]
     columns = np.arange(lengths.max())
     padded = np.full((len(order), len(columns)), -1, dtype=np.int64)
-    padded[columns < lengths[:, None]] = np.concatenate([sequences[i] for i in order])
+    padded[columns < lengths[:, None]] = sequences.take(order)
     if costs is None:
         return _build(order, lengths, np.zeros_like(lengths), np.arange(len(order)), padded)
     shared = _shared_with_previous(padded, lengths)

@@ -1,0 +1,57 @@
+"""Rows of different lengths in one array, so that thousands of them travel as two buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged(Sequence[np.ndarray]):
+    """A sequence of one-dimensional arrays; each is a view of `values`."""
+
+    values: np.ndarray
+    """[all rows] one row after the other."""
+    ends: np.ndarray
+    """int64 [R] one past the last value of each row."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: DTypeLike) -> Ragged:
+        """The rows, as `dtype`."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+        return cls(values, np.cumsum([len(array) for array in arrays], dtype=np.int64))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [R], values in each row."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        """R."""
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, row: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, row: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"expected a row below {len(self)}, got {row}")
+        row %= len(self)
+        start = self.ends[row - 1] if row else 0
+        return self.values[start : self.ends[row]]
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The values of these rows, one row after the other."""
+        if len(rows) == 0:
+            return self.values[:0]
+        return np.concatenate([self[row] for row in rows])
