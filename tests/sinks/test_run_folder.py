@@ -27,7 +27,7 @@ def step_values(step: int) -> StepValues:
 
 def worker_weights(version: int, pause_s: float) -> WorkerWeights:
     canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7, tolerance=1e-4)
-    return WorkerWeights(canary, fetch_s=0.5, load_s=pause_s, bytes_fetched=100)
+    return WorkerWeights(canary, fetch_s=0.5, pause_s=pause_s, bytes_fetched=100)
 
 
 def train(folder: RunFolder, first: int, last: int) -> None:

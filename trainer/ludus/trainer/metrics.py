@@ -120,7 +120,7 @@ def delivery_values(weights: Sequence[WorkerWeights]) -> Mapping[str, float]:
         return {}
     return {
         TrainMetric.WEIGHT_FETCH_S: max(of_worker.fetch_s for of_worker in weights),
-        TrainMetric.SAMPLER_PAUSE_S: max(of_worker.load_s for of_worker in weights),
+        TrainMetric.SAMPLER_PAUSE_S: max(of_worker.pause_s for of_worker in weights),
         TrainMetric.WEIGHT_FETCH_BYTES: sum(of_worker.bytes_fetched for of_worker in weights),
     }
 

@@ -8,7 +8,6 @@ load_weights(version)  fetch, load, canary       --+
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -100,15 +99,15 @@ class RolloutWorkerActor:
         """What the worker holds now, and whether its canary sings; raises nothing by itself."""
         # A store that is away is waited for, while the games go on.
         fetched = await asyncio.to_thread(self._store.fetch, published)
-        begun = time.monotonic()
+        paused_before_s = self._generator.usage.pause_s
         state = fetched.state
         if self._merger is not None:
             state = await asyncio.to_thread(self._merger.merge, state)
         await self._generator.load_weights(state, published.manifest.version)
         answer = await self._generator.score(published.manifest.probe)
         canary = check_canary(published.manifest, answer, self._run.learner.dtype)
-        load_s = time.monotonic() - begun
-        return WorkerWeights(canary, fetched.fetch_s, load_s, fetched.num_bytes)
+        pause_s = self._generator.usage.pause_s - paused_before_s
+        return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
     async def until_closed(self) -> None:
         """Nothing, once `close` was called: whoever waits for it learns of this process's death."""

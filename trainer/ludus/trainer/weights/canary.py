@@ -63,8 +63,8 @@ class WorkerWeights:
     canary: CanaryReport
     fetch_s: float
     """Until all tensors were there and checked."""
-    load_s: float
-    """From then on, until the engine had answered the probe."""
+    pause_s: float
+    """In which nothing was sampled: the engine loaded them and answered the probe."""
     bytes_fetched: int
     """Fewer than the tensors have where differences travel."""
 
