@@ -6,7 +6,7 @@ NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn test test-fast conformance chaos lint bench bench-env proto clean
+.PHONY: help setup demo learn test test-fast conformance chaos lint bench bench-env bench-train proto clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ lint: setup ## ruff, import contracts, types
 
 bench: setup ## answers per second of both generators, side by side
 	@$(VENV)/python bench/generators.py
+
+bench-train: setup ## the training plane beside bare loops, plain copies and TRL (ARGS="--only learner")
+	@$(VENV)/python bench/train.py $(ARGS)
 
 bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
 	@$(VENV)/python bench/environments.py

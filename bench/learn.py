@@ -18,13 +18,14 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from machine import setting
 
 from ludus.env.evaluation import wilson_interval
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
@@ -284,7 +285,7 @@ def _write(rows: Sequence[Row]) -> None:
     rows = sorted(rows, key=lambda row: (order.index(row.case), row.environment, row.seed))
     content = {
         "command": "make learn",
-        **_setting(),
+        **setting(),
         "examples": _fingerprints(),
         "medians": _medians(rows),
         "runs": [asdict(row) for row in rows],
@@ -297,36 +298,13 @@ def _earlier_rows() -> list[Row]:
     if not RESULTS.exists():
         return []
     earlier = json.loads(RESULTS.read_text())
-    if any(earlier.get(key) != value for key, value in _setting().items()):
+    if any(earlier.get(key) != value for key, value in setting().items()):
         return []
     same = {
         name for name, found in _fingerprints().items() if earlier["examples"].get(name) == found
     }
     rows = [Row(**{**row, "ci95": row["ci95"] and tuple(row["ci95"])}) for row in earlier["runs"]]
     return [row for row in rows if row.case in same]
-
-
-def _setting() -> dict[str, object]:
-    from ludus.trainer.summary import installed_versions
-
-    return {
-        "machine": {
-            "cpu": _cpu_model(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-        },
-        "versions": installed_versions(),
-    }
-
-
-def _cpu_model() -> str:
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
 
 
 def _fingerprints() -> dict[str, dict[str, object]]:

@@ -43,6 +43,16 @@ BESIDE_TRL = (
     "grpcio",
     "protobuf",
     "numpy",
+    # What our client and the game's package import.
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "websockets",
+    "orjson",
+    "prometheus_client",
+    "opentelemetry-api",
+    "gymnasium",
 )
 GOAL = 0.41
 NUM_GAMES = 4000
@@ -134,13 +144,16 @@ def judged(run_path: Path, files: list[Path]) -> dict[Path, float]:
     return {Path(file): share for file, share in shares.items()}
 
 
-def compare(seeds: list[int], folder: Path, overrides: list[str]) -> dict[str, list[Course]]:
+def compare(
+    seeds: list[int], folder: Path, overrides: list[str], *, with_trl: bool
+) -> dict[str, list[Course]]:
     """The courses of both trainers, seed by seed, one after the other."""
-    courses: dict[str, list[Course]] = {"ludus": [], "trl": []}
+    courses: dict[str, list[Course]] = {"ludus": []} | ({"trl": []} if with_trl else {})
     for seed in seeds:
         name = f"ludus-{seed}"
         seconds = {"ludus": own(seed, folder, overrides, name)}
-        seconds["trl"] = trl(seed, folder, folder / name / "initial_model")
+        if with_trl:
+            seconds["trl"] = trl(seed, folder, folder / name / "initial_model")
         for who, of_file in seconds.items():
             won = judged(folder / name, list(of_file))
             courses[who].append(course(seed, of_file, won))
@@ -158,19 +171,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-speedup")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument("--without-trl", action="store_true", help="train with Ludus alone")
     args = parser.parse_args()
-    courses = compare(args.seeds, args.folder, args.set)
+    with_trl = not args.without_trl
+    courses = compare(args.seeds, args.folder, args.set, with_trl=with_trl)
     medians = {
         who: statistics.median(one.seconds_to_goal or float("inf") for one in of_who)
         for who, of_who in courses.items()
     }
-    result = {
+    result: dict[str, object] = {
         "goal": GOAL,
         "num_games": NUM_GAMES,
         "courses": {who: [asdict(one) for one in of_who] for who, of_who in courses.items()},
         "median_seconds": medians,
-        "speedup": medians["trl"] / medians["ludus"],
     }
+    if with_trl:
+        result["speedup"] = medians["trl"] / medians["ludus"]
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -21,6 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*/*.toml"))
 @pytest.fixture(scope="module")
 def learn() -> ModuleType:
     """bench/learn.py, which is a program and no package."""
+    sys.path.insert(0, str(ROOT / "bench"))  # as when it is started
     spec = importlib.util.spec_from_file_location("bench_learn", ROOT / "bench" / "learn.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["bench_learn"] = importlib.util.module_from_spec(spec)
