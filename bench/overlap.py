@@ -3,14 +3,15 @@
     eta = (T_sync - T_async) / (T_sync - T*)        T* = max(Tg + Sg, Tt + St)
 
 T are seconds per step: T_sync of a run with max_staleness = 0, in which the two loops take turns
-and which also tells what each side takes (Tg + Sg sampling and its weights, Tt + St training and
-publishing), T_async of the same run with a larger max_staleness. 1 = the slower side never waits.
+and which also tells how long each side is busy (Tg + Sg sampling and its weights, Tt + St training
+and publishing: processor time on its core), T_async of the same run with a larger max_staleness.
+1 = the slower side never waits.
 
 Once in virtual time, with the buffer and the admission that training uses, both sides equally
 busy, eight episodes one after the other in each place per step, and episode lengths from a
 log-normal distribution (sigma 1): the longest of a batch takes longer than a whole step. And once
 in real runs of bench/overlap.toml, whose rollout worker and environment server are pinned to one
-core and the learner to another. Prints one line of JSON.
+core, and the learner with buffer and training loop to another. Prints one line of JSON.
 
     python bench/overlap.py [--samples 5] [--simulation-only]
 """
@@ -45,8 +46,8 @@ NUM_WARM_STEPS = 5
 """First steps that are not counted: caches fill, and two loops fall into step."""
 GENERATOR_CORE, LEARNER_CORE = 0, 1
 ON_GENERATOR_CORE = ("ray::RolloutWorkerActor", "-m ludus.env ")
-ON_LEARNER_CORE = ("ray::LearnerActor",)
-PIN_EVERY_S = 0.5
+ON_LEARNER_CORE = ("ray::LearnerActor", "ray::BufferActor", "-m ludus.trainer train")
+LOOK_EVERY_S = 0.2
 TIMEOUT_S = 600
 
 SIMULATED_STALENESS = 4
@@ -132,10 +133,21 @@ def simulate(max_staleness: int, window_fraction: float, seed: int) -> Overlap:
 
 
 @dataclass(frozen=True, slots=True)
+class _Busy:
+    """Processor time of both sides when a step had been trained."""
+
+    step: int
+    generator_s: float
+    learner_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Means:
     """Of the steps of one real run."""
 
-    values: dict[str, float]
+    seconds: dict[str, float]
+    generator_busy_s: float
+    learner_busy_s: float
     oldest_sample: float
     trained_over_generated_tokens: float
     sampler_pause_s: float
@@ -148,15 +160,15 @@ def measure(max_staleness: int) -> Overlap:
         loose = _run(Path(folder), max_staleness)
     return Overlap(
         max_staleness=max_staleness,
-        sync_s=strict.values["step_s"],
-        async_s=loose.values["step_s"],
-        generate_s=strict.values["wait_for_batch_s"],
-        train_s=strict.values["train_s"] + strict.values["publish_s"],
-        generator_idle_s=loose.values["rollout_idle_s"],
-        learner_idle_s=loose.values["wait_for_batch_s"],
+        sync_s=strict.seconds["step_s"],
+        async_s=loose.seconds["step_s"],
+        generate_s=strict.generator_busy_s,
+        train_s=strict.learner_busy_s,
+        generator_idle_s=loose.seconds["rollout_idle_s"],
+        learner_idle_s=loose.seconds["wait_for_batch_s"],
         oldest_sample=loose.oldest_sample,
         trained_over_generated_tokens=loose.trained_over_generated_tokens,
-        sampler_pause_fraction=loose.sampler_pause_s / loose.values["step_s"],
+        sampler_pause_fraction=loose.sampler_pause_s / loose.seconds["step_s"],
     )
 
 
@@ -168,49 +180,69 @@ def _run(folder: Path, max_staleness: int) -> _Means:
     running = subprocess.Popen(
         [str(ludus), "train", str(CONFIG), "--overwrite", *sets],
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     deadline_s = time.monotonic() + TIMEOUT_S
+    seen: list[_Busy] = []
     try:
         while running.poll() is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{name} expected to end within {TIMEOUT_S} s")
-            _pin()
-            time.sleep(PIN_EVERY_S)
+            seen.append(_look(folder / name))
+            time.sleep(LOOK_EVERY_S)
     finally:
         running.terminate()
         running.wait()
     if running.returncode:
         raise RuntimeError(f"{name} ended with exit code {running.returncode}")
-    return _means(folder / name)
+    return _means(folder / name, seen)
 
 
-def _pin() -> None:
-    """Nothing; the two sides are on their cores, with all threads they have so far."""
+def _look(run_path: Path) -> _Busy:
+    """How busy both sides have been so far; they are on their cores from now on."""
+    file = run_path / "metrics.jsonl"
+    step = file.read_text(encoding="utf-8").count('"kind":"train"') if file.exists() else 0
+    return _Busy(
+        step,
+        sum(_pinned(process, GENERATOR_CORE) for process in _processes(ON_GENERATOR_CORE)),
+        sum(_pinned(process, LEARNER_CORE) for process in _processes(ON_LEARNER_CORE)),
+    )
+
+
+def _processes(patterns: Sequence[str]) -> Iterator[Path]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended in between
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if any(pattern in command for pattern in ON_GENERATOR_CORE):
-                _move(process, GENERATOR_CORE)
-            elif any(pattern in command for pattern in ON_LEARNER_CORE):
-                _move(process, LEARNER_CORE)
+            if any(pattern in command for pattern in patterns):
+                yield process
 
 
-def _move(process: Path, core: int) -> None:
-    for thread in (process / "task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+def _pinned(process: Path, core: int) -> float:
+    """Seconds of processor time that it has used; all its threads are on `core` from now on."""
+    with contextlib.suppress(OSError):
+        for thread in (process / "task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+        user, system = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
-def _means(run_path: Path) -> _Means:
+def _means(run_path: Path, seen: Sequence[_Busy]) -> _Means:
     rows = read_metrics(run_path)
-    steps = [row for row in rows if row.kind == "train" and row.step > NUM_WARM_STEPS]
-    pauses = [row.values["sampler_pause_s"] for row in rows if row.kind == "weights"]
-    names = ("step_s", "wait_for_batch_s", "train_s", "publish_s", "rollout_idle_s")
-    # Tokens that still wait at the end are no waste, so all steps count, and what was counted
-    # before the last batch.
     trained = [row for row in rows if row.kind == "train"]
+    steps = trained[NUM_WARM_STEPS:]
+    pauses = [row.values["sampler_pause_s"] for row in rows if row.kind == "weights"]
+    # While steps are trained, and before what ends a run.
+    during = [busy for busy in seen if NUM_WARM_STEPS <= busy.step < len(trained)]
+    first, last = during[0], during[-1]
     return _Means(
-        {name: statistics.fmean(row.values[name] for row in steps) for name in names},
+        {
+            name: statistics.fmean(row.values[name] for row in steps)
+            for name in ("step_s", "wait_for_batch_s", "rollout_idle_s")
+        },
+        (last.generator_s - first.generator_s) / (last.step - first.step),
+        (last.learner_s - first.learner_s) / (last.step - first.step),
         max(row.values["staleness_max"] for row in trained),
         sum(row.values["num_tokens_trained"] for row in trained)
         / sum(row.values["num_tokens_generated"] for row in trained),

@@ -53,12 +53,26 @@ def test_equal_prompts_are_sampled_each_for_itself(model_path: str) -> None:
     assert len({tuple(output.token_ids) for output in outputs.values()}) > 10
 
 
-def test_a_step_answers_the_most_common_length(model_path: str) -> None:
+def test_a_step_answers_those_as_long_as_the_oldest(model_path: str) -> None:
     engine = make_transformers_engine(model_path)
-    for i, prompt in enumerate([[5], [6, 7], [8, 9], [1, 2, 3]]):
+    for i, prompt in enumerate([[6, 7], [5], [8, 9], [1, 2, 3]]):
         engine.submit(EngineRequest(i, prompt, Sampling(1.0, 3), seed=i))
-    assert {output.request_id for output in engine.step()} == {1, 2}
+    assert {output.request_id for output in engine.step()} == {0, 2}
     assert engine.has_work
+
+
+def test_a_rare_length_does_not_wait_while_others_keep_coming(model_path: str) -> None:
+    engine = make_transformers_engine(model_path, max_batch_size=2)
+    engine.submit(EngineRequest(0, [1, 2, 3], Sampling(1.0, 1), seed=0))
+    answered = []
+    for step in range(3):
+        for i in range(4):
+            engine.submit(EngineRequest(4 * step + i + 1, [5, 6], Sampling(1.0, 1), seed=i))
+        answered += [output.request_id for output in engine.step()]
+    assert answered[0] == 0
+    engine.submit(EngineRequest(99, [1, 2, 3], Sampling(1.0, 1), seed=0))
+    later = [output.request_id for _ in range(2) for output in engine.step()]
+    assert 99 in later, "many of another length still wait, and take turns with it"
 
 
 def test_a_batch_is_at_most_as_large_as_allowed(model_path: str) -> None:

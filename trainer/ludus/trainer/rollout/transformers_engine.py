@@ -51,8 +51,12 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
-        """The answers to all waiting requests of the most common length."""
-        length = max(self._waiting, key=lambda key: len(self._waiting[key]))
+        """The answers to the waiting requests that are as long as the oldest of them.
+
+        Taking the most common length instead would let games with longer prompts wait for as
+        long as shorter ones keep beginning: the batch that they belong to would stand still.
+        """
+        length = next(iter(self._waiting))  # a length stands where its first request came in
         requests = self._waiting.pop(length)
         if rest := requests[self._max_batch_size :]:
             self._waiting[length] = rest
