@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
 import statistics
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,9 +73,10 @@ class Overlap:
     """Of the overlapped run: the learner waited for a batch."""
     oldest_sample: float
     """Versions between the weights that sampled and those that were trained, at most."""
-    trained_over_generated_tokens: float = math.nan
-    sampler_pause_fraction: float = math.nan
-    """Of a step, in which sampling stood still for new weights."""
+    trained_over_generated_tokens: float | None = None
+    """Of a real run."""
+    sampler_pause_fraction: float | None = None
+    """Of a step of a real run, in which sampling stood still for new weights."""
 
     @property
     def efficiency(self) -> float:
@@ -254,13 +254,19 @@ def _row(samples: Sequence[Overlap]) -> dict[str, object]:
     return {
         "efficiency": statistics.median(one.efficiency for one in samples),
         "slower_side_idle_fraction": statistics.median(one.slower_side_idle for one in samples),
-        "trained_over_generated_tokens": statistics.median(
+        "trained_over_generated_tokens": _median(
             one.trained_over_generated_tokens for one in samples
         ),
-        "sampler_pause_fraction": statistics.median(one.sampler_pause_fraction for one in samples),
+        "sampler_pause_fraction": _median(one.sampler_pause_fraction for one in samples),
         "oldest_sample": max(one.oldest_sample for one in samples),
         "samples": [asdict(one) for one in samples],
     }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """None in virtual time, in which nothing is measured but who waits."""
+    measured = [value for value in values if value is not None]
+    return statistics.median(measured) if measured else None
 
 
 def _simulated(num_samples: int) -> Iterator[tuple[str, dict[str, object]]]:
@@ -270,6 +276,18 @@ def _simulated(num_samples: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"max_staleness_{staleness}", _row(samples)
     strict_order = [simulate(SIMULATED_STALENESS, 1e-9, seed) for seed in range(num_samples)]
     yield f"max_staleness_{SIMULATED_STALENESS}_without_window", _row(strict_order)
+
+
+def _measured(num_samples: int) -> Iterator[Overlap]:
+    for number in range(1, num_samples + 1):
+        sample = measure(MAX_STALENESS)
+        print(
+            f"real run {number} of {num_samples}: efficiency {sample.efficiency:.3f}, "
+            f"slower side idle {sample.slower_side_idle:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+        yield sample
 
 
 def main() -> None:
@@ -283,7 +301,7 @@ def main() -> None:
         "simulation": dict(_simulated(args.samples)),
     }
     if not args.simulation_only:
-        result["real"] = _row([measure(MAX_STALENESS) for _ in range(args.samples)])
+        result["real"] = _row(list(_measured(args.samples)))
     sys.stdout.write(json.dumps(result) + "\n")
 
 
