@@ -246,7 +246,7 @@ def _line(row: Row) -> str:
     low, high = row.ci95
     verdict = "ok" if row.passed else "MISSED"
     return (
-        f"{head}{row.value:6.3f} ({low:.3f} to {high:.3f})  {row.target:<22}{verdict:<8}"
+        f"{head}{row.value:6.3f} ({low:.3f} to {high:.3f})  {row.target:<24}{verdict:<8}"
         f"{row.training_s:5.0f} s {row.num_games_trained:>9,} games  load {row.load_average:.1f}"
     )
 
