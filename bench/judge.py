@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.local_server import LocalServer
-from ludus.proto.config import RunConfig
+from ludus.proto.config import RunConfig, TransformersGenerator
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.episode import Player
@@ -78,6 +78,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     run = RunConfig.model_validate_json(args.config.read_text(encoding="utf-8"))
+    # One engine for all, whichever generated while they were trained.
+    run = run.model_copy(update={"generator": TransformersGenerator()})
     shares = asyncio.run(judge(run, args.model, args.files, args.games))
     result = {str(file): share for file, share in zip(args.files, shares, strict=True)}
     sys.stdout.write(json.dumps(result) + "\n")
