@@ -59,7 +59,8 @@ GOAL = 0.41
 NUM_GAMES = 4000
 TRL_ROUNDS = 120
 TRL_SNAPSHOT_ROUNDS = 4
-OWN_SNAPSHOT_STEPS = 4
+OWN_SNAPSHOT_STEPS = 2
+"""As TRL's 4 rounds: 2,048 games from one snapshot to the next."""
 TIMEOUT_S = 1800
 
 
