@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def ratios_of(parts: dict[str, Any]) -> dict[str, Ratio]:
     if speedup := parts.get("speedup"):
         found["speedup_vs_trl_to_041"] = Ratio("speedup", ">= 2", speedup["speedup"])
         if vllm := parts.get("speedup_vllm"):
-            seconds = vllm["median_seconds"]["ludus"]
+            seconds = vllm["median_seconds"]["ludus"] or math.inf
             value = speedup["median_seconds"]["trl"] / seconds
             found["speedup_vs_trl_to_041_with_vllm"] = Ratio("speedup_vllm", "stated", value)
     if weights := parts.get("weights"):
