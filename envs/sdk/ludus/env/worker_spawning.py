@@ -119,7 +119,17 @@ class WorkerSpawning:
 
     async def _order(self, kind: OrderKind, process: WorkerProcess, argument: int) -> socket.socket:
         link = await self._live_link()
+        try:
+            return await self._order_from(link, kind, process, argument)
+        except UnavailableError:  # it died unnoticed; no reason to refuse what a new one can do
+            link = await self._live_link()
+            return await self._order_from(link, kind, process, argument)
+
+    async def _order_from(
+        self, link: _Link, kind: OrderKind, process: WorkerProcess, argument: int
+    ) -> socket.socket:
         ours, theirs = socket.socketpair()
+        process.is_orphan = False
         link.processes[process.id] = process
         try:
             await link.send(ORDER.pack(kind, process.id, argument), theirs)
@@ -206,6 +216,7 @@ class _Link:
                 except BlockingIOError:
                     await asyncio.sleep(_BUSY_PAUSE_S)
                 except OSError as error:
+                    self._notice_end()
                     raise UnavailableError(
                         f"the process that starts workers has ended: {error}; try again",
                         retry_after_s=1.0,
@@ -247,11 +258,14 @@ class _Link:
                     self.processes[worker_id].pid = pid
                 elif kind == ReportKind.EXITED and worker_id in self.processes:
                     self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
+        self._notice_end()
+        while self._process.poll() is None:
+            await asyncio.sleep(_BUSY_PAUSE_S)
+
+    def _notice_end(self) -> None:
         if not self.is_broken:
             _log.error("the process that starts workers (pid %d) has ended", self.pid)
             self._end()
-        while self._process.poll() is None:
-            await asyncio.sleep(_BUSY_PAUSE_S)
 
     def _end(self) -> None:
         self.is_broken = True
