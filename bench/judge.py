@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig, TransformersGenerator
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine

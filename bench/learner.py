@@ -32,7 +32,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig, TinyModel
 from ludus.proto.config import load_run_config as load
 from ludus.trainer.data.batch import collate

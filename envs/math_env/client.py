@@ -7,7 +7,7 @@ with MathEnv(base_url="http://localhost:8005") as env:
 
 from __future__ import annotations
 
-from ludus.env.typed_env import TypedEnv, TypedResult
+from ludus.env.client import TypedEnv, TypedResult
 
 from .models import MathAction, MathObservation, MathState
 

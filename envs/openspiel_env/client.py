@@ -8,7 +8,7 @@ env.close()
 
 from __future__ import annotations
 
-from ludus.env.typed_env import TypedEnv, TypedResult
+from ludus.env.client import TypedEnv, TypedResult
 
 from .models import OpenSpielAction, OpenSpielObservation, OpenSpielState
 

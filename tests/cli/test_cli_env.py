@@ -12,7 +12,7 @@ import pytest
 from commands import RunCli
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
+from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from commands import RunCli
 
-from ludus.env.local_server import LocalServer, ServerAddresses
+from ludus.env.serving.subprocess import LocalServer, ServerAddresses
 
 
 @pytest.fixture(scope="module")

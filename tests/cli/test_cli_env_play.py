@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import Outcome, RunCli
 
-from ludus.env.local_server import LocalServer
-from ludus.env.recorded_episode import read_recording
+from ludus.env.recording.format import read_recording
+from ludus.env.serving.subprocess import LocalServer
 
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
 TO_THE_GOAL = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from commands import RunCli
 
-from ludus.env.recorded_episode import read_recording
-from ludus.env.server_cli import server_parser
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import EnvClient
+from ludus.env.recording.format import read_recording
+from ludus.env.serving.cli import server_parser
 from ludus.services.cli.env_serve import DEFAULT_PORT, serve
 
 

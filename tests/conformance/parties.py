@@ -24,7 +24,7 @@ from typing import Any
 
 from stock_environment import python_of
 
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import EnvClient
 
 STOCK = Path(__file__).parent / "stock"
 sys.path.insert(0, str(STOCK))

@@ -20,7 +20,7 @@ from parties import (
 )
 from stock_environment import python_of
 
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import EnvClient
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 

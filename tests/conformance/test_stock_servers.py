@@ -12,8 +12,7 @@ from parties import (
 )
 
 from ludus.env.check import check_server
-from ludus.env.client import AsyncEnvClient
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.proto.errors import CapacityError, InvalidCallError
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]

@@ -232,7 +232,7 @@ def _do(deed: Deed) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from ludus.env.server import run_server_cli
+    from ludus.env.serving.server import run_server_cli
 
     arguments = sys.argv[1:]
     unruly = "--unruly" in arguments

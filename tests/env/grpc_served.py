@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 from counting_env import CountingEnv
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
-from ludus.env.grpc_server import EnvServicer
-from ludus.env.hosts import EnvironmentFactory, local_host
+from ludus.env.grpc.servicer import EnvServicer
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import EnvironmentFactory, local_host
+from ludus.env.sessions.options import CoreOptions
 from ludus.proto.env.v1 import env_pb2_grpc
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from ludus.env.core import SessionCore
+from ludus.env.sessions.core import SessionCore
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from counting_env import CountingEnv
 
-from ludus.env.hosts import EnvironmentFactory
-from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.sessions.hosts import EnvironmentFactory
 
 WIRES = ("grpc", "http")
 

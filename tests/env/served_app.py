@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import uvicorn
 from counting_env import CountingEnv
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
-from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
-from ludus.env.hosts import local_host
-from ludus.env.websocket_protocol import DirectWebSocketProtocol
+from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
+from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.options import CoreOptions
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:

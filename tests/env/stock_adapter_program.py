@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from ludus.env.check import CheckReport, check_environment, check_server
-from ludus.env.hosts import describe_environment
-from ludus.env.loopback import PlayOptions, connected
-from ludus.env.targets import environment_factory
+from ludus.env.serving.loopback import PlayOptions, connected
+from ludus.env.sessions.hosts import describe_environment
+from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import EnvError
 
 

@@ -7,12 +7,12 @@ import pytest
 from counting_env import CountingEnv, ThreadedCountingEnv
 from served import running
 
-from ludus.env.adoption import adopt_called
-from ludus.env.core import SessionCore
 from ludus.env.encoding import ResetArgs
-from ludus.env.hosts import local_host
-from ludus.env.recording import RecordingSessions
-from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.recording.writer import RecordingSessions
+from ludus.env.sessions.adoption import adopt_called
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.interface import OpenArgs, Owner
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 

@@ -15,10 +15,10 @@ from grpc_served import grpc_served
 from served import running
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.client_address import parse_address
-from ludus.env.client_tls import ssl_context
-from ludus.env.http_app import build_app
-from ludus.env.transport import ConnectOptions
+from ludus.env.http.app import build_app
+from ludus.env.security.client_tls import ssl_context
+from ludus.env.transports.address import parse_address
+from ludus.env.transports.interface import ConnectOptions
 from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,

@@ -9,9 +9,9 @@ import pytest
 from grpc_served import GrpcServed, grpc_served
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.direct_transport import DirectTransport
-from ludus.env.grpc_server import abort
-from ludus.env.session_ids import SessionKey
+from ludus.env.grpc.servicer import abort
+from ludus.env.security.session_ids import SessionKey
+from ludus.env.transports.direct import DirectTransport
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import (
@@ -71,7 +71,7 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def _quick_to_give_up(monkeypatch):
-    monkeypatch.setattr("ludus.env.direct_transport._SERVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr("ludus.env.transports.direct._SERVER_PATIENCE_S", 0.5)
 
 
 @pytest.fixture

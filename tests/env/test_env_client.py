@@ -7,8 +7,7 @@ from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from polling import settled
 from served import WIRES, address_of, running
 
-from ludus.env.client import AsyncEnvClient
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.proto.errors import (
     ActionParseError,
     AuthenticationError,

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from ludus.env.grpc_server import STATUS_OF_CODE
-from ludus.env.openenv_messages import HTTP_STATUS_OF_CODE
+from ludus.env.grpc.servicer import STATUS_OF_CODE
+from ludus.env.messages.openenv import HTTP_STATUS_OF_CODE
 from ludus.proto.errors import ErrorCode, error_from_wire
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"

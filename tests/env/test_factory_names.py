@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from counting_env import CountingEnv, fail_to_be_built
 
-from ludus.env.factory_names import FactoryName, named
-from ludus.env.targets import TargetFactory
+from ludus.env.targets.importable import FactoryName, named
+from ludus.env.targets.targets import TargetFactory
 from ludus.proto.errors import ConfigError
 
 SCRIPT = """
 import sys
 from counting_env import CountingEnv
-from ludus.env.factory_names import named
+from ludus.env.targets.importable import named
 
 class ScriptedEnv(CountingEnv):
     name = "scripted"

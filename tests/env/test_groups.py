@@ -10,8 +10,7 @@ from grpc_served import grpc_served
 from polling import settled
 from served import address_of, running
 
-from ludus.env.client import AsyncEnvClient, Reset
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient, Reset
 from ludus.proto.errors import (
     CapacityError,
     EpisodeStateError,

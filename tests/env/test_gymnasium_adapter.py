@@ -11,14 +11,14 @@ from gymnasium import spaces
 from pydantic import ValidationError
 from served import WIRES
 
+from ludus.env.adapters.gymnasium_spaces import codec_of, json_safe
+from ludus.env.adapters.gymnasium_text import without_colours
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import decode_action
-from ludus.env.gymnasium_face import without_colours
-from ludus.env.gymnasium_spaces import codec_of, json_safe
-from ludus.env.loopback import PlayOptions, connected
-from ludus.env.server import EnvServer, ServerOptions
-from ludus.env.targets import environment_factory
+from ludus.env.serving.loopback import PlayOptions, connected
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import (
     ActionParseError,
     ConfigError,

@@ -12,7 +12,7 @@ from served_app import core_of
 from starlette.testclient import TestClient
 from tool_env import ToolEnv
 
-from ludus.env.http_app import build_app
+from ludus.env.http.app import build_app
 
 
 class PatientEnv(CountingEnv):

@@ -11,11 +11,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from websockets.asyncio.client import connect
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
-from ludus.env.hosts import local_host
-from ludus.env.http_app import build_app
-from ludus.env.sessions import OpenArgs
+from ludus.env.http.app import build_app
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.sessions.options import CoreOptions
 
 
 def visitor(server) -> httpx.AsyncClient:

@@ -29,9 +29,9 @@ from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.server import EnvServer
-from ludus.env.sessions import OpenArgs
-from ludus.env.worker_host import WorkerHost
+from ludus.env.serving.server import EnvServer
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.workers.host import WorkerHost
 from ludus.proto.errors import (
     ActionParseError,
     CallTimeoutError,

@@ -5,9 +5,8 @@ import asyncio
 import pytest
 from legacy_server import legacy_server
 
-from ludus.env.client import AsyncEnvClient, Reset
-from ludus.env.legacy_http_transport import LegacyHttpTransport
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient, Reset
+from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.proto.errors import (
     CallTimeoutError,
     CapacityError,

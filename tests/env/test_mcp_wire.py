@@ -13,10 +13,10 @@ from tool_env import ToolEnv
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
-from ludus.env.hosts import local_host
-from ludus.env.http_app import build_app
+from ludus.env.http.app import build_app
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.options import CoreOptions
 
 
 def core_of(factory=ToolEnv, **options) -> SessionCore:

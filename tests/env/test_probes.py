@@ -13,15 +13,15 @@ from counting_env import CountingEnv, ThreadedCountingEnv
 from prometheus_client.parser import text_string_to_metric_families
 from served import running
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import ResetArgs
-from ludus.env.hosts import local_host
-from ludus.env.http_app import build_app
-from ludus.env.metered_core import MeteredCore
-from ludus.env.probes import build_probe_app
-from ludus.env.session_ends import SessionEnd, close_text, end_of
-from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.http.app import build_app
+from ludus.env.http.health import build_probe_app
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.ends import SessionEnd, close_text, end_of
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.metrics import MeteredCore
+from ludus.env.sessions.options import CoreOptions
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
 

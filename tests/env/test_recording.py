@@ -10,17 +10,17 @@ from counting_env import CountingEnv
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
 from ludus.env.encoding import ResetArgs
-from ludus.env.hosts import local_host
-from ludus.env.loopback import connected
-from ludus.env.played_episode import EpisodeWriter
-from ludus.env.recorded_episode import hash_of_observation, read_recording
-from ludus.env.recording import RecordingOptions, RecordingSessions
-from ludus.env.replaying import recorded_factory, replay_episode
-from ludus.env.sessions import OpenArgs, Owner
-from ludus.env.targets import environment_factory
+from ludus.env.recording.client_writer import EpisodeWriter
+from ludus.env.recording.format import hash_of_observation, read_recording
+from ludus.env.recording.verify import recorded_factory, replay_episode
+from ludus.env.recording.writer import RecordingOptions, RecordingSessions
+from ludus.env.serving.loopback import connected
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.options import CoreOptions
+from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError
 
 TARGET = "counting_env:CountingEnv"

@@ -12,9 +12,8 @@ from grpc_served import GrpcServed, grpc_served
 from polling import settled
 from served import WIRES, address_of, running, server_process
 
-from ludus.env.client import AsyncEnvClient, Reset
-from ludus.env.replay import ResumeLimits
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient, Reset
+from ludus.env.client.resume import ResumeLimits
 from ludus.proto.errors import (
     CallTimeoutError,
     ConfigError,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.server_options import ServerOptions, available_cpus
+from ludus.env.serving.options import ServerOptions, available_cpus
 from ludus.proto.errors import ConfigError
 
 

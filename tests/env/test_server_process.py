@@ -16,9 +16,9 @@ from counting_env import CountingEnv
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
-from ludus.env.server import ServerOptions
-from ludus.env.session_ids import SessionKey
+from ludus.env.security.session_ids import SessionKey
+from ludus.env.serving.server import ServerOptions
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import (

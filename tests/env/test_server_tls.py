@@ -9,7 +9,7 @@ import trustme
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.tls import TlsFiles, client_channel_credentials, client_ssl_context
+from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError

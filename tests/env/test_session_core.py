@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
-from ludus.env.core import SessionCore
-from ludus.env.core_options import CoreOptions
-from ludus.env.departed_sessions import MAX_REMEMBERED_SESSIONS
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.hosts import ThreadHost, local_host
-from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.hosts import ThreadHost, local_host
+from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.tombstones import MAX_REMEMBERED_SESSIONS
 from ludus.proto.errors import (
     ActionParseError,
     CallTimeoutError,

@@ -9,7 +9,7 @@ from counting_env import ThreadedCountingEnv
 from served import running
 
 from ludus.env.client import AsyncEnvClient, Reset
-from ludus.env.step_stream import StepStream, answer_in_order, read_ahead
+from ludus.env.grpc.step_stream import StepStream, answer_in_order, read_ahead
 from ludus.env.types import StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc

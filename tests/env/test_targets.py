@@ -10,8 +10,8 @@ import pytest
 from counting_env import CountingEnv
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
-from ludus.env.targets import TargetFactory, environment_factory, installed_packages
+from ludus.env.serving.subprocess import LocalServer
+from ludus.env.targets.targets import TargetFactory, environment_factory, installed_packages
 from ludus.proto.errors import ConfigError, NotFoundError
 
 
@@ -83,7 +83,7 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path.parent) + ":" + _folder_of_tests())
     program = (
         "import sys; sys.path.remove('') if '' in sys.path else None\n"
-        "from ludus.env.targets import environment_factory\n"
+        "from ludus.env.targets.targets import environment_factory\n"
         "print(environment_factory('own_rules:make', {'label': 'mine'})().version)"
     )
     found = subprocess.run(
@@ -114,7 +114,7 @@ async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatc
 def test_naming_a_target_loads_no_library_but_its_own():
     program = (
         "import sys, json\n"
-        "from ludus.env.targets import environment_factory\n"
+        "from ludus.env.targets.targets import environment_factory\n"
         "environment_factory('counting_env:CountingEnv', {})()\n"
         "print(json.dumps([m for m in ('gymnasium', 'openenv', 'pyspiel') if m in sys.modules]))"
     )

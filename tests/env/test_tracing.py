@@ -13,9 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import running
 
-from ludus.env.client import AsyncEnvClient
-from ludus.env.sync_client import EnvClient
-from ludus.env.tracing import (
+from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.security.tracing import (
     MAX_REQUEST_ID_CHARS,
     current_request_id,
     is_traced,

@@ -17,7 +17,7 @@ from tool_env import ToolEnv
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.http_app import build_app
+from ludus.env.http.app import build_app
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ErrorCode

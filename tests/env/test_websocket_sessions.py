@@ -13,8 +13,8 @@ from served_app import core_of, serving
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.http_app import build_app
-from ludus.env.tracing import current_request_id
+from ludus.env.http.app import build_app
+from ludus.env.security.tracing import current_request_id
 
 
 def socket_to(authority: str, query: str = ""):

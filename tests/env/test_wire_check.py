@@ -8,9 +8,9 @@ from served import WIRES, address_of, running
 
 from ludus.env.check import CheckReport, check_server
 from ludus.env.client import AsyncEnvClient
-from ludus.env.core import SessionCore
-from ludus.env.schema_values import fault_of, random_value
-from ludus.env.session import Session
+from ludus.env.contract.schema import fault_of, random_value
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.session import Session
 from ludus.env.types import Transition
 from ludus.proto.errors import CapacityError, ErrorCode, SessionLostError
 

@@ -10,7 +10,7 @@ from uuid import NAMESPACE_DNS, uuid5
 
 from fake_kubernetes import FakeKubernetes
 
-from ludus.services.gateway.kubernetes_api import ApiAccess, KubernetesApi
+from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
 
 NAMESPACE = "arena"
 SLICES = ("discovery.k8s.io/v1", "endpointslices", NAMESPACE)

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.server import EnvServer, ServerOptions
-from ludus.services.gateway.callers import ANYONE, enter_tenant
+from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.services.gateway.config import GatewayConfig
-from ludus.services.gateway.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.gateway_sessions import GatewaySessions
+from ludus.services.gateway.sessions.sessions import GatewaySessions
+from ludus.services.gateway.tenancy.callers import ANYONE, enter_tenant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "env"))
 

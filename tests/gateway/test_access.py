@@ -21,8 +21,13 @@ from ludus.proto.errors import (
     PermissionDeniedError,
     RateLimitError,
 )
-from ludus.services.gateway.access import Access, AuthFailure, address_of, read_authorization
-from ludus.services.gateway.tenants import NO_LIMITS, Scope, Tenant, TenantLimits
+from ludus.services.gateway.tenancy.access import (
+    Access,
+    AuthFailure,
+    address_of,
+    read_authorization,
+)
+from ludus.services.gateway.tenancy.tenants import NO_LIMITS, Scope, Tenant, TenantLimits
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"

@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError
-from ludus.services.gateway.access import Access, AuthFailure
-from ludus.services.gateway.authentication import Authenticate, AuthenticateCalls
-from ludus.services.gateway.callers import current_tenant
-from ludus.services.gateway.gateway_app import Probes, build_gateway_app
+from ludus.services.gateway.tenancy.access import Access, AuthFailure
+from ludus.services.gateway.tenancy.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.tenancy.callers import current_tenant
+from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 ADMIN = "adm1n-adm1n-adm1n-adm1n"

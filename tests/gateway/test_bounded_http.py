@@ -13,7 +13,7 @@ import websockets
 from fastapi import FastAPI, Request, WebSocket
 from http_server import serving
 
-from ludus.env.bounded_http import BoundedHttp
+from ludus.env.asgi.uvicorn_http import BoundedHttp
 
 
 class SmallHttp(BoundedHttp):

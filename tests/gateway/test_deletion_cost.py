@@ -13,7 +13,7 @@ from fake_kubernetes import FakeKubernetes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.services.gateway.deletion_cost import (
+from ludus.services.gateway.kubernetes.deletion_cost import (
     ANNOTATION,
     CostOptions,
     DeletionCost,

@@ -23,7 +23,7 @@ from gateways import (
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.sessions.interface import OpenArgs, Owner
 from ludus.proto.errors import (
     CapacityError,
     EnvError,

@@ -6,11 +6,11 @@ from fake_kubernetes import FakeKubernetes
 from gateways import NAME, config_of, env_server, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs
+from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError
-from ludus.services.gateway.cluster import ClusterPlace, ClusterSource
-from ludus.services.gateway.deletion_cost import ANNOTATION
 from ludus.services.gateway.gateway import Gateway
+from ludus.services.gateway.kubernetes.cluster import ClusterPlace, ClusterSource
+from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
 
 pytestmark = pytest.mark.asyncio
 

@@ -21,7 +21,7 @@ from gateways import (
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs
+from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
@@ -118,7 +118,7 @@ async def test_request_ids_of_step_many_reach_the_server():
 
     server = grpc.aio.server(interceptors=[Spy()])
     async with env_server() as real:
-        from ludus.env.grpc_server import EnvServicer
+        from ludus.env.grpc.servicer import EnvServicer
 
         env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(real.core), server)
         port = server.add_insecure_port("127.0.0.1:0")

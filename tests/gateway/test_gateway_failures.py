@@ -19,9 +19,9 @@ from gateways import (
 )
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs, Owner
+from ludus.env.sessions.interface import OpenArgs, Owner
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
-from ludus.services.gateway.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio

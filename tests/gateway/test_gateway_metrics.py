@@ -26,9 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.proto.errors import ErrorCode
 from ludus.proto.metrics import GatewayMetric
-from ludus.services.gateway.access import Access, AuthFailure
-from ludus.services.gateway.callers import EnvironmentLoad
-from ludus.services.gateway.gateway_metrics import Call, GatewayMetrics, LostReason, OpenOutcome
+from ludus.services.gateway.tenancy.access import Access, AuthFailure
+from ludus.services.gateway.tenancy.callers import EnvironmentLoad
+from ludus.services.gateway.tenancy.metrics import Call, GatewayMetrics, LostReason, OpenOutcome
 
 PROMETHEUS = os.environ.get("PROMETHEUS_BINARY") or shutil.which("prometheus") or ""
 PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""

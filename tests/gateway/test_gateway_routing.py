@@ -19,7 +19,7 @@ from gateways import (
 )
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.session_ids import SessionKey
+from ludus.env.security.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.services.gateway.gateway import Gateway

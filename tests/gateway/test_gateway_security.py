@@ -13,7 +13,7 @@ import websockets
 from gateways import FAST, NAME, client_of, served
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.tls import client_ssl_context
+from ludus.env.security.tls import client_ssl_context
 from ludus.proto.errors import AuthenticationError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
 

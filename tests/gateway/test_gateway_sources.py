@@ -7,7 +7,7 @@ import pytest
 from gateways import NAME, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions import OpenArgs
+from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.gateway import Gateway

@@ -21,8 +21,8 @@ from cluster_objects import NAMESPACE, client_of, endpoint_slice, eventually, me
 from fake_kubernetes import FakeKubernetes
 
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.gateway import kubernetes_api
-from ludus.services.gateway.kubernetes_api import (
+from ludus.services.gateway.kubernetes import api as kubernetes_api
+from ludus.services.gateway.kubernetes.api import (
     ApiAccess,
     EventType,
     KubernetesApi,

@@ -21,10 +21,10 @@ from cluster_objects import (
 )
 from fake_kubernetes import FakeKubernetes
 
-from ludus.env.session_ids import SessionKey, server_id_of
+from ludus.env.security.session_ids import SessionKey, server_id_of
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.endpoints import Endpoint, Sequence
-from ludus.services.gateway.kubernetes_source import (
+from ludus.services.gateway.fleet.endpoints import Endpoint, Sequence
+from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
     SourceOptions,
     merged,

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.kubernetes_api import ApiAccess, KubernetesApi
-from ludus.services.gateway.leadership import Leadership, LeaseOptions
+from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
+from ludus.services.gateway.kubernetes.leadership import Leadership, LeaseOptions
 
 LEASE = ("coordination.k8s.io/v1", "leases", NAMESPACE, "gateway")
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError, InvalidCallError, RateLimitError
-from ludus.services.gateway.quotas import Quotas
-from ludus.services.gateway.tenants import Tenant, TenantLimits
+from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 
 
 def tenant(name: str = "alice", **limits: float) -> Tenant:

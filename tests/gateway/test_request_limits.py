@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from ludus.env.tracing import current_request_id, current_traceparent
+from ludus.env.security.tracing import current_request_id, current_traceparent
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.request_limits import (
+from ludus.services.gateway.wires.request_limits import (
     AddRequestId,
     LimitRequests,
     RequestLimits,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.bounded_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
-from ludus.env.grpc_messages import MAX_MESSAGE_BYTES
+from ludus.env.asgi.uvicorn_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
+from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.proto.metrics import GatewayMetric
-from ludus.services.gateway.access import Access
 from ludus.services.gateway.config import GatewayConfig
-from ludus.services.gateway.request_limits import RequestLimits
+from ludus.services.gateway.tenancy.access import Access
+from ludus.services.gateway.wires.request_limits import RequestLimits
 
 DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from http_server import serving
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.tls import (
+from ludus.env.security.tls import (
     TlsFiles,
     client_channel_credentials,
     client_ssl_context,

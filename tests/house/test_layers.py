@@ -34,7 +34,7 @@ def test_a_fresh_process_loads_no_heavy_package(module: str) -> None:
 
 
 def test_the_environment_server_loads_no_heavy_package() -> None:
-    code = f"import sys, ludus.env.server; print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys, ludus.env.serving.server; print([m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

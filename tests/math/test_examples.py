@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from ludus.env.targets import make_environment
+from ludus.env.targets.targets import make_environment
 from ludus.proto.config import LocalEnvironment, load_run_config
 from ludus.proto.runs import EvalReport, PolicyResult
 

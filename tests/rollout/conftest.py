@@ -9,7 +9,7 @@ import pytest_asyncio
 import torch
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from openspiel_env import make_environment

@@ -10,8 +10,8 @@ from pathlib import Path
 
 def serve_ours(port_file: Path) -> None:
     """Nothing; our server with their class, until it is killed."""
-    from ludus.env.server import run_server_cli
-    from ludus.env.targets import environment_factory
+    from ludus.env.serving.server import run_server_cli
+    from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory("openenv:stock_tools_environment:ToolsEnvironment", {})
     run_server_cli(factory, argv=["--port", "0", "--ready-file", str(port_file)])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player

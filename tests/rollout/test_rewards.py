@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.server import EnvServer, ServerOptions
+from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.proto.errors import ConfigError, RewardFunctionError
 from ludus.trainer.models.chat import ChatTokenizer

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.env.client import AsyncEnvClient
-from ludus.env.server import EnvServer, ServerOptions
-from ludus.env.sync_client import EnvClient
+from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, ToolError
 from ludus.trainer.models.chat import ChatTokenizer

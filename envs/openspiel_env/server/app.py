@@ -19,12 +19,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ludus.env.core_options import CoreOptions
-from ludus.env.hosts import local_host
-from ludus.env.http_app import build_app
-from ludus.env.metered_core import MeteredCore
-from ludus.env.server import ServerOptions, run_server
-from ludus.env.server_cli import add_server_arguments
+from ludus.env.http.app import build_app
+from ludus.env.serving.cli import add_server_arguments
+from ludus.env.serving.server import ServerOptions, run_server
+from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.metrics import MeteredCore
+from ludus.env.sessions.options import CoreOptions
 from ludus.env.types import JsonObject
 
 from .. import DEFAULT_PORT

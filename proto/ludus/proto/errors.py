@@ -38,6 +38,8 @@ rollout is data (its status says why); a failed optimizer step is a crash.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -281,3 +283,9 @@ def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvE
     except ValueError:
         return ExecutionError(f"{message} (code: {code})")
     return _CLASS_OF_CODE[known](message, known, retry_after_s)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A hint at the closest of the names; empty when none is close."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean '{close[0]}'?" if close else ""

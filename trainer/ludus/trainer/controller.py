@@ -48,7 +48,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ludus.env.local_server import LocalServer
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import CanaryError, LearnerLostError
 from ludus.proto.metrics import TrainMetric

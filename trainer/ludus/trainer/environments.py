@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.local_server import LocalServer
+from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError

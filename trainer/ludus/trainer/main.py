@@ -18,8 +18,8 @@ import ray
 
 from ludus.env import PolicyProbe
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.env.garbage import freeze_heap
-from ludus.env.local_server import LocalServer
+from ludus.env.runtime import freeze_heap
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
     RunConfig,
     TransformersGenerator,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import orjson
 
-from ludus.env.server import run_server
-from ludus.env.server_cli import add_server_arguments
-from ludus.env.targets import environment_factory
+from ludus.env.serving.cli import add_server_arguments
+from ludus.env.serving.server import run_server
+from ludus.env.targets.targets import environment_factory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from ludus.env.types import (
@@ -116,3 +117,6 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
 
 AnyEnvironment = Environment[Any, Any, Any]
 """An environment whose types do not matter here."""
+
+Builder = Callable[..., AnyEnvironment]
+"""Makes an environment of options, given as keyword arguments."""

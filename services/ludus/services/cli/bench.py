@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, play_policy, summarise
-from ludus.env.targets import is_package, require_package
+from ludus.env.targets.targets import is_package, require_package
 from ludus.proto.errors import NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns

@@ -85,8 +85,8 @@ def check(
 
 def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list[CheckRow]:
     from ludus.env.check import check_environment
-    from ludus.env.loopback import PlayOptions
-    from ludus.env.targets import environment_factory
+    from ludus.env.serving.loopback import PlayOptions
+    from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(target, options)
     factory().close()  # bad options are a mistake, not a finding
@@ -100,7 +100,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
 
 
 def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckReport:
-    from ludus.env.loopback import PlayOptions
+    from ludus.env.serving.loopback import PlayOptions
 
     with _status(f"checking {address}"):
         play_options = PlayOptions(token=token, timeout_s=plan.timeout_s)
@@ -109,7 +109,7 @@ def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckRep
 
 async def _check_on_wire(place: Any, plan: CheckPlan, play_options: Any) -> CheckReport:
     from ludus.env.check import check_server
-    from ludus.env.loopback import connected
+    from ludus.env.serving.loopback import connected
 
     async with connected(place, play_options) as client:
         return await check_server(

@@ -50,7 +50,7 @@ def list_packages() -> None:
 
     Example: `ludus env list`
     """
-    from ludus.env.targets import installed_packages
+    from ludus.env.targets.targets import installed_packages
 
     table = new_table()
     for column in ("package", "version", "what it is"):

@@ -18,7 +18,7 @@ def init(
 
     Example: `ludus env init grid_maze`
     """
-    from ludus.env.scaffolding import write_environment
+    from ludus.env.targets.scaffolding import write_environment
 
     written = write_environment(name, output_dir)
     folder = min((path.parent for path in written), key=lambda path: len(path.parts))

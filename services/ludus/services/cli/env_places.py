@@ -16,7 +16,7 @@ import typer
 from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
-    from ludus.env.sync_client import EnvClient
+    from ludus.env.client import EnvClient
 
 TARGET_HELP = (
     "Package (openspiel_env), module:Class, gymnasium:CartPole-v1, openenv:module:Class,"
@@ -66,8 +66,8 @@ def serving(place: str, options: dict[str, Any], max_sessions: int = 1024) -> It
     if "://" in place:
         yield place
         return
-    from ludus.env.local_server import LocalServer
-    from ludus.env.targets import environment_factory
+    from ludus.env.serving.subprocess import LocalServer
+    from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(place, options)  # a mistake ends here, not in a child process
     num_sessions = min(max_sessions, MAX_PROCESSES) if factory.one_per_process else max_sessions
@@ -85,7 +85,7 @@ def client_of(place: str, options: dict[str, Any], token_env: str) -> Iterator[E
     Raises:
         NotFoundError: nothing answers at the address.
     """
-    from ludus.env.sync_client import EnvClient
+    from ludus.env.client import EnvClient
 
     token = os.environ.get(token_env) if "://" in place else None
     with serving(place, options, max_sessions=8) as address:

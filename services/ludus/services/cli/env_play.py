@@ -20,8 +20,8 @@ from ludus.services.cli.env_places import Options, Place, TokenEnv, client_of
 from ludus.services.cli.options import parse_options
 
 if TYPE_CHECKING:
-    from ludus.env.played_episode import EpisodeWriter
-    from ludus.env.sync_client import EnvClient, Session
+    from ludus.env.client import EnvClient, Session
+    from ludus.env.recording.client_writer import EpisodeWriter
     from ludus.env.types import EnvironmentDescription, StepResult
 
 _SEED_BITS = 31
@@ -50,7 +50,7 @@ def play(
 
     Example: `ludus env play gymnasium:FrozenLake-v1 --record games.jsonl`
     """
-    from ludus.env.played_episode import EpisodeWriter
+    from ludus.env.recording.client_writer import EpisodeWriter
 
     chosen = parse_options(options or ())
     with client_of(place, chosen, token_env) as client:

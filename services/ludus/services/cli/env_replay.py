@@ -21,8 +21,8 @@ from ludus.services.cli.options import parse_options
 from ludus.services.cli.tables import new_table
 
 if TYPE_CHECKING:
-    from ludus.env.recorded_episode import RecordedEpisode
-    from ludus.env.replaying import Replay
+    from ludus.env.recording.format import RecordedEpisode
+    from ludus.env.recording.verify import Replay
 
 REPLAY_FAILED = 1
 
@@ -46,7 +46,7 @@ def replay(
 
     Example: `ludus env replay games.jsonl --address grpc://127.0.0.1:18000 --limit 100`
     """
-    from ludus.env.recorded_episode import read_recording
+    from ludus.env.recording.format import read_recording
 
     chosen = parse_options(options or ())
     if address is not None and (target is not None or chosen):
@@ -66,7 +66,7 @@ def replay(
 def _factory(target: str | None, options: dict[str, Any]) -> Any:
     if target is None:
         return None
-    from ludus.env.targets import environment_factory
+    from ludus.env.targets.targets import environment_factory
 
     return environment_factory(target, options)
 
@@ -75,8 +75,8 @@ async def _replay_all(
     episodes: list[RecordedEpisode], place: Any, token: str | None
 ) -> list[Replay]:
     """The replays in the order of the recording; neighbours of one environment share a server."""
-    from ludus.env.loopback import PlayOptions, connected
-    from ludus.env.replaying import recorded_factory, replay_episode
+    from ludus.env.recording.verify import recorded_factory, replay_episode
+    from ludus.env.serving.loopback import PlayOptions, connected
 
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)

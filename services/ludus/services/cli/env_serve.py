@@ -190,7 +190,7 @@ def serve(
 
 
 def _run(target: str, options: dict[str, Any], given: dict[str, Any]) -> None:
-    from ludus.env.server import run_server
-    from ludus.env.targets import environment_factory
+    from ludus.env.serving.server import run_server
+    from ludus.env.targets.targets import environment_factory
 
     run_server(environment_factory(target, options), given, DEFAULT_PORT)

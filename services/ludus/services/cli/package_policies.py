@@ -9,9 +9,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ludus.env.contract.schema import random_action
 from ludus.env.evaluation import FixedPolicy
-from ludus.env.schema_values import random_action
-from ludus.env.targets import environment_factory, is_package
+from ludus.env.targets.targets import environment_factory, is_package
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import NotFoundError
 

@@ -130,7 +130,7 @@ def _check_environments(config: RunConfig) -> None:
     Raises:
         UserError: there is no such package, game or option.
     """
-    from ludus.env.targets import environment_factory
+    from ludus.env.targets.targets import environment_factory
 
     for environment in config.environments.values():
         if isinstance(environment, LocalEnvironment):

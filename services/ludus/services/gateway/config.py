@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ludus.env.server_options import Isolation
-from ludus.env.session_ids import MIN_KEY_BYTES
+from ludus.env.security.session_ids import MIN_KEY_BYTES
+from ludus.env.serving.options import Isolation
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 

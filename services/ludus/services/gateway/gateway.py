@@ -20,21 +20,18 @@ from typing import Any
 
 import grpc
 
-from ludus.env.garbage import freeze_heap
-from ludus.env.listening import (
+from ludus.env.runtime import freeze_heap
+from ludus.env.security.session_ids import SessionKey
+from ludus.env.security.tls import TlsFiles, client_channel_credentials
+from ludus.env.serving.listeners import (
     HttpListener,
     authority,
     bind,
     build_grpc_server,
     stop_grpc_server,
 )
-from ludus.env.local_server import LocalServer
-from ludus.env.session_ids import SessionKey
-from ludus.env.tls import TlsFiles, client_channel_credentials
+from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.errors import LudusError, UserError
-from ludus.services.gateway.access import Access
-from ludus.services.gateway.admission import AdmissionOptions
-from ludus.services.gateway.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.config import (
     SESSION_KEY_VARIABLE,
     GatewayConfig,
@@ -44,17 +41,20 @@ from ludus.services.gateway.config import (
     SubprocessEnvironment,
     value_of,
 )
-from ludus.services.gateway.endpoints import EndpointSource
-from ludus.services.gateway.fleet import Fleet
-from ludus.services.gateway.gateway_app import Probes, build_gateway_app
-from ludus.services.gateway.gateway_metrics import GatewayMetrics
-from ludus.services.gateway.gateway_sessions import GatewaySessions, Seams, SessionOptions
-from ludus.services.gateway.quotas import Quotas
-from ludus.services.gateway.request_limits import LimitRequests, TraceRequests
-from ludus.services.gateway.routes import RouteBook
-from ludus.services.gateway.server_link import LinkOptions
-from ludus.services.gateway.servicer import GatewayFace
-from ludus.services.gateway.sources import StaticSource, SubprocessSource
+from ludus.services.gateway.fleet.admission import AdmissionOptions
+from ludus.services.gateway.fleet.endpoints import EndpointSource
+from ludus.services.gateway.fleet.fleet import Fleet
+from ludus.services.gateway.fleet.server_link import LinkOptions
+from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
+from ludus.services.gateway.sessions.routes import RouteBook
+from ludus.services.gateway.sessions.sessions import GatewaySessions, Seams, SessionOptions
+from ludus.services.gateway.tenancy.access import Access
+from ludus.services.gateway.tenancy.authentication import Authenticate, AuthenticateCalls
+from ludus.services.gateway.tenancy.metrics import GatewayMetrics
+from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
+from ludus.services.gateway.wires.request_limits import LimitRequests, TraceRequests
+from ludus.services.gateway.wires.servicer import GatewayFace
 
 _log = logging.getLogger(__name__)
 
@@ -345,8 +345,8 @@ def _source_of(
             )
         case KubernetesEnvironment():
             # The cluster's client is loaded where there is a cluster only.
-            from ludus.services.gateway.cluster import ClusterPlace, ClusterSource
-            from ludus.services.gateway.kubernetes_api import KubernetesApi
+            from ludus.services.gateway.kubernetes.api import KubernetesApi
+            from ludus.services.gateway.kubernetes.cluster import ClusterPlace, ClusterSource
 
             place = ClusterPlace(environment.namespace, environment.service, environment.lease)
             return ClusterSource(KubernetesApi(), place, fleet.loads_of_pods)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ludus.env.garbage import freeze_heap
+from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig
 from ludus.trainer.data.buffer import BufferState, GroupBuffer
 from ludus.trainer.data.counts import RolloutCounts

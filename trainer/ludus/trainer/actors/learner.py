@@ -13,7 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from ludus.env.garbage import freeze_heap
+from ludus.env.runtime import freeze_heap
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store

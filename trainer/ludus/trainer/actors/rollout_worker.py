@@ -16,7 +16,7 @@ import torch
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.env.garbage import freeze_heap
+from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.environments import environment_token

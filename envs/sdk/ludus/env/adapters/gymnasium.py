@@ -1,0 +1,266 @@
+"""Any environment that `gymnasium.make` knows, as an `Environment`.
+
+    gymnasium:<id>, options --gymnasium_builder--> a class made for the id's spaces
+                                                       --()--> environment
+
+Action and observation types follow from the spaces. Options go to `gymnasium.make`, but for
+`action_names` and `instructions`, which say how language models see the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import gymnasium
+import orjson
+from gymnasium import spaces
+from gymnasium.envs.registration import load_env_creator
+from pydantic import Field, create_model
+
+from ludus.env.adapters import GYMNASIUM
+from ludus.env.adapters.gymnasium_spaces import SpaceCodec, Tensors, codec_of, json_safe
+from ludus.env.adapters.gymnasium_text import KNOWN, GymnasiumFace, Play, without_colours
+from ludus.env.environment import AnyEnvironment, Builder, Environment
+from ludus.env.types import Action, JsonObject, Observation, State, Transition
+from ludus.proto.errors import (
+    ConfigError,
+    EpisodeStateError,
+    ErrorCode,
+    IllegalActionError,
+    NotFoundError,
+    did_you_mean,
+)
+
+AnyGymnasium = gymnasium.Env[Any, Any]
+_SEED_BITS = 32
+_ANSI = "ansi"
+
+
+class GymnasiumState(State):
+    """Where the episode stands."""
+
+    episode_return: float = 0.0
+
+
+class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
+    """One Gymnasium environment; subclasses are made for each id and its options."""
+
+    state_type = GymnasiumState
+
+    env_id: ClassVar[str]
+    make_options: ClassVar[JsonObject]
+    face: ClassVar[GymnasiumFace]
+    action_codec: ClassVar[SpaceCodec]
+    observation_codec: ClassVar[SpaceCodec]
+
+    def __init__(self) -> None:
+        self._gymnasium = _make(self.env_id, self.make_options)
+        self._space = self._gymnasium.action_space
+        self._is_text = self._gymnasium.render_mode == _ANSI
+        self._is_playing = False
+        self._state = GymnasiumState()
+        self.text_face = self.face
+
+    @property
+    def options(self) -> JsonObject:
+        """What `gymnasium.make` got."""
+        return dict(self.make_options)
+
+    def reset(self, *, seed: int | None = None, **options: Any) -> Transition[Observation]:
+        """The first observation; options are Gymnasium's `options`."""
+        if seed is None:  # Gymnasium would go on with the last episode's generator
+            seed = secrets.randbits(_SEED_BITS)
+        self._is_playing = False
+        self._space.seed(seed)
+        element, info = self._gymnasium.reset(seed=seed, options=options or None)
+        self._is_playing = True
+        self._state = GymnasiumState()
+        return self._transition(element, info)
+
+    def step(self, action: Action) -> Transition[Observation]:
+        """What the action led to.
+
+        Raises:
+            IllegalActionError: it is not in the action space.
+        """
+        if not self._is_playing:
+            raise EpisodeStateError(
+                "expected a running episode, got a step before or after one; call reset",
+                ErrorCode.EPISODE_OVER,
+            )
+        value: Any = dict(action)["action"]
+        element = self.action_codec.decode(value)
+        if element not in self._space:
+            raise IllegalActionError(
+                f"expected an action in {self._space}, got {value}; see /schema"
+            )
+        observed, reward, terminated, truncated, info = self._gymnasium.step(element)
+        self._is_playing = not (terminated or truncated)
+        self._state.step_count += 1
+        self._state.episode_return += float(reward)
+        return self._transition(observed, info, float(reward), bool(terminated), bool(truncated))
+
+    @property
+    def state(self) -> GymnasiumState:
+        """Steps and return so far."""
+        return self._state
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._gymnasium.close()
+
+    def _transition(
+        self,
+        element: Any,
+        info: JsonObject,
+        reward: float | None = None,
+        terminated: bool = False,
+        truncated: bool = False,
+    ) -> Transition[Observation]:
+        tensors: Tensors = {}
+        fields: JsonObject = {"observation": self.observation_codec.encode(element, tensors)}
+        if isinstance(self._space, spaces.Discrete):
+            is_over = terminated or truncated
+            fields["legal_actions"] = [] if is_over else _legal_actions(self._space, info)
+        if self._is_text:
+            fields["rendered"] = without_colours(
+                str(self._gymnasium.render()), self.face.play.marks
+            )
+        return Transition(
+            self.observation_type.model_validate(fields),
+            reward,
+            terminated,
+            truncated,
+            info=json_safe(info),
+            tensors=tensors,
+        )
+
+
+def gymnasium_builder(env_id: str) -> Builder:
+    """What makes environments of an id; options are `gymnasium.make`'s.
+
+    Raises:
+        NotFoundError: Gymnasium does not know the id.
+        ConfigError: a library that the id needs is missing.
+    """
+    _spec_of(env_id)
+
+    def build(**options: Any) -> AnyEnvironment:
+        try:
+            key = orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
+        except TypeError as error:
+            raise ConfigError(f"expected options that are JSON, got {options}: {error}") from None
+        return _class_of(env_id, key)()
+
+    return build
+
+
+@functools.lru_cache(maxsize=64)
+def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
+    """The class for an id and its options: its types come from the spaces of one that is made."""
+    options: JsonObject = orjson.loads(options_json)
+    names: Sequence[str] = options.pop("action_names", ())
+    instructions: str = options.pop("instructions", "")
+    options = _with_text_rendering(env_id, options)
+    sample = _make(env_id, options)
+    try:
+        space = sample.action_space
+        action_codec = codec_of(space, "action")
+        observation_codec = codec_of(sample.observation_space, "observation")
+        base_name = env_id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0]
+        known = KNOWN.get(base_name.removesuffix("8x8"), Play())
+        play = Play(
+            tuple(names) or known.names or _own_names(sample),
+            instructions or known.instructions,
+            known.marks,
+        )
+    finally:
+        sample.close()
+    action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
+    is_discrete = isinstance(space, spaces.Discrete)
+    face = GymnasiumFace(
+        env_id,
+        action_type,
+        int(space.start) if isinstance(space, spaces.Discrete) else None,
+        int(space.n) if isinstance(space, spaces.Discrete) else 0,
+        play,
+    )
+    attributes = {
+        "__doc__": f"Gymnasium's {env_id}.",
+        "name": f"{GYMNASIUM}:{env_id}",
+        "description": f"Gymnasium's {env_id}",
+        "version": f"{gymnasium.__version__}",
+        "action_type": action_type,
+        "observation_type": _observation_type(
+            observation_codec, is_discrete, options.get("render_mode") == _ANSI
+        ),
+        "env_id": env_id,
+        "make_options": options,
+        "face": face,
+        "action_codec": action_codec,
+        "observation_codec": observation_codec,
+    }
+    return type("GymnasiumEnvironment", (GymnasiumEnvironment,), attributes)
+
+
+def _observation_type(codec: SpaceCodec, is_discrete: bool, is_text: bool) -> type[Observation]:
+    fields: dict[str, Any] = {"observation": codec.annotation}
+    if is_discrete:
+        said = "The actions that may be taken; those that `action_mask` allows where there is one."
+        fields["legal_actions"] = (list[int], Field(description=said))
+    if is_text:
+        fields["rendered"] = (str, Field(description="The environment drawn as text."))
+    return create_model("GymnasiumObservation", __base__=Observation, **fields)
+
+
+def _make(env_id: str, options: JsonObject) -> AnyGymnasium:
+    try:
+        return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {error}") from error
+    except gymnasium.error.Error as error:
+        raise ConfigError(f"'{GYMNASIUM}:{env_id}' cannot be made: {error}") from error
+
+
+def _spec_of(env_id: str) -> gymnasium.envs.registration.EnvSpec:
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:  # registers its environments while it is imported
+            importlib.import_module(module)
+        return gymnasium.spec(name)
+    except ModuleNotFoundError as error:
+        raise NotFoundError(
+            f"'{GYMNASIUM}:{env_id}' needs the module '{error.name}', which is not installed"
+        ) from error
+    except gymnasium.error.Error as error:
+        hint = did_you_mean(name, gymnasium.registry) or "see gymnasium.pprint_registry()"
+        raise NotFoundError(f"Gymnasium has no environment '{name}'; {hint} ({error})") from None
+
+
+def _with_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
+    """The options, with rendering as text where the environment can and nobody chose."""
+    entry_point = _spec_of(env_id).entry_point
+    if "render_mode" in options or entry_point is None:
+        return options
+    try:
+        creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    except ImportError as error:
+        raise ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {error}") from error
+    modes = getattr(creator, "metadata", {}).get("render_modes", ())
+    return {**options, "render_mode": _ANSI} if _ANSI in modes else options
+
+
+def _own_names(environment: AnyGymnasium) -> tuple[str, ...]:
+    """The names that Atari and its like give their actions."""
+    meanings = getattr(environment.unwrapped, "get_action_meanings", None)
+    return tuple(meanings()) if meanings is not None else ()
+
+
+def _legal_actions(space: spaces.Discrete, info: JsonObject) -> list[int]:
+    mask = info.get("action_mask")
+    first = int(space.start)
+    return [first + index for index in range(int(space.n)) if mask is None or mask[index]]

@@ -1,0 +1,1 @@
+"""What HTTP wires stand on: sockets, sessions without a connection, and bounds on uvicorn."""

@@ -1,0 +1,195 @@
+"""Sessions of HTTP clients, which have no connection to hold them by.
+
+    POST /reset ----> a session, offered as cookie and X-Session-ID
+    POST /step  --+-> named by cookie or header: that session
+    GET /state  --+-> named by nobody: an environment for this one call, as OpenEnv 0.2+ does
+
+Clients of OpenEnv 0.1 keep cookies and so get a session of their own without knowing it; those
+of 0.2 and later never come back. A session nobody has come back to therefore ends soon, and
+at once when a full server needs its place (`SpareSessions`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+
+from starlette.requests import Request
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.sessions.interface import OpenArgs, SessionEvents, Sessions
+from ludus.proto.errors import AuthenticationError, SessionLostError
+
+SESSION_COOKIE = "ludus_session"
+SESSION_HEADER = "x-session-id"
+UNUSED_TIMEOUT_S = 30.0
+_MAX_ID_CHARS = 512
+
+
+def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str | None:
+    """The session that a request names, None when it names none; the header wins.
+
+    Raises:
+        SessionLostError: what it names can be no session id.
+    """
+    named = headers.get(SESSION_HEADER) or cookies.get(SESSION_COOKIE)
+    if named and len(named) > _MAX_ID_CHARS:
+        raise SessionLostError(
+            f"expected a session id of at most {_MAX_ID_CHARS} characters, got {len(named)};"
+            " reset without one opens a session"
+        )
+    return named or None
+
+
+def session_headers(request: Request, session_id: str) -> dict[str, str]:
+    """What offers a session to the client: a cookie for this mount path, and a header."""
+    path = request.scope.get("root_path", "") or "/"
+    secure = "; Secure" if request.url.scheme == "https" else ""
+    cookie = f"{SESSION_COOKIE}={session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
+    return {"set-cookie": cookie, SESSION_HEADER: session_id}
+
+
+def forget_header(request: Request) -> dict[str, str]:
+    """What makes the client forget its session."""
+    path = request.scope.get("root_path", "") or "/"
+    return {"set-cookie": f"{SESSION_COOKIE}=; HttpOnly; SameSite=Lax; Path={path}; Max-Age=0"}
+
+
+class SpareSessions:
+    """Sessions that nobody has called since they were opened, oldest first.
+
+    The wires of this application make room before they open; where the sessions have events,
+    opens on other wires do so too.
+    """
+
+    def __init__(self, sessions: Sessions, unused_timeout_s: float) -> None:
+        self._sessions = sessions
+        self._timeout_s = unused_timeout_s
+        self._opened_s: dict[str, float] = {}
+        events: SessionEvents | None = getattr(sessions, "events", None)
+        self._is_told_of_ends = events is not None
+        if events is not None:
+            events.on_end.append(lambda session_id, reason: self.used(session_id))
+            events.before_open.append(self.make_room)
+
+    def add(self, session_id: str) -> None:
+        """Marks a session as one that can be spared until it is used."""
+        horizon_s = time.monotonic() - 2 * self._timeout_s
+        while self._opened_s and not self._is_told_of_ends:
+            oldest = next(iter(self._opened_s))
+            if self._opened_s[oldest] > horizon_s:
+                break
+            del self._opened_s[oldest]
+        self._opened_s[session_id] = time.monotonic()
+
+    def used(self, session_id: str) -> None:
+        """Marks a session as one that somebody needs."""
+        self._opened_s.pop(session_id, None)
+
+    async def make_room(self, size: int = 1) -> None:
+        """Ends as many spare sessions as a full server needs for new ones."""
+        load = self._sessions.load
+        excess = load.num_sessions + load.num_waiting + size - load.max_sessions
+        for session_id in list(itertools.islice(self._opened_s, max(excess, 0))):
+            self.used(session_id)
+            await self._sessions.close(session_id)
+
+
+class HttpSessions:
+    """What `/reset`, `/step` and `/state` do.
+
+    Args:
+        legacy: calls that name no session go to the one that was reset last, as in OpenEnv
+            0.1, whose clients may keep no cookies.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        spare: SpareSessions,
+        *,
+        unused_timeout_s: float = UNUSED_TIMEOUT_S,
+        legacy: bool = False,
+    ) -> None:
+        self._sessions = sessions
+        self._spare = spare
+        self._unused_timeout_s = unused_timeout_s
+        self._legacy = legacy
+        self._default: str | None = None
+        self._default_is_named = False
+        """True when a client holds the default by name: it outlives being the default."""
+
+    async def reset(self, named: str | None, args: ResetArgs) -> tuple[str, EncodedResult]:
+        """The session and the first answer of its new episode; a gone session is replaced."""
+        if named is not None:
+            try:
+                result = await self._sessions.reset(named, args)
+            except (SessionLostError, AuthenticationError):
+                pass
+            else:
+                self.use(named)
+                return named, result
+        await self._spare.make_room()
+        opened = await self._sessions.open(
+            OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
+        )
+        assert opened.first is not None, "it was opened with a reset"
+        # Lingering ends what nobody calls again; a call makes the session an ordinary one.
+        await self._sessions.detach(opened.session_id)
+        self._spare.add(opened.session_id)
+        if self._legacy:
+            await self._make_default(opened.session_id)
+        return opened.session_id, opened.first
+
+    async def step(self, named: str | None, action: bytes, timeout_s: float) -> EncodedResult:
+        """The answer to an action.
+
+        Raises:
+            SessionLostError: the session that was named is gone.
+        """
+        session_id = self.use(named)
+        if session_id is not None:
+            return await self._sessions.step(session_id, action, 0, timeout_s)
+        await self._spare.make_room()
+        session_id = (await self._sessions.open(OpenArgs(ResetArgs(), with_text=False))).session_id
+        try:
+            return await self._sessions.step(session_id, action, 0, timeout_s)
+        finally:
+            await self._sessions.close(session_id)
+
+    async def state(self, named: str | None) -> bytes:
+        """The state; of a new environment where no session is named."""
+        session_id = self.use(named)
+        if session_id is not None:
+            return await self._sessions.state(session_id)
+        await self._spare.make_room()
+        session_id = (await self._sessions.open(OpenArgs(with_text=False))).session_id
+        try:
+            return await self._sessions.state(session_id)
+        finally:
+            await self._sessions.close(session_id)
+
+    def use(self, named: str | None) -> str | None:
+        """The session that a call acts on, which is in use from now; None for a fresh one."""
+        session_id = named or self._default
+        if session_id is not None:
+            self._spare.used(session_id)
+            self._default_is_named |= named == self._default
+        return session_id
+
+    async def close(self, named: str | None) -> bool:
+        """True when a session was named; it is ended now."""
+        session_id = named or self._default
+        if session_id is None:
+            return False
+        if session_id == self._default:
+            self._default = None
+        await self._sessions.close(session_id)
+        return True
+
+    async def _make_default(self, session_id: str) -> None:
+        previous, self._default = self._default, session_id
+        was_named, self._default_is_named = self._default_is_named, False
+        if previous is not None and not was_named:
+            await self._sessions.close(previous)

@@ -1,0 +1,258 @@
+"""Rebuilding a lost session by replay: same seed, same actions, same episode.
+
+    reset, step --> ReplayingSession --> wire session      every answer's digest is kept
+                          | SESSION_LOST, UNAVAILABLE, TIMEOUT
+                          v
+    open a new one (anywhere behind the address), reset on the same seed, take the same
+    steps, compare each digest, then make the call under which the old session was lost
+
+An answer that differs ends the session with REPLAY_MISMATCH: an episode is never
+continued on another course than the one that the policy has seen. Only for environments
+that were shown deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import orjson
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.transports.interface import Opened, WireSession, retry_refused
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.proto.errors import (
+    CapacityError,
+    ConfigError,
+    EnvError,
+    ErrorCode,
+    ExecutionError,
+    InfrastructureError,
+    InvalidCallError,
+    RateLimitError,
+    SessionLostError,
+)
+
+ResultT = TypeVar("ResultT")
+Opener = Callable[[OpenArgs], Awaitable[Opened]]
+
+_PAUSE_S = 0.5
+_DIGEST_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLimits:
+    """How hard a lost session is tried to be rebuilt, for each call under which it is lost."""
+
+    num_attempts: int = 3
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One step of the running episode."""
+
+    action: bytes | str
+    step_index: int
+    digest: bytes
+
+
+def check_replayable(description: EnvironmentDescription) -> None:
+    """Returns when episodes of the environment can be rebuilt.
+
+    Raises:
+        ConfigError: the server was not shown that they can.
+    """
+    if not description.is_deterministic:
+        raise ConfigError(
+            f"expected a deterministic environment for resume=True, got"
+            f" {description.name or 'one'} whose server was not shown to be that; see: ludus env"
+            " check, then serve it as deterministic, or leave resume out"
+        )
+
+
+class ReplayingSession:
+    """A wire session that is rebuilt when it is lost; its id changes then."""
+
+    def __init__(
+        self,
+        open_wire: Opener,
+        args: OpenArgs,
+        opened: Opened,
+        limits: ResumeLimits,
+    ) -> None:
+        self.num_resumes = 0
+        """How often it was rebuilt."""
+        self._open_wire = open_wire
+        self._args = args
+        self._limits = limits
+        self._wire, first = opened
+        assert args.reset is not None, "what was not seeded cannot be replayed"
+        assert first is not None, "a reset was asked for"
+        self._reset = args.reset
+        self._first_digest = digest_of(first)
+        self._played: list[_Played] = []
+
+    @property
+    def session_id(self) -> str:
+        """The id of the session that it is now."""
+        return self._wire.session_id
+
+    async def reset(self, args: ResetArgs) -> StepResult:
+        """The first result of a new episode."""
+        args = seeded(args)
+        try:
+            first = await self._wire.reset(args)
+        except InfrastructureError as error:
+            first = await self._bounded(error, lambda: self._begin_anew(args))
+        self._reset, self._first_digest, self._played = args, digest_of(first), []
+        return first
+
+    async def step(self, action: bytes | str, step_index: int) -> StepResult:
+        """The result of an action: bytes are JSON, a str is text."""
+        try:
+            result = await self._recorded_step(action, step_index)
+        except InfrastructureError as error:
+
+            async def again() -> StepResult:
+                await self._rebuild()
+                return await self._recorded_step(action, step_index)
+
+            result = await self._bounded(error, again)
+        return result
+
+    async def state(self) -> JsonObject:
+        """The environment's state."""
+        try:
+            return await self._wire.state()
+        except InfrastructureError as error:
+
+            async def again() -> JsonObject:
+                await self._rebuild()
+                return await self._wire.state()
+
+            return await self._bounded(error, again)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """Raises: what a tool has done cannot be done again in the session that replaces this."""
+        raise InvalidCallError(
+            f"expected steps in a session with resume=True, got a call of tool '{name}', which a "
+            "rebuilt session would lack; open it without resume"
+        )
+
+    async def close(self) -> None:
+        """Returns when the server has freed the session."""
+        await self._wire.close()
+
+    def abandon(self) -> None:
+        """Lets the server free the session, without waiting for it."""
+        self._wire.abandon()
+
+    async def _recorded_step(self, action: bytes | str, step_index: int) -> StepResult:
+        """The result; a step whose code raised is kept as well: it may have changed things."""
+        try:
+            result = await self._wire.step(action, step_index)
+        except ExecutionError as error:
+            self._played.append(_Played(action, step_index, digest_of(error)))
+            raise
+        self._played.append(_Played(action, step_index, digest_of(result)))
+        return result
+
+    async def _bounded(
+        self, cause: InfrastructureError, attempt: Callable[[], Awaitable[ResultT]]
+    ) -> ResultT:
+        """The value of the first attempt that gets through.
+
+        Raises:
+            InfrastructureError: none did; REPLAY_MISMATCH ends it at once.
+        """
+        error = cause
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                for number in range(self._limits.num_attempts):
+                    await asyncio.sleep(_PAUSE_S * number)
+                    self._wire.abandon()
+                    try:
+                        return await attempt()
+                    except InfrastructureError as found:
+                        error = found
+                    if error.code == ErrorCode.REPLAY_MISMATCH:
+                        break
+        except TimeoutError:
+            pass
+        raise error
+
+    async def _begin_anew(self, args: ResetArgs) -> StepResult:
+        self._wire, first = await self._open(args)
+        self.num_resumes += 1
+        return first
+
+    async def _rebuild(self) -> None:
+        """Returns when a new session stands where the lost one stood."""
+        self._wire, first = await self._open(self._reset)
+        self._compare(0, self._first_digest, first)
+        for played in self._played:
+            try:
+                outcome: StepResult | EnvError = await self._wire.step(
+                    played.action, played.step_index
+                )
+            except InfrastructureError:
+                raise
+            except EnvError as error:
+                outcome = error
+            self._compare(played.step_index, played.digest, outcome)
+        self.num_resumes += 1
+
+    async def _open(self, reset: ResetArgs) -> tuple[WireSession, StepResult]:
+        args = dataclasses.replace(self._args, reset=reset)
+        try:
+            wire, first = await retry_refused(lambda: self._open_wire(args), self._limits.timeout_s)
+        except (CapacityError, RateLimitError) as error:
+            raise SessionLostError(
+                f"session lost, and no room to rebuild it: {error.message}"
+            ) from error
+        assert first is not None, "a reset was asked for"
+        return wire, first
+
+    def _compare(self, step_index: int, expected: bytes, outcome: StepResult | EnvError) -> None:
+        if digest_of(outcome) != expected:
+            self._wire.abandon()
+            raise SessionLostError(
+                f"expected step {step_index} on seed {self._reset.seed} to be as it was, got"
+                " another answer from the new session: the environment is not deterministic, or"
+                " another version of it is served; the episode is void, open a new one",
+                ErrorCode.REPLAY_MISMATCH,
+            )
+
+
+def seeded(args: ResetArgs) -> ResetArgs:
+    """The arguments with a seed; one is drawn where none is given."""
+    if args.seed is not None:
+        return args
+    return dataclasses.replace(args, seed=secrets.randbits(63))
+
+
+def digest_of(outcome: StepResult | EnvError) -> bytes:
+    """What two answers share exactly when a player could not tell them apart."""
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(outcome, EnvError):
+        digest.update(outcome.code.encode())
+        return digest.digest()
+    seen = [
+        outcome.observation,
+        outcome.reward,
+        outcome.terminated,
+        outcome.truncated,
+        outcome.step_index,
+    ]
+    digest.update(orjson.dumps(seen, option=_DIGEST_OPTIONS))
+    for name, array in sorted(outcome.tensors.items()):
+        digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.digest()

@@ -1,0 +1,102 @@
+"""The base of an environment package's own client: one session, typed as its models say.
+
+class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
+    observation_type = CoinObservation
+    state_type = CoinState
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Self, TypeVar
+
+from pydantic import BaseModel
+
+from ludus.env.client.sync import EnvClient, Session
+from ludus.env.types import Action, StepResult, TextView
+
+ActionT = TypeVar("ActionT", bound=Action)
+ObservationT = TypeVar("ObservationT", bound=BaseModel)
+StateT = TypeVar("StateT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class TypedResult(Generic[ObservationT]):
+    """What one reset or step led to."""
+
+    observation: ObservationT
+    reward: float | None
+    """None after a reset."""
+    terminated: bool
+    truncated: bool
+    text: TextView | None
+    """The same for language models; None from servers that have no text."""
+
+    @property
+    def done(self) -> bool:
+        """True when the episode is over, for either reason."""
+        return self.terminated or self.truncated
+
+
+class TypedEnv(Generic[ActionT, ObservationT, StateT]):
+    """One session at a server; `reset` starts the next episode in it.
+
+    Args:
+        base_url: http:// or ws://, also of OpenEnv's own servers, or grpc:// for ours.
+        token: for servers that ask for one.
+
+    Raises:
+        UnavailableError: the server did not answer.
+        AuthenticationError: the token is missing or wrong.
+    """
+
+    observation_type: type[ObservationT]
+    state_type: type[StateT]
+    default_url: ClassVar[str] = "http://localhost:8000"
+
+    def __init__(self, base_url: str | None = None, *, token: str | None = None) -> None:
+        self._client = EnvClient.connect(base_url or self.default_url, token=token)
+        self._session: Session | None = None
+
+    def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
+        """The first view of a new episode, which follows from the seed."""
+        if self._session is None:
+            self._session, first = self._client.open(seed=seed)
+            return self._typed(first)
+        return self._typed(self._session.reset(seed=seed))
+
+    def step(self, action: ActionT) -> TypedResult[ObservationT]:
+        """What the action led to.
+
+        Raises:
+            IllegalActionError: the rules do not allow it; the episode is unchanged.
+        """
+        return self._typed(self._opened().step(action))
+
+    def state(self) -> StateT:
+        """Where the episode stands."""
+        return self.state_type.model_validate(self._opened().state())
+
+    def close(self) -> None:
+        """Ends the session and the connection."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            self._session = self._client.open_session()
+        return self._session
+
+    def _typed(self, result: StepResult) -> TypedResult[ObservationT]:
+        return TypedResult(
+            observation=self.observation_type.model_validate(result.observation),
+            reward=result.reward,
+            terminated=result.terminated,
+            truncated=result.truncated,
+            text=result.text,
+        )

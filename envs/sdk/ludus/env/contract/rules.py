@@ -1,0 +1,205 @@
+"""The rules of the environment contract, each a function that raises when it is broken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import orjson
+
+from ludus.env.contract.players import CheckedEnvironment, Player, record_of
+from ludus.proto.errors import ActionParseError, LudusError
+
+Rule = Callable[[CheckedEnvironment], None]
+
+_GARBAGE = ("", "\x00 no player would ever answer this \x00")
+
+
+class BrokenRuleError(LudusError):
+    """A rule of the contract that did not hold."""
+
+
+def reset_has_no_reward(checked: CheckedEnvironment) -> None:
+    """A reset scores nothing and starts a running episode."""
+    for seed in checked.seeds:
+        first = checked.make().reset(seed=seed)
+        _expect(first.reward is None, f"reward None after reset(seed={seed})", first.reward)
+        over = first.terminated or first.truncated
+        _expect(not over, f"a running episode after reset(seed={seed})", "one that is over")
+
+
+def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
+    """Flags are bool and rewards float; NumPy's own types do not survive every wire."""
+    for transition in checked.play(checked.seeds[0]).transitions:
+        for name in ("terminated", "truncated"):
+            flag = getattr(transition, name)
+            _expect(type(flag) is bool, f"{name} to be a bool", f"{flag!r} ({type(flag).__name__})")
+        reward = transition.reward
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        _expect(reward is None or is_number, "a reward that is a float or None", repr(reward))
+
+
+def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:
+    """Also whatever the process does to its global random state."""
+    for seed in checked.seeds:
+        first = checked.play(seed, policy_seed=seed)
+        random.seed(seed + 1)
+        _expect_same(first, checked.play(seed, first.actions), f"seed {seed}")
+
+
+def another_session_changes_nothing(checked: CheckedEnvironment) -> None:
+    """Two sessions take turns, and each goes as it went alone."""
+    alone = [checked.play(seed, policy_seed=seed) for seed in checked.seeds[:2]]
+    if checked.holds_one:  # then the rules of the wire try it, over processes
+        return
+    together = [
+        Player(checked, seed, player.actions)
+        for seed, player in zip(checked.seeds, alone, strict=False)
+    ]
+    while any([player.advance() for player in together]):
+        pass
+    for before, after in zip(alone, together, strict=True):
+        _expect_same(before, after, "an episode beside another one")
+
+
+def a_second_reset_starts_anew(checked: CheckedEnvironment) -> None:
+    """What was played before leaves no trace."""
+    player = checked.play(checked.seeds[0])
+    again = record_of(player.environment.reset(seed=checked.seeds[0]))
+    _expect(again == player.record[0], player.record[0].decode(), again.decode())
+
+
+def seeds_are_not_ignored(checked: CheckedEnvironment) -> None:
+    """Where chance plays a part, seeds decide it; where none does, no seed changes a thing."""
+    seeded = {b"".join(checked.play(seed).record) for seed in checked.seeds}
+    if len(seeded) > 1 or len(checked.seeds) < 2:
+        return
+    unseeded = {b"".join(checked.play(None).record) for _ in checked.seeds}
+    found = f"one and the same for all of {list(checked.seeds)}, but others without a seed"
+    _expect(unseeded == seeded, "episodes that differ with the seed", found)
+
+
+def a_step_after_the_end_is_refused(checked: CheckedEnvironment) -> None:
+    """By an exception, whatever its type."""
+    for seed in checked.seeds:
+        player = checked.play(seed)
+        if not player.is_over or not player.actions:
+            continue
+        try:
+            after = player.environment.step(player.actions[-1])
+        except Exception:  # noqa: BLE001 - any refusal will do
+            continue
+        _expect(False, "an error for a step after the end", record_of(after).decode())
+
+
+def observations_fit_their_schema(checked: CheckedEnvironment) -> None:
+    """They have the declared type, validate against it, and survive JSON."""
+    player = checked.play(checked.seeds[0])
+    declared = player.environment.observation_type
+    for transition in player.transitions:
+        found = transition.observation
+        _expect(
+            type(found) is declared,
+            f"observations of type {declared.__name__}",
+            type(found).__name__,
+        )
+        returned = declared.model_validate_json(found.model_dump_json())
+        _expect(returned == found, f"{found!r} to survive JSON", repr(returned))
+        orjson.dumps(transition.info, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def the_state_fits_its_schema(checked: CheckedEnvironment) -> None:
+    """It has the declared type and survives JSON."""
+    environment = checked.play(checked.seeds[0]).environment
+    declared, state = environment.state_type, environment.state
+    _expect(
+        isinstance(state, declared), f"a state of type {declared.__name__}", type(state).__name__
+    )
+    declared.model_validate_json(state.model_dump_json())
+
+
+def every_legal_answer_is_a_legal_action(checked: CheckedEnvironment) -> None:
+    """The text face reads back each answer it offers, and the environment takes it."""
+    face = checked.make().text_face
+    if face is None:
+        return
+    for seed in checked.seeds:
+        observation = checked.make().reset(seed=seed).observation
+        for answer in face.legal_answers(observation):
+            environment = checked.make()
+            environment.reset(seed=seed)
+            environment.step(face.parse(answer, observation))
+
+
+def garbage_is_no_action(checked: CheckedEnvironment) -> None:
+    """The text face refuses it with ActionParseError."""
+    environment = checked.make()
+    if environment.text_face is None:
+        return
+    observation = environment.reset(seed=checked.seeds[0]).observation
+    for text in _GARBAGE:
+        try:
+            action = environment.text_face.parse(text, observation)
+        except ActionParseError:
+            continue
+        _expect(False, f"ActionParseError for {text!r}", repr(action))
+
+
+def text_is_chat_messages(checked: CheckedEnvironment) -> None:
+    """Rendering gives at least one message after a reset, each a role and a text."""
+    player = checked.play(checked.seeds[0])
+    face = player.environment.text_face
+    if face is None:
+        return
+    for index, transition in enumerate(player.transitions):
+        messages = face.render(transition.observation, first=index == 0)
+        _expect(bool(messages) or index > 0, "at least one message after a reset", messages)
+        for message in messages:
+            is_chat = set(message) == {"role", "content"} and isinstance(message["content"], str)
+            _expect(is_chat, "a role and a text", message)
+
+
+def action_metadata_changes_nothing(checked: CheckedEnvironment) -> None:
+    """Clients may put anything there."""
+    plain = checked.play(checked.seeds[0])
+    noisy = [a.model_copy(update={"metadata": {"note": "harmless"}}) for a in plain.actions]
+    _expect_same(plain, checked.play(checked.seeds[0], noisy), "actions with metadata")
+
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        reset_has_no_reward,
+        flags_and_rewards_have_their_types,
+        same_seed_and_actions_give_the_same_episode,
+        another_session_changes_nothing,
+        a_second_reset_starts_anew,
+        seeds_are_not_ignored,
+        a_step_after_the_end_is_refused,
+        observations_fit_their_schema,
+        the_state_fits_its_schema,
+        every_legal_answer_is_a_legal_action,
+        garbage_is_no_action,
+        text_is_chat_messages,
+        action_metadata_changes_nothing,
+    )
+}
+
+
+def _expect(held: bool, expected: str, found: object) -> None:
+    if not held:
+        raise BrokenRuleError(f"expected {expected}, got {found}")
+
+
+def _expect_same(before: Player, after: Player, circumstance: str) -> None:
+    for index, (first, second) in enumerate(zip(before.record, after.record, strict=False)):
+        _expect(
+            first == second,
+            f"the same episode for {circumstance}; step {index} was {first.decode()}",
+            second.decode(),
+        )
+    _expect(
+        len(before.record) == len(after.record),
+        f"the same episode for {circumstance}; it took {len(before.actions)} steps",
+        f"{len(after.actions)}",
+    )

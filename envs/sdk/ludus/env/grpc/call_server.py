@@ -1,0 +1,391 @@
+"""Answers call batches of env.proto from `Sessions`: for gRPC streams, and in workers.
+
+Environments that step on the event loop answer a whole batch at once; for the others each
+call is a task of its own and finished replies travel together as soon as the stream can
+take them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable
+from typing import TypeAlias, cast
+
+import orjson
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.messages.protobuf import (
+    MAX_BATCH_BYTES,
+    fill_error,
+    fill_opened,
+    fill_result,
+    read_action,
+    read_open_args,
+    read_reset_args,
+)
+from ludus.env.recording.writer import RecordingSessions
+from ludus.env.security.tracing import server_span
+from ludus.env.sessions.adoption import Adoptable, adopt_called
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.interface import Owner, Sessions
+from ludus.env.types import JsonObject
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+
+Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
+MAX_GROUP_SIZE = 4096
+MAX_CALLS_AHEAD = 4096
+"""Calls that are read before an earlier one is answered."""
+_ENOUGH_CALLS = 16
+_NUM_IDLE_TURNS = 8
+"""Turns of the event loop, a few microseconds each, in which nothing more comes."""
+
+
+class CallServer:
+    """Every call of env.proto, answered in place into its reply message."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._orphans: Collection[str] = getattr(sessions, "orphans", frozenset())
+        """Sessions that have lost their connection; the next to call one is its new one."""
+        self._inline = (
+            sessions if isinstance(sessions, SessionCore) and sessions.runs_inline else None
+        )
+
+    async def serve(self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner) -> None:
+        """Returns when the batches have ended and every call is answered."""
+        try:
+            if self._inline is not None:
+                await self._serve_inline(self._inline, batches, write, owner)
+            else:
+                await self._serve_concurrently(batches, write, owner)
+        finally:
+            self._sessions.release(owner)
+
+    async def step_many(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
+        """One reply per step, in order."""
+        response = pb.StepManyResponse()
+        if self._inline is not None:
+            self._take_all(self._inline, request.steps, response.replies.add)
+        else:
+            replies = [(step, response.replies.add()) for step in request.steps]
+            await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
+        return response
+
+    @property
+    def answers_at_once(self) -> bool:
+        """True when no answer waits for anything, so that answering side by side gains nothing."""
+        return self._inline is not None
+
+    def _take_all(
+        self,
+        core: SessionCore,
+        steps: Iterable[pb.StepRequest],
+        add_reply: Callable[[], pb.StepReply],
+    ) -> None:
+        """Answers steps and resets of environments that step on the event loop."""
+        take, num_steps, resets_s = core.take_step, 0, 0.0
+        begun_s = time.perf_counter()
+        for step in steps:
+            reply, session_id = add_reply(), step.session_id
+            kind = step.WhichOneof("action")
+            try:
+                if kind == "action_json" and not step.tensors:
+                    result = take(session_id, step.action_json, step.step_index)
+                    num_steps += 1
+                elif kind == "reset":
+                    reset_begun_s = time.perf_counter()
+                    result = core.reset_now(session_id, read_reset_args(step.reset))
+                    resets_s += time.perf_counter() - reset_begun_s
+                else:
+                    result = take(session_id, read_action(step), step.step_index)
+                    num_steps += 1
+            except EnvError as error:
+                if kind != "reset":
+                    core.count_error(error.code)
+                fill_error(reply.error, error, session_id)
+                continue
+            fill_result(reply.result, session_id, result)
+        if num_steps:
+            core.count_steps(num_steps, time.perf_counter() - begun_s - resets_s)
+
+    async def open(
+        self, request: pb.OpenRequest, response: pb.OpenResponse, owner: Owner | None
+    ) -> None:
+        """Opens a session."""
+        fill_opened(response, await self._sessions.open(read_open_args(request), owner))
+
+    async def open_group(
+        self, request: pb.OpenGroupRequest, response: pb.OpenGroupResponse, owner: Owner | None
+    ) -> None:
+        """Opens a group."""
+        size = len(request.session_ids) or request.size
+        if not 1 <= size <= MAX_GROUP_SIZE:
+            raise InvalidCallError(
+                f"expected a group of 1 to {MAX_GROUP_SIZE} sessions, got {size}"
+            )
+        args = read_open_args(request.open)
+        if request.session_ids and isinstance(self._sessions, SessionCore | RecordingSessions):
+            opened = await self._sessions.open_group_as(list(request.session_ids), args, owner)
+        else:
+            opened = await self._sessions.open_group(args, size, owner)
+        for one in opened:
+            fill_opened(response.sessions.add(), one)
+
+    async def reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
+        """Starts an episode."""
+        args = read_reset_args(request.args)
+        fill_result(
+            response, request.session_id, await self._sessions.reset(request.session_id, args)
+        )
+
+    async def step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
+        """Takes a step, or starts the next episode where the request says so."""
+        session_id = request.session_id
+        if request.HasField("reset"):
+            args: ResetArgs = read_reset_args(request.reset)
+            result = await self._sessions.reset(session_id, args)
+        else:
+            result = await self._sessions.step(
+                session_id, read_action(request), request.step_index, request.timeout_s
+            )
+        fill_result(response, session_id, result)
+
+    async def state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
+        """The state."""
+        response.state_json = await self._sessions.state(request.session_id)
+        response.session_id = request.session_id
+
+    async def call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
+        """Calls a tool."""
+        arguments = _read_arguments(request.arguments_json)
+        response.result_json = await self._sessions.call_tool(
+            request.session_id, request.name, arguments
+        )
+        response.session_id = request.session_id
+
+    # -- streams -----------------------------------------------------------------------
+
+    async def _serve_inline(
+        self,
+        core: SessionCore,
+        batches: AsyncIterable[pb.CallBatch],
+        write: Write,
+        owner: Owner,
+    ) -> None:
+        ahead = _ReadAhead(batches)
+        reading = asyncio.create_task(ahead.read())
+        try:
+            while calls := await ahead.take(gathers=len(owner.session_ids) > 1):
+                await self._answer_in_order(core, calls, write, owner)
+            await reading
+        finally:
+            reading.cancel()
+
+    async def _answer_in_order(
+        self, core: SessionCore, calls: list[pb.Call], write: Write, owner: Owner
+    ) -> None:
+        response, num_bytes = pb.ReplyBatch(), 0
+        if self._orphans:
+            adopt_called(cast(Adoptable, self._sessions), calls, owner)
+        for call in calls:
+            if num_bytes > MAX_BATCH_BYTES:
+                await write(response)
+                response, num_bytes = pb.ReplyBatch(), 0
+            reply = response.replies.add()
+            reply.call_id = call.call_id
+            is_traced = call.HasField("trace")
+            if call.HasField("step") and not (is_traced or call.step.HasField("reset")):
+                num_bytes += self._step_now(core, call.step, reply)
+            else:
+                await self._answer(call, reply, owner)
+                num_bytes += reply.ByteSize()
+        await write(response)
+
+    async def _serve_concurrently(
+        self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner
+    ) -> None:
+        replies = ReplyWriter(write)
+        tasks: set[asyncio.Task[None]] = set()
+        writing = asyncio.create_task(replies.write_forever())
+        try:
+            async for batch in batches:
+                if self._orphans:
+                    adopt_called(cast(Adoptable, self._sessions), batch.calls, owner)
+                for call in batch.calls:
+                    task = asyncio.create_task(self._answer_into(call, replies, owner))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+            if tasks:
+                await asyncio.wait(tasks)
+            await replies.flush()
+        finally:
+            writing.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _answer_into(self, call: pb.Call, replies: ReplyWriter, owner: Owner) -> None:
+        reply = pb.Reply(call_id=call.call_id)
+        await self._answer(call, reply, owner)
+        replies.put(reply)
+
+    async def _answer(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
+        if call.HasField("trace"):
+            name = f"ludus.env/{call.WhichOneof('call')}"
+            with server_span(name, call.trace.traceparent, call.trace.request_id):
+                await self._answer_untraced(call, reply, owner)
+        else:
+            await self._answer_untraced(call, reply, owner)
+
+    async def _answer_untraced(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
+        kind = call.WhichOneof("call")
+        try:
+            match kind:
+                case "step":
+                    await self.step(call.step, reply.result)
+                case "open":
+                    await self.open(call.open, reply.open, owner)
+                case "open_group":
+                    await self.open_group(call.open_group, reply.open_group, owner)
+                case "reset":
+                    await self.reset(call.reset, reply.result)
+                case "state":
+                    await self.state(call.state, reply.state)
+                case "call_tool":
+                    await self.call_tool(call.call_tool, reply.call_tool)
+                case "close" | "detach":
+                    await self._end(call, reply)
+                case _:
+                    raise InvalidCallError(
+                        "expected one of open, open_group, reset, step, state, call_tool,"
+                        " detach, close; got an empty call",
+                        ErrorCode.UNKNOWN_TYPE,
+                    )
+        except EnvError as error:
+            session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
+            fill_error(reply.error, error, session_id)
+
+    async def _end(self, call: pb.Call, reply: pb.Reply) -> None:
+        if call.HasField("close"):
+            await self._sessions.close(call.close.session_id)
+        else:
+            await self._sessions.detach(call.detach.session_id)
+        reply.close.SetInParent()
+
+    def _step_now(
+        self, core: SessionCore, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
+    ) -> int:
+        """About how many bytes it added to the reply."""
+        session_id = request.session_id
+        try:
+            result = core.step_now(session_id, read_action(request), request.step_index)
+        except EnvError as error:
+            fill_error(reply.error, error, session_id)
+            return len(error.message)
+        fill_result(reply.result, session_id, result)
+        return result.num_bytes
+
+    async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
+        try:
+            await self.step(request, reply.result)
+        except EnvError as error:
+            fill_error(reply.error, error, request.session_id)
+
+
+class _ReadAhead:
+    """Reads calls while earlier ones are answered, so that their replies travel together.
+
+    A message costs far more than a call in it. Clients that send one call per message would
+    otherwise be answered one by one, and pay as much again for their replies.
+    """
+
+    def __init__(self, batches: AsyncIterable[pb.CallBatch]) -> None:
+        self._batches = batches
+        self._waiting: list[pb.Call] = []
+        self._has_ended = False
+        self._came = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    async def read(self) -> None:
+        """Returns when the batches have ended; raises what reading raises."""
+        try:
+            async for batch in self._batches:
+                self._waiting.extend(batch.calls)
+                self._came.set()
+                if len(self._waiting) >= MAX_CALLS_AHEAD:
+                    self._taken.clear()
+                    await self._taken.wait()
+        finally:
+            self._has_ended = True
+            self._came.set()
+
+    async def take(self, *, gathers: bool) -> list[pb.Call]:
+        """The calls that have come since, at least one; none when they have ended.
+
+        Args:
+            gathers: holds a few calls back for as long as more keep coming.
+        """
+        while not self._waiting and not self._has_ended:
+            self._came.clear()
+            await self._came.wait()
+        if gathers:
+            await self._gather()
+        taken, self._waiting = self._waiting, []
+        self._taken.set()
+        return taken
+
+    async def _gather(self) -> None:
+        num_idle_turns, num_calls = 0, len(self._waiting)
+        while num_calls < _ENOUGH_CALLS and num_idle_turns < _NUM_IDLE_TURNS:
+            await asyncio.sleep(0)
+            num_idle_turns = num_idle_turns + 1 if len(self._waiting) == num_calls else 0
+            num_calls = len(self._waiting)
+
+
+class ReplyWriter:
+    """Gathers replies and writes them in batches; the first waiting reply wakes the writer."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._waiting: list[pb.Reply] = []
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    def put(self, reply: pb.Reply) -> None:
+        """Queues a reply."""
+        self._waiting.append(reply)
+        self._wake.set()
+
+    async def write_forever(self) -> None:
+        """Never returns: writes what was put."""
+        while True:
+            await self._wake.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Returns when everything that was put is written."""
+        async with self._writing:
+            self._wake.clear()
+            waiting, self._waiting = self._waiting, []
+            batch, num_bytes = pb.ReplyBatch(), 0
+            for reply in waiting:
+                batch.replies.append(reply)
+                num_bytes += reply.ByteSize()
+                if num_bytes > MAX_BATCH_BYTES:
+                    await self._write(batch)
+                    batch, num_bytes = pb.ReplyBatch(), 0
+            if batch.replies:
+                await self._write(batch)
+
+
+def _read_arguments(arguments_json: bytes) -> JsonObject:
+    try:
+        arguments = orjson.loads(arguments_json or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidCallError(
+            f"expected arguments_json to be a JSON object: {error}", ErrorCode.INVALID_JSON
+        ) from error
+    if not isinstance(arguments, dict):
+        raise InvalidCallError(f"expected arguments_json to be a JSON object, got {arguments!r}")
+    return arguments

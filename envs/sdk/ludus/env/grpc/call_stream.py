@@ -1,0 +1,194 @@
+"""The calling half of a call stream: to a server over gRPC, to a worker over a pipe.
+
+    step, reset, ... --append--> outgoing batch --writer task--> stream
+    stream --reader task--> the call's future --> the waiting coroutine
+
+Everything that is called before the writer gets its turn travels in one batch: all calls
+of one event-loop tick, and all that gather while an earlier batch is being written. A
+call costs a future and no task. When the stream breaks, every call in flight fails with
+ConnectionLostError, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from ludus.env.messages.protobuf import MAX_BATCH_BYTES, read_error
+from ludus.env.security.tracing import fill_trace, is_traced
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import CallTimeoutError, LudusError, SessionLostError
+
+
+class StreamBrokenError(LudusError):
+    """The stream ended; the message says why."""
+
+
+class ConnectionLostError(SessionLostError):
+    """The stream ended under a call; the session may live on at the other side."""
+
+
+class Duplex(Protocol):
+    """A stream of batches both ways."""
+
+    async def write(self, batch: pb.CallBatch) -> None:
+        """Returns when the batch is on its way.
+
+        Raises:
+            StreamBrokenError: the stream has ended.
+        """
+        ...
+
+    def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
+        """The batches of replies; raises StreamBrokenError."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        ...
+
+
+class CallStream:
+    """One duplex stream: its writer, its reader, and the calls in flight.
+
+    Args:
+        duplex: what carries the batches.
+        peer: the other side, for messages.
+        timeout_s: for one call; its future then fails, the stream goes on.
+        max_calls_per_batch: 0 sends all that gather in one.
+        on_orphan: given replies that nobody waits for any more.
+    """
+
+    def __init__(
+        self,
+        duplex: Duplex,
+        peer: str,
+        *,
+        timeout_s: float,
+        max_calls_per_batch: int = 0,
+        on_orphan: Callable[[pb.Reply], None] | None = None,
+        on_broken: Callable[[str], None] | None = None,
+    ) -> None:
+        self.broken: str | None = None
+        """Why the stream ended; None while it lives."""
+        self.num_batches_sent = 0
+        self._duplex = duplex
+        self._peer = peer
+        self._timeout_s = timeout_s
+        self._max_calls = max_calls_per_batch or sys.maxsize
+        self._on_orphan = on_orphan
+        self._on_broken = on_broken
+        self._loop = asyncio.get_running_loop()
+        self._call_ids = itertools.count(1)
+        self._in_flight: dict[int, tuple[asyncio.Future[pb.Reply], float]] = {}
+        """Future and deadline by call id; in order of the deadlines."""
+        self._expiry: asyncio.TimerHandle | None = None
+        self._full_batches: list[pb.CallBatch] = []
+        self._batch = pb.CallBatch()
+        self._batch_bytes = 0
+        self._wake = asyncio.Event()
+        self._tasks = (
+            self._loop.create_task(self._write_forever()),
+            self._loop.create_task(self._read_forever()),
+        )
+
+    def begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
+        """A call to be filled in before the next await, and the future of its reply."""
+        if self.broken is not None:
+            raise ConnectionLostError(self.broken)
+        if self._batch_bytes > MAX_BATCH_BYTES or len(self._batch.calls) >= self._max_calls:
+            self._full_batches.append(self._batch)
+            self._batch, self._batch_bytes = pb.CallBatch(), 0
+        self._batch_bytes += num_bytes
+        call = self._batch.calls.add()
+        call.call_id = call_id = next(self._call_ids)
+        if is_traced():
+            fill_trace(call)
+        future: asyncio.Future[pb.Reply] = self._loop.create_future()
+        self._in_flight[call_id] = (future, self._loop.time() + self._timeout_s)
+        if self._expiry is None:
+            self._expiry = self._loop.call_later(self._timeout_s, self._expire)
+        self._wake.set()
+        return call, future
+
+    def ignore(self, future: asyncio.Future[pb.Reply]) -> None:
+        """Lets a reply come and go."""
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def close(self) -> None:
+        """Ends the stream; the server closes its sessions."""
+        self._break("the client was closed")
+        self._duplex.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _write_forever(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                batches = [*self._full_batches, self._batch]
+                self._full_batches, self._batch, self._batch_bytes = [], pb.CallBatch(), 0
+                for batch in batches:
+                    self.num_batches_sent += 1
+                    await self._duplex.write(batch)
+        except (StreamBrokenError, asyncio.InvalidStateError):
+            pass  # the reader sees the end of the stream too, and says why
+
+    async def _read_forever(self) -> None:
+        try:
+            async for batch in self._duplex:
+                for reply in batch.replies:
+                    self._settle(reply)
+            self._break(f"{self._peer} ended the connection")
+        except StreamBrokenError as error:
+            self._break(f"the connection to {self._peer} broke: {error}")
+        except asyncio.CancelledError:
+            self._break(f"the connection to {self._peer} was cancelled")
+            raise
+
+    def _settle(self, reply: pb.Reply) -> None:
+        future, _ = self._in_flight.pop(reply.call_id, _NO_CALL)
+        if future is None or future.done():
+            if self._on_orphan is not None:
+                self._on_orphan(reply)
+        elif reply.HasField("error"):
+            future.set_exception(read_error(reply.error))
+        else:
+            future.set_result(reply)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        now_s = self._loop.time()
+        while self._in_flight:
+            call_id, (future, deadline_s) = next(iter(self._in_flight.items()))
+            if deadline_s > now_s:
+                self._expiry = self._loop.call_at(deadline_s, self._expire)
+                return
+            del self._in_flight[call_id]
+            if not future.done():
+                future.set_exception(
+                    CallTimeoutError(
+                        f"expected an answer from {self._peer} within {self._timeout_s:g} s,"
+                        " got none; the session is dropped"
+                    )
+                )
+
+    def _break(self, reason: str) -> None:
+        if self.broken is not None:
+            return
+        self.broken = f"session lost: {reason}; open a new one"
+        if self._expiry is not None:
+            self._expiry.cancel()
+        in_flight, self._in_flight = self._in_flight, {}
+        for future, _ in in_flight.values():
+            if not future.done():
+                future.set_exception(ConnectionLostError(self.broken))
+        self._tasks[0].cancel()
+        if self._on_broken is not None:
+            self._on_broken(self.broken)
+
+
+_NO_CALL: tuple[None, float] = (None, 0.0)

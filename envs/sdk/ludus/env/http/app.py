@@ -1,0 +1,248 @@
+"""The HTTP face of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and probes.
+
+    request --RequireToken--> route --Sessions--> answer
+                                |
+                                +-- EnvError --> {"detail": {"message", "code", ...}}
+
+Which session a request acts on says `asgi/sessions.py`. Bodies are JSON, at most 16 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Body, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ludus.env.asgi.attachments import Attachments
+from ludus.env.asgi.sessions import (
+    UNUSED_TIMEOUT_S,
+    HttpSessions,
+    SpareSessions,
+    forget_header,
+    named_session,
+    session_headers,
+)
+from ludus.env.encoding import EncodedResult
+from ludus.env.http.health import Drain, IsReady, probe_routes
+from ludus.env.http.websocket import WebSocketWire
+from ludus.env.mcp.routes import McpSocket, add_mcp_routes
+from ludus.env.mcp.server import McpServer
+from ludus.env.messages.openenv import (
+    HTTP_STATUS_OF_CODE,
+    MAX_FAULTS_BYTES,
+    ResetRequest,
+    StepRequest,
+    action_json,
+    error_data,
+    faults,
+    ludus_metadata,
+    observation_payload,
+    reset_args,
+)
+from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
+from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
+from ludus.env.sessions.interface import Sessions
+from ludus.env.types import JsonObject
+from ludus.proto.errors import EnvError
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
+"""Probes carry no token."""
+LEGACY_HTTP_VARIABLE = "OPENENV_LEGACY_HTTP"
+_FALSE_WORDS = frozenset({"", "0", "false", "no", "off"})
+
+
+def build_app(
+    sessions: Sessions,
+    *,
+    token: str | None = None,
+    drain: Drain | None = None,
+    is_ready: IsReady | None = None,
+    mcp_key: bytes | None = None,
+    unused_timeout_s: float = UNUSED_TIMEOUT_S,
+) -> FastAPI:
+    """The ASGI application; with a token, every path but the probes asks for it.
+
+    Args:
+        drain: what `/drain` calls; None takes the sessions' own `drain`.
+        is_ready: what `/readyz` asks; None is always ready.
+        mcp_key: signs MCP session ids; replicas that share sessions share it.
+        unused_timeout_s: how long a session from `/reset` waits for its first call.
+    """
+    app = FastAPI(title=sessions.description.name, version="1.0.0")
+    app.router.route_class = _BoundedRoute
+    attachments = Attachments(sessions)
+    spare = SpareSessions(sessions, unused_timeout_s)
+    mcp = McpServer(sessions, attachments, spare, mcp_key)
+    legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
+    http = HttpSessions(sessions, spare, unused_timeout_s=unused_timeout_s, legacy=legacy)
+    _add_description_routes(app, sessions)
+    _add_episode_routes(app, sessions, http, mcp)
+    add_mcp_routes(app, mcp)
+    app.router.routes.extend(probe_routes(sessions, drain=drain, is_ready=is_ready))
+    app.router.routes[:0] = [
+        WebSocketRoute("/ws", WebSocketWire(sessions, attachments, spare, mcp)),
+        WebSocketRoute("/mcp", McpSocket(mcp, sessions, attachments)),
+    ]
+    app.add_exception_handler(EnvError, _error_handler(sessions))
+    app.add_exception_handler(RequestValidationError, _refuse_invalid)
+    app.add_middleware(RefuseForeignOrigins)
+    app.add_middleware(_ContinueTrace)
+    if token:
+        app.add_middleware(RequireToken, token=token, open_paths=OPEN_PATHS)
+    return app
+
+
+def _add_description_routes(app: FastAPI, sessions: Sessions) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "healthy"}
+
+    @app.get("/metadata")
+    async def metadata() -> JsonObject:
+        description = sessions.description
+        return {
+            "name": description.name,
+            "description": description.description,
+            "readme_content": None,
+            "version": description.version,
+            "author": None,
+            "documentation_url": None,
+            "ludus": ludus_metadata(description),
+        }
+
+    @app.get("/schema")
+    async def schema() -> JsonObject:
+        description = sessions.description
+        return {
+            "action": description.action_schema,
+            "observation": description.observation_schema,
+            "state": description.state_schema,
+            "reset_observation": description.observation_schema,
+        }
+
+
+def _add_episode_routes(
+    app: FastAPI, sessions: Sessions, http: HttpSessions, mcp: McpServer
+) -> None:
+    @app.post("/reset")
+    async def reset(
+        request: Request, body: Annotated[ResetRequest | None, Body()] = None
+    ) -> Response:
+        data = body.model_dump(exclude_unset=True) if body else {}
+        args = reset_args(data, sessions.description, lenient=True)
+        session_id, result = await http.reset(_named(request), args)
+        return _observation(result, session_headers(request, session_id))
+
+    @app.post("/step")
+    async def step(request: Request, body: StepRequest) -> Response:
+        action, named = body.given_action, _named(request)
+        if mcp.understands(action):
+            session_id = http.use(named)
+            return _json(await mcp.step(session_id, action))
+        result = await http.step(named, action_json(action), body.timeout_s or 0.0)
+        return _observation(result)
+
+    @app.get("/state")
+    async def state(request: Request) -> Response:
+        return _json(await http.state(_named(request)))
+
+    @app.post("/close")
+    @app.delete("/session")
+    async def close(request: Request) -> Response:
+        closed = await http.close(_named(request))
+        return _json(orjson.dumps({"closed": closed}), forget_header(request))
+
+
+def _named(request: Request) -> str | None:
+    return named_session(request.headers, request.cookies)
+
+
+def _observation(result: EncodedResult, headers: dict[str, str] | None = None) -> Response:
+    return _json(orjson.dumps(observation_payload(result)), headers)
+
+
+def _json(body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EnvError), "registered for EnvError only"
+        if isinstance(error.__cause__, ValidationError):
+            detail: Any = faults(error.__cause__)
+        else:
+            detail = error_data(error, sessions, stock=False)
+        headers = {}
+        if error.retry_after_s > 0:
+            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        body = orjson.dumps({"detail": detail})
+        status = HTTP_STATUS_OF_CODE[error.code]
+        return Response(body, status, headers, media_type="application/json")
+
+    return handle
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "registered for it only"
+    found = list(error.errors())
+    try:
+        body = orjson.dumps({"detail": found}, default=str)
+    except TypeError:  # nested too deep to be shown
+        body = b""
+    if not body or len(body) > MAX_FAULTS_BYTES:
+        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in found[:20]]
+        body = orjson.dumps({"detail": plain}, default=str)
+    return Response(body, 422, media_type="application/json")
+
+
+class _ContinueTrace:
+    """ASGI middleware that serves a call within the caller's span and request id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        traceparent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
+        request = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
+        with server_span(str(scope["type"]), traceparent, request):
+            await self._app(scope, receive, send)
+
+
+class _BoundedRequest(Request):
+    """A request whose body is bounded JSON: no NaN, no lone surrogates, no deep nesting."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            chunks, num_bytes = [], 0
+            async for chunk in self.stream():
+                num_bytes += len(chunk)
+                if num_bytes > MAX_MESSAGE_BYTES:
+                    raise HTTPException(
+                        413, f"expected a body of at most {MAX_MESSAGE_BYTES} bytes"
+                    )
+                chunks.append(chunk)
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def json(self) -> Any:
+        return orjson.loads(await self.body())
+
+
+class _BoundedRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_BoundedRequest(request.scope, request.receive))
+
+        return handle

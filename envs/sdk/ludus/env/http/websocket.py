@@ -1,0 +1,311 @@
+"""OpenEnv's WebSocket `/ws`: one connection is one session, one reply per message.
+
+    frame --> plain step? ------------------> Sessions.step --> frame put together from bytes
+                |  no
+                +--> strict message models --> Sessions ------> frame
+
+A frame is sent only as the reply to a message, because stock clients take any frame for
+their reply; the one exception is the refusal of a connection, which OpenEnv sends first.
+When its session ends while the socket is open, the close frame says why.
+`/ws?session_id=<id>` serves a session that exists already and leaves it behind; `?ludus=1`
+asks for our extras, and `&text=0` for them without the text view.
+
+Who waits for whom: a connection is accepted at once and then waits for a free session; a
+client that leaves meanwhile stops waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope, Send
+
+from ludus.env.asgi.attachments import Attachments
+from ludus.env.asgi.sessions import SpareSessions
+from ludus.env.asgi.socket import AsgiSocket, SocketGone
+from ludus.env.encoding import EncodedResult
+from ludus.env.mcp.server import McpCaller, McpServer
+from ludus.env.messages.openenv import (
+    CloseMessage,
+    LudusStepMessage,
+    McpMessage,
+    ResetMessage,
+    StateMessage,
+    StepMessage,
+    action_json,
+    error_data,
+    frame,
+    ludus_payload,
+    observation_frame,
+    reset_args,
+    validation_error_data,
+)
+from ludus.env.security.tracing import is_traced
+from ludus.env.sessions.core import SessionCore
+from ludus.env.sessions.ends import close_code, close_text
+from ludus.env.sessions.interface import OpenArgs, Owner, Sessions
+from ludus.env.types import JsonObject
+from ludus.proto.errors import (
+    AuthenticationError,
+    EnvError,
+    ErrorCode,
+    InvalidCallError,
+    SessionLostError,
+)
+
+_MAX_SHOWN_CHARS = 200
+_MESSAGE_TYPES: dict[str, type[BaseModel]] = {
+    "reset": ResetMessage,
+    "step": StepMessage,
+    "state": StateMessage,
+    "close": CloseMessage,
+    "mcp": McpMessage,
+}
+_LUDUS_MESSAGE_TYPES = _MESSAGE_TYPES | {"step": LudusStepMessage}
+
+
+class WebSocketWire:
+    """The ASGI application behind `/ws`."""
+
+    def __init__(
+        self, sessions: Sessions, attachments: Attachments, spare: SpareSessions, mcp: McpServer
+    ) -> None:
+        self._sessions = sessions
+        self._attachments = attachments
+        self._spare = spare
+        self._mcp = mcp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Returns when the connection has ended and its session is freed or left behind."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        stock = query.get("ludus") != ["1"]
+        with_text = not stock and query.get("text") != ["0"]
+        wanted = query.get("session_id", [""])[0]
+        socket = AsgiSocket(scope, receive, send)
+        owner = Owner(tenant=scope.get("ludus.tenant", ""))
+        if socket.direct is not None:
+            socket.direct.when_gone(lambda: self._sessions.release(owner))
+        try:
+            await socket.accept()
+            try:
+                session_id = wanted or await self._open(socket, owner, with_text)
+                connection = _Connection(socket, self._sessions, self._mcp, session_id, stock)
+                await self._serve(connection, session_id, is_attached=bool(wanted))
+            except EnvError as error:
+                data = error_data(error, self._sessions, stock=stock)
+                await socket.send(frame("error", data))
+            await socket.close()
+        except SocketGone:
+            return
+        finally:
+            socket.abandon()
+            self._sessions.release(owner)
+
+    async def _open(self, socket: AsgiSocket, owner: Owner, with_text: bool) -> str:
+        await self._spare.make_room()
+        args = OpenArgs(with_text=with_text)
+        return (await socket.unless_gone(self._sessions.open(args, owner))).session_id
+
+    async def _serve(self, connection: _Connection, session_id: str, *, is_attached: bool) -> None:
+        if is_attached:
+            await self._check_exists(session_id)
+        if not self._attachments.attach(session_id, connection):
+            raise SessionLostError(
+                f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
+            )
+        try:
+            await connection.serve()
+        finally:
+            must_close = self._attachments.detach(session_id) or not is_attached
+            if must_close:
+                await self._sessions.close(session_id)
+
+    async def _check_exists(self, session_id: str) -> None:
+        try:
+            await self._sessions.state(session_id)
+        except (SessionLostError, AuthenticationError):
+            raise SessionLostError(
+                f"Unknown session_id: {_shown(session_id)}", ErrorCode.SESSION_ERROR
+            ) from None
+        self._spare.used(session_id)
+
+
+class _Connection:
+    """The conversation on one socket."""
+
+    def __init__(
+        self,
+        socket: AsgiSocket,
+        sessions: Sessions,
+        mcp: McpServer,
+        session_id: str,
+        stock: bool,
+    ) -> None:
+        self._socket = socket
+        self._sessions = sessions
+        self._mcp = mcp
+        self._session_id = session_id
+        self._stock = stock
+        self._message_types = _MESSAGE_TYPES if stock else _LUDUS_MESSAGE_TYPES
+        self._is_answering = False
+        self._is_over = False
+        self._end: str | None = None
+        self._closing: asyncio.Task[None] | None = None
+        direct = socket.direct
+        if direct is not None and isinstance(sessions, SessionCore) and sessions.runs_inline:
+            self._step_now = sessions.step_now
+            direct.answer_directly(_within_this_context(self._answer_now))
+
+    def session_ended(self, reason: str) -> None:
+        """Closes the socket, after the reply to a call that still runs."""
+        self._end = reason
+        if not self._is_answering:
+            closing = self._socket.close(close_code(reason), close_text(reason))
+            self._closing = asyncio.get_running_loop().create_task(closing)
+
+    async def serve(self) -> None:
+        """Returns when the client or the session is done."""
+        while True:
+            text = await self._receive()
+            if text is None:
+                return
+            self._is_answering = True
+            reply = await self._answer(text)
+            if reply is not None:
+                await self._socket.send(reply)
+            self._is_answering = False
+            if self._end is not None:
+                await self._socket.close(close_code(self._end), close_text(self._end))
+                return
+            if reply is None or self._is_over:
+                return
+
+    async def _receive(self) -> str | None:
+        """The next frame; None after one that ends the conversation."""
+        try:
+            return await self._socket.receive()
+        except SessionLostError as error:
+            await self._socket.send(frame("error", self._error_data(error)))
+            return None
+
+    async def _answer(self, text: str) -> bytes | None:
+        """The reply; None ends the conversation."""
+        try:
+            return await self._reply_to(_read(text))
+        except SessionLostError as error:
+            self._is_over = True
+            return frame("error", self._error_data(error))
+        except EnvError as error:
+            return frame("error", self._error_data(error))
+        except ValidationError as error:
+            return frame("error", validation_error_data(error))
+
+    def _answer_now(self, text: bytes) -> bytes | None:
+        """The reply to a step that can be taken at once; None for whatever takes more."""
+        try:
+            plain = _plain_step(orjson.loads(text), self._stock)
+            if plain is None or self._mcp.understands(plain[0]):
+                return None
+            result = self._step_now(self._session_id, action_json(plain[0]), plain[1])
+        except (SessionLostError, orjson.JSONDecodeError):
+            return None
+        except EnvError as error:
+            return frame("error", self._error_data(error))
+        return self._observation(result)
+
+    async def _reply_to(self, raw: JsonObject) -> bytes | None:
+        plain = _plain_step(raw, self._stock)
+        if plain is not None:
+            return await self._step(*plain)
+        kind = raw.get("type", "")
+        message_type = self._message_types.get(kind) if isinstance(kind, str) else None
+        if message_type is None:
+            raise InvalidCallError(f"Unknown message type: {_shown(kind)}", ErrorCode.UNKNOWN_TYPE)
+        message = message_type.model_validate(raw)
+        match message:
+            case StepMessage():
+                return await self._step(message.data, 0)
+            case LudusStepMessage():
+                return await self._ludus_step(message)
+            case ResetMessage():
+                args = reset_args(message.data, self._sessions.description, lenient=self._stock)
+                return self._observation(await self._sessions.reset(self._session_id, args))
+            case StateMessage():
+                state = await self._sessions.state(self._session_id)
+                return frame("state", orjson.Fragment(state))
+            case McpMessage():
+                caller = McpCaller(self._session_id, is_managed=True)
+                return frame("mcp", await self._mcp.reply(message.data, caller))
+        return None
+
+    async def _step(self, action: JsonObject, step_index: int) -> bytes:
+        if self._mcp.understands(action):
+            data = await self._mcp.step(self._session_id, action)
+            return frame("observation", orjson.Fragment(data))
+        step = self._sessions.step(self._session_id, action_json(action), step_index)
+        return self._observation(await step)
+
+    async def _ludus_step(self, message: LudusStepMessage) -> bytes:
+        if (message.text is None) == (message.data is None):
+            raise InvalidCallError("expected data or text in a step, got both or neither")
+        if message.data is not None:
+            return await self._step(message.data, message.step_index)
+        assert message.text is not None, "one of the two is there"
+        step = self._sessions.step(self._session_id, message.text, message.step_index)
+        return self._observation(await step)
+
+    def _observation(self, result: EncodedResult) -> bytes:
+        if self._stock:
+            return observation_frame(result)
+        return frame("observation", ludus_payload(result))
+
+    def _error_data(self, error: EnvError) -> JsonObject:
+        return error_data(error, self._sessions, stock=self._stock)
+
+
+def _read(text: str) -> JsonObject:
+    try:
+        message = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidCallError(f"Invalid JSON: {error}", ErrorCode.INVALID_JSON) from None
+    if not isinstance(message, dict):
+        raise SessionLostError(
+            f"expected a JSON object, got {type(message).__name__}", ErrorCode.SESSION_ERROR
+        )
+    return message
+
+
+def _plain_step(message: Any, stock: bool) -> tuple[JsonObject, int] | None:
+    """Action and number of a step that has exactly the keys it needs, else None."""
+    if type(message) is not dict or message.get("type") != "step":
+        return None
+    action = message.get("data")
+    if type(action) is not dict:
+        return None
+    if len(message) == 2:
+        return action, 0
+    step_index = message.get("step_index")
+    if stock or len(message) != 3 or type(step_index) is not int or step_index < 0:
+        return None
+    return action, step_index
+
+
+def _within_this_context(
+    handler: Callable[[bytes], bytes | None],
+) -> Callable[[bytes], bytes | None]:
+    """The handler, which runs with the caller's span and request id, if there are any."""
+    if not is_traced():
+        return handler
+    context = contextvars.copy_context()
+    return lambda text: context.run(handler, text)
+
+
+def _shown(given: Any) -> str:
+    shown = str(given)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."

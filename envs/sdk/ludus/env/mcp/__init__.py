@@ -1,0 +1,1 @@
+"""The MCP wire: any environment as tools, over HTTP and WebSocket."""

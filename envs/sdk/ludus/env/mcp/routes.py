@@ -1,0 +1,149 @@
+"""MCP's wires: `POST /mcp` with JSON responses, and bare JSON-RPC frames on `WS /mcp`.
+
+A `POST` without `Mcp-Session-Id` is OpenEnv's: always answered with status 200. One with it
+is MCP's streamable HTTP: a session that is gone is answered with 404. This server never
+speaks first, so `GET /mcp`, which would listen for that, is not allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from ludus.env.asgi.attachments import Attachments
+from ludus.env.asgi.socket import AsgiSocket, SocketGone
+from ludus.env.mcp.server import (
+    INVALID_REQUEST,
+    McpCaller,
+    McpError,
+    McpServer,
+    error_response,
+    parse_error,
+)
+from ludus.env.sessions.ends import close_code, close_text
+from ludus.env.sessions.interface import Owner, Sessions
+from ludus.proto.errors import ErrorCode, SessionLostError
+
+TICKET_HEADER = "mcp-session-id"
+
+
+def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
+    """Adds `/mcp` over HTTP."""
+
+    @app.post("/mcp")
+    async def call(request: Request) -> Response:
+        try:
+            body = orjson.loads(await request.body())
+        except orjson.JSONDecodeError as error:
+            return _json(parse_error(error))
+        ticket = request.headers.get(TICKET_HEADER)
+        try:
+            caller = mcp.caller_of(ticket) if ticket else McpCaller()
+        except SessionLostError as error:
+            return _json(_gone(error.message), 404)
+        response = await mcp.answer(body, caller)
+        if response is None:
+            return Response(status_code=202)
+        if ticket:
+            return _json(response, 404 if _says_gone(response) else 200)
+        if caller.may_play and caller.session_id is not None:
+            return _json(response, headers={TICKET_HEADER: mcp.ticket_of(caller.session_id)})
+        return _json(response)
+
+    @app.delete("/mcp")
+    async def end(request: Request) -> Response:
+        ticket = request.headers.get(TICKET_HEADER)
+        if not ticket:
+            return _json(_gone("expected an Mcp-Session-Id header, got none"), 400)
+        try:
+            await mcp.end(mcp.caller_of(ticket))
+        except SessionLostError as error:
+            return _json(_gone(error.message), 404)
+        return Response(status_code=204)
+
+
+class McpSocket:
+    """The ASGI application behind `WS /mcp`; its session is opened by the first need of one."""
+
+    def __init__(self, mcp: McpServer, sessions: Sessions, attachments: Attachments) -> None:
+        self._mcp = mcp
+        self._sessions = sessions
+        self._attachments = attachments
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Returns when the connection has ended and its session is freed."""
+        socket = AsgiSocket(scope, receive, send)
+        owner = Owner(tenant=scope.get("ludus.tenant", ""))
+        caller = McpCaller(is_managed=True, owner=owner)
+        if socket.direct is not None:
+            socket.direct.when_gone(lambda: self._sessions.release(owner))
+        connection = _McpConnection(socket, self._mcp, caller, self._attachments)
+        try:
+            await socket.accept()
+            await connection.serve()
+            await socket.close()
+        except SocketGone:
+            return
+        finally:
+            socket.abandon()
+            if caller.session_id is not None:
+                self._attachments.detach(caller.session_id)
+            self._sessions.release(owner)
+
+
+class _McpConnection:
+    """The conversation on one socket."""
+
+    def __init__(
+        self, socket: AsgiSocket, mcp: McpServer, caller: McpCaller, attachments: Attachments
+    ) -> None:
+        self._socket = socket
+        self._mcp = mcp
+        self._caller = caller
+        self._attachments = attachments
+        self._closing: asyncio.Task[None] | None = None
+
+    def session_ended(self, reason: str) -> None:
+        """Closes the socket."""
+        closing = self._socket.close(close_code(reason), close_text(reason))
+        self._closing = asyncio.get_running_loop().create_task(closing)
+
+    async def serve(self) -> None:
+        """Returns after a frame that is nothing this protocol knows."""
+        while True:
+            try:
+                text = await self._socket.receive()
+            except SessionLostError as error:
+                await self._socket.send(orjson.dumps(_gone(error.message)))
+                return
+            response = await self._answer(text)
+            if response is not None:
+                await self._socket.send(orjson.dumps(response))
+
+    async def _answer(self, text: str) -> Any:
+        try:
+            request = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            return parse_error(error)
+        try:
+            return await self._mcp.answer(request, self._caller)
+        finally:
+            if self._caller.session_id is not None:
+                self._attachments.attach(self._caller.session_id, self)
+
+
+def _gone(message: str) -> dict[str, Any]:
+    return error_response(None, McpError(INVALID_REQUEST, message))
+
+
+def _says_gone(response: dict[str, Any]) -> bool:
+    data = response.get("error", {}).get("data")
+    return isinstance(data, dict) and data.get("code") == ErrorCode.SESSION_LOST
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")

@@ -1,0 +1,194 @@
+"""Tools as MCP and OpenEnv's tool actions show them: the environment's own, and for playing.
+
+Both spellings of every key are sent (`inputSchema` and `input_schema`, ...): MCP and the
+versions of OpenEnv's clients each read their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs
+from ludus.env.messages.openenv import action_json, ludus_payload
+from ludus.env.sessions.interface import Sessions
+from ludus.env.types import EnvironmentDescription, JsonObject, Tool
+from ludus.proto.errors import (
+    CallTimeoutError,
+    EnvError,
+    InfrastructureError,
+    InvalidCallError,
+)
+
+START_EPISODE = "start_episode"
+TAKE_ACTION = "take_action"
+GET_STATE = "get_state"
+_TOOL_ACTIONS = {
+    "list_tools": frozenset({"type", "metadata"}),
+    "call_tool": frozenset({"type", "metadata", "tool_name", "arguments"}),
+}
+
+
+def play_tools(description: EnvironmentDescription) -> list[Tool]:
+    """The tools that play an environment; one of the environment's own names hides them."""
+    seed = {"type": "integer", "minimum": 0, "description": "fixes all randomness"}
+    tools = [
+        Tool(
+            START_EPISODE,
+            "Starts a new episode and returns its first observation.",
+            {"type": "object", "properties": {"seed": seed}, "additionalProperties": False},
+        ),
+        Tool(
+            TAKE_ACTION,
+            f"Takes an action in {description.name} and returns what it led to.",
+            {"type": "object", **description.action_schema},
+        ),
+        Tool(
+            GET_STATE,
+            "Returns where the episode stands.",
+            {"type": "object", "properties": {}, "additionalProperties": False},
+        ),
+    ]
+    own_names = {tool.name for tool in description.tools}
+    return [tool for tool in tools if tool.name not in own_names]
+
+
+def listed_tools(tools: Iterable[Tool]) -> list[JsonObject]:
+    """The tools as MCP lists them."""
+    return [
+        {
+            "name": tool.name,
+            "description": tool.description,
+            "inputSchema": tool.input_schema,
+            "input_schema": tool.input_schema,
+        }
+        for tool in tools
+    ]
+
+
+async def play(sessions: Sessions, session_id: str, name: str, arguments: JsonObject) -> JsonObject:
+    """The result of a play tool; what the player did wrong is a result too.
+
+    Raises:
+        InfrastructureError: the session is gone, or cannot be reached.
+    """
+    try:
+        if name == GET_STATE:
+            return _tool_result(await sessions.state(session_id), [])
+        if name == START_EPISODE:
+            result = await sessions.reset(session_id, _start_args(arguments))
+        else:
+            result = await sessions.step(session_id, action_json(arguments))
+    except InfrastructureError:
+        raise
+    except EnvError as error:
+        return _failed_result(error)
+    return _tool_result(_played_json(result), _shown_messages(result))
+
+
+async def call_environment_tool(
+    sessions: Sessions, session_id: str, name: str, arguments: JsonObject
+) -> JsonObject:
+    """The result of a tool of the environment; its failure is a result too.
+
+    Raises:
+        InfrastructureError: the session is gone, or cannot be reached.
+    """
+    try:
+        return _tool_result(await sessions.call_tool(session_id, name, arguments), [])
+    except InfrastructureError:
+        raise
+    except EnvError as error:
+        return _failed_result(error)
+
+
+def is_tool_action(action: JsonObject) -> bool:
+    """True when an action has the shape of OpenEnv's actions for tools."""
+    kind = action.get("type")
+    return isinstance(kind, str) and action.keys() <= _TOOL_ACTIONS.get(kind, frozenset())
+
+
+async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObject) -> bytes:
+    """The payload of a step with such an action, as JSON.
+
+    Raises:
+        SessionLostError: the session is gone.
+    """
+    tools = sessions.description.tools
+    if action["type"] == "list_tools":
+        return _payload({"tools": listed_tools(tools)})
+    name, arguments = action.get("tool_name"), action.get("arguments") or {}
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise InvalidCallError(
+            "expected tool_name to be a string and arguments to be an object in a call_tool action"
+        )
+    if all(tool.name != name for tool in tools):
+        return _payload(_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
+    try:
+        returned = await sessions.call_tool(session_id, name, arguments)
+    except CallTimeoutError as error:
+        return _payload(_failed_call(name, "timeout", error.message))
+    except InfrastructureError:
+        raise
+    except InvalidCallError as error:
+        return _payload(_failed_call(name, "invalid_args", error.message))
+    except EnvError as error:
+        return _payload(_failed_call(name, "execution_error", error.message))
+    result = _tool_result(returned, [])
+    return _payload({"tool_name": name, "result": result, "error": None})
+
+
+def _failed_call(name: str, error_type: str, message: str) -> JsonObject:
+    error = {"error_type": error_type, "message": message}
+    return {"tool_name": name, "result": None, "error": error}
+
+
+def _payload(observation: JsonObject) -> bytes:
+    return orjson.dumps({"observation": observation, "reward": None, "done": False})
+
+
+def _start_args(arguments: JsonObject) -> ResetArgs:
+    seed = arguments.get("seed")
+    is_seed = seed is None or (type(seed) is int and 0 <= seed <= MAX_SEED)
+    if not is_seed or arguments.keys() - {"seed"}:
+        raise InvalidCallError(
+            f"expected no argument but a seed from 0 to {MAX_SEED}, got {sorted(arguments)}"
+        )
+    return ResetArgs(seed)
+
+
+def _played_json(result: EncodedResult) -> bytes:
+    payload = ludus_payload(result)
+    payload.pop("tensors", None)  # arrays are nothing for a language model
+    return orjson.dumps(payload)
+
+
+def _shown_messages(result: EncodedResult) -> list[str]:
+    if result.text is None:
+        return []
+    messages = orjson.loads(result.text.messages_json)
+    return [str(message.get("content", "")) for message in messages]
+
+
+def _tool_result(result_json: bytes, shown: list[str]) -> JsonObject:
+    """A result in both spellings: what the player is shown first, then all of it."""
+    structured: Any = orjson.Fragment(result_json)
+    content = [{"type": "text", "text": text} for text in [*shown, result_json.decode()]]
+    return {
+        "content": content,
+        "structuredContent": structured,
+        "structured_content": structured,
+        "data": structured,
+        "isError": False,
+        "is_error": False,
+    }
+
+
+def _failed_result(error: EnvError) -> JsonObject:
+    return {
+        "content": [{"type": "text", "text": f"{error.message} (code: {error.code})"}],
+        "isError": True,
+        "is_error": True,
+    }

@@ -1,0 +1,1 @@
+"""Between the types of the environment plane and what travels: protobuf and OpenEnv JSON."""

@@ -1,0 +1,282 @@
+"""OpenEnv's JSON messages, as its stock clients of 0.2 to 0.10 send and expect them.
+
+Our own clients ask for extras (`/ws?ludus=1`). They stand beside `observation`, never
+inside it: typed stock clients refuse unknown keys there.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.sessions.interface import Sessions
+from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+
+MAX_FAULTS_BYTES = 65_536
+"""Beyond this a refusal leaves out the input that it refuses."""
+
+HTTP_STATUS_OF_CODE = {
+    ErrorCode.INVALID_JSON: 400,
+    ErrorCode.UNKNOWN_TYPE: 400,
+    ErrorCode.VALIDATION_ERROR: 422,
+    ErrorCode.EXECUTION_ERROR: 500,
+    ErrorCode.FACTORY_ERROR: 500,
+    ErrorCode.CAPACITY_REACHED: 503,
+    ErrorCode.SESSION_ERROR: 404,
+    ErrorCode.SESSION_LOST: 410,
+    ErrorCode.ILLEGAL_ACTION: 422,
+    ErrorCode.ACTION_PARSE_ERROR: 422,
+    ErrorCode.NOT_RESET: 409,
+    ErrorCode.EPISODE_OVER: 409,
+    ErrorCode.STEP_CONFLICT: 409,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.TIMEOUT: 504,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.PERMISSION_DENIED: 403,
+    ErrorCode.RATE_LIMITED: 429,
+    ErrorCode.GROUP_MISMATCH: 409,
+    ErrorCode.TOOL_ERROR: 422,
+    ErrorCode.REPLAY_MISMATCH: 410,
+}
+
+
+class ResetRequest(BaseModel):
+    """The arguments of a reset; further keys go to the environment if it takes them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    seed: int | None = Field(default=None, ge=0)
+    episode_id: str | None = Field(default=None, max_length=255)
+
+
+class StepRequest(BaseModel):
+    """The body of `POST /step`; without `action`, the other keys are the action (0.1)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    action: JsonObject = Field(default_factory=dict)
+    timeout_s: float | None = Field(default=None, gt=0)
+    request_id: str | None = Field(default=None, max_length=255)
+
+    @property
+    def given_action(self) -> JsonObject:
+        """The action, in either form."""
+        if "action" in self.model_fields_set:
+            return self.action
+        return self.model_extra or {}
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ResetMessage(_Envelope):
+    """Starts an episode."""
+
+    type: Literal["reset"]
+    data: JsonObject = Field(default_factory=dict)
+
+
+class StepMessage(_Envelope):
+    """Takes an action; `data` is the action itself."""
+
+    type: Literal["step"]
+    data: JsonObject
+
+
+class LudusStepMessage(_Envelope):
+    """A numbered step whose action is JSON or a language model's text."""
+
+    type: Literal["step"]
+    data: JsonObject | None = None
+    text: str | None = None
+    step_index: int = Field(default=0, ge=0)
+
+
+class StateMessage(_Envelope):
+    """Asks for the state."""
+
+    type: Literal["state"]
+
+
+class CloseMessage(_Envelope):
+    """Ends the session."""
+
+    type: Literal["close"]
+
+
+class McpMessage(_Envelope):
+    """A JSON-RPC call."""
+
+    type: Literal["mcp"]
+    data: JsonObject
+
+
+def reset_args(
+    data: JsonObject, description: EnvironmentDescription, *, lenient: bool
+) -> ResetArgs:
+    """The arguments of a reset.
+
+    Args:
+        lenient: drops what the environment does not take, as stock servers do.
+
+    Raises:
+        ValidationError: seed or episode_id is malformed.
+    """
+    request = ResetRequest.model_validate(data)
+    options = request.model_extra or {}
+    if options:
+        action_json(options)  # what JSON cannot carry on ends here
+    if lenient:
+        options = {k: v for k, v in options.items() if description.takes_option(k)}
+    return ResetArgs(request.seed, request.episode_id or "", options)
+
+
+def action_json(action: JsonObject) -> bytes:
+    """The action as it travels on.
+
+    Raises:
+        InvalidCallError: it is nested deeper than any action is.
+    """
+    try:
+        return orjson.dumps(action)
+    except TypeError as error:
+        raise InvalidCallError(
+            f"expected an action that is plain JSON, at most 254 levels deep: {error}"
+        ) from None
+
+
+def observation_frame(result: EncodedResult) -> bytes:
+    """The WebSocket frame for stock clients, put together without a dictionary: the hot path."""
+    reward = result.reward
+    tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
+    if result.metadata_json:
+        tail += b',"metadata":' + result.metadata_json
+    return b"".join(
+        (
+            b'{"type":"observation","data":{"observation":',
+            result.observation_json,
+            b',"reward":',
+            b"null" if reward is None else orjson.dumps(reward),
+            tail,
+            b"}}",
+        )
+    )
+
+
+def observation_payload(result: EncodedResult) -> JsonObject:
+    """What stock clients get for a reset or step; holds JSON fragments."""
+    payload: JsonObject = {
+        "observation": orjson.Fragment(result.observation_json),
+        "reward": result.reward,
+        "done": result.terminated or result.truncated,
+    }
+    if result.metadata_json:
+        payload["metadata"] = orjson.Fragment(result.metadata_json)
+    return payload
+
+
+def ludus_payload(result: EncodedResult) -> JsonObject:
+    """The stock payload and beside it all that OpenEnv has no key for."""
+    payload = observation_payload(result)
+    payload["terminated"] = result.terminated
+    payload["truncated"] = result.truncated
+    payload["step_index"] = result.step_index
+    if result.info_json:
+        payload["info"] = orjson.Fragment(result.info_json)
+    if result.text is not None:
+        payload["text"] = {
+            "messages": orjson.Fragment(result.text.messages_json),
+            "legal_answers": result.text.legal_answers,
+        }
+    if result.tensors:
+        payload["tensors"] = [_tensor_json(name, a) for name, a in result.tensors.items()]
+    return payload
+
+
+def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
+    """The arrays that a payload's `tensors` hold."""
+    return {
+        tensor["name"]: np.frombuffer(
+            base64.b64decode(tensor["data"]), np.dtype(tensor["dtype"]).newbyteorder("<")
+        ).reshape(tensor["shape"])
+        for tensor in tensors
+    }
+
+
+def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
+    """What /metadata says beside OpenEnv's own keys; its presence advertises the extras."""
+    reset_options = description.reset_options
+    return {
+        "has_text_view": description.has_text_view,
+        "max_sessions": description.max_sessions,
+        "options": description.options,
+        "reset_options": None if reset_options is None else sorted(reset_options),
+        "is_deterministic": description.is_deterministic,
+        "tools": [asdict(tool) for tool in description.tools],
+        "server_id": description.server_id,
+    }
+
+
+def frame(kind: str, data: Any) -> bytes:
+    """A server's WebSocket frame."""
+    return orjson.dumps({"type": kind, "data": data})
+
+
+def error_data(error: EnvError, sessions: Sessions, *, stock: bool) -> JsonObject:
+    """The `data` of an error frame; stock clients get OpenEnv's own words."""
+    data: JsonObject = {"message": error.message, "code": str(error.code)}
+    if error.retry_after_s > 0 and not stock:
+        data["retry_after_s"] = error.retry_after_s
+    cause = error.__cause__
+    if error.code is ErrorCode.CAPACITY_REACHED:
+        load = sessions.load
+        data |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
+    elif error.code is ErrorCode.FACTORY_ERROR:
+        words = error.message.split("'", 2)
+        data["factory_name"] = words[1] if len(words) > 1 else sessions.description.name
+        if stock:
+            data["message"] = error.message.partition(" instance.")[0] + " instance."
+    elif isinstance(cause, ValidationError):
+        data |= validation_error_data(cause) if stock else {"errors": faults(cause)}
+    elif error.code is ErrorCode.EXECUTION_ERROR and stock and cause is not None:
+        data["message"] = str(cause)
+    return data
+
+
+def validation_error_data(error: ValidationError) -> JsonObject:
+    """The `data` of the error frame for a message that does not fit its schema."""
+    return {
+        "message": "Invalid message",
+        "code": str(ErrorCode.VALIDATION_ERROR),
+        "errors": faults(error),
+    }
+
+
+def faults(error: ValidationError) -> list[JsonObject]:
+    """Pydantic's faults as plain JSON values; large input is not sent back."""
+    try:
+        shown = error.json()
+    except ValueError:  # the input is nested too deep to be shown
+        shown = ""
+    if not shown or len(shown) > MAX_FAULTS_BYTES:
+        shown = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
+    return orjson.loads(shown)
+
+
+def _tensor_json(name: str, array: np.ndarray) -> JsonObject:
+    little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return {
+        "name": name,
+        "dtype": array.dtype.name,
+        "shape": array.shape,
+        "data": base64.b64encode(little_endian.tobytes()).decode(),
+    }

@@ -1,0 +1,222 @@
+"""Between the types of the environment plane and the messages of env.proto, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+
+from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs
+from ludus.env.sessions.interface import OpenArgs, Opened
+from ludus.env.types import EnvironmentDescription, JsonObject, Tool
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from_wire
+
+CONNECTED_KEY = "ludus-connected"
+"""In the first metadata of a Connect stream: the server has accepted it."""
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+"""A batch that has grown beyond this is sent and the next one begun."""
+
+
+def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
+    """Writes the result into a message in place, which saves protobuf a copy."""
+    message.session_id = session_id
+    message.step_index = result.step_index
+    message.observation_json = result.observation_json
+    if result.reward is not None:
+        message.reward = result.reward
+    if result.terminated:
+        message.terminated = True
+    if result.truncated:
+        message.truncated = True
+    if result.info_json:
+        message.info_json = result.info_json
+    if result.text is not None:
+        message.text.messages_json = result.text.messages_json
+        message.text.legal_answers.extend(result.text.legal_answers)
+    if result.tensors:
+        fill_tensors(message.tensors, result.tensors)
+    if result.metadata_json:
+        message.metadata_json = result.metadata_json
+
+
+def read_encoded(message: pb.StepResult) -> EncodedResult:
+    """The result as it left the environment, for whoever passes it on."""
+    text = message.text if message.HasField("text") else None
+    return EncodedResult(
+        step_index=message.step_index,
+        observation_json=message.observation_json,
+        metadata_json=message.metadata_json,
+        info_json=message.info_json,
+        reward=message.reward if message.HasField("reward") else None,
+        terminated=message.terminated,
+        truncated=message.truncated,
+        tensors=read_tensors(message.tensors) if message.tensors else {},
+        text=EncodedText(text.messages_json, list(text.legal_answers)) if text else None,
+    )
+
+
+def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
+    """Writes the arguments of an open into a message in place."""
+    message.SetInParent()
+    if args.reset is not None:
+        fill_reset_args(message.reset, args.reset)
+    message.close_when_done = args.close_when_done
+    message.session_id = args.session_id
+    message.linger_s = args.linger_s
+    message.without_text = not args.with_text
+
+
+def read_open_args(message: pb.OpenRequest) -> OpenArgs:
+    """The arguments of an open.
+
+    Raises:
+        InvalidCallError: they are malformed.
+    """
+    return OpenArgs(
+        reset=read_reset_args(message.reset) if message.HasField("reset") else None,
+        close_when_done=message.close_when_done,
+        linger_s=message.linger_s,
+        with_text=not message.without_text,
+        session_id=message.session_id,
+    )
+
+
+def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
+    """Writes a new session into a message in place."""
+    message.session_id = opened.session_id
+    if opened.first is not None:
+        fill_result(message.first, opened.session_id, opened.first)
+
+
+def read_opened(message: pb.OpenResponse) -> Opened:
+    """The new session that a message tells of."""
+    first = read_encoded(message.first) if message.HasField("first") else None
+    return Opened(message.session_id, first)
+
+
+def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
+    """Writes the arguments of a reset into a message in place."""
+    message.SetInParent()
+    if args.seed is not None:
+        message.seed = args.seed
+    message.episode_id = args.episode_id
+    if args.options:
+        message.options_json = orjson.dumps(args.options)
+
+
+def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
+    """The arguments of a reset.
+
+    Raises:
+        InvalidCallError: `options_json` is no JSON object.
+    """
+    options: JsonObject = {}
+    if message.options_json:
+        try:
+            options = orjson.loads(message.options_json)
+        except orjson.JSONDecodeError as error:
+            raise InvalidCallError(
+                f"expected options_json to be a JSON object: {error}", ErrorCode.INVALID_JSON
+            ) from error
+        if not isinstance(options, dict):
+            raise InvalidCallError(f"expected options_json to be a JSON object, got {options!r}")
+    seed = message.seed if message.HasField("seed") else None
+    return ResetArgs(seed, message.episode_id, options)
+
+
+def read_action(message: pb.StepRequest) -> bytes | str:
+    """The action: bytes are JSON, a str is text.
+
+    Raises:
+        InvalidCallError: the request holds no action, or tensors.
+    """
+    if message.tensors:
+        raise InvalidCallError(
+            f"expected an action of JSON or text, got {len(message.tensors)} tensors beside it;"
+            " put the values into action_json"
+        )
+    kind = message.WhichOneof("action")
+    if kind is None:
+        raise InvalidCallError("expected action_json or action_text, got neither")
+    return message.action_json if kind == "action_json" else message.action_text
+
+
+def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
+    """Writes an error into a message in place."""
+    message.code = error.code
+    message.message = error.message
+    message.session_id = session_id
+    message.retry_after_s = error.retry_after_s
+
+
+def read_error(message: pb.Error) -> EnvError:
+    """The exception that an error message stands for."""
+    return error_from_wire(message.code, message.message, message.retry_after_s)
+
+
+def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse:
+    """The description as a message."""
+    return pb.DescribeResponse(
+        name=description.name,
+        description=description.description,
+        version=description.version,
+        action_schema_json=orjson.dumps(description.action_schema),
+        observation_schema_json=orjson.dumps(description.observation_schema),
+        state_schema_json=orjson.dumps(description.state_schema),
+        has_text_view=description.has_text_view,
+        max_sessions=description.max_sessions,
+        options_json=orjson.dumps(description.options),
+        reset_options=sorted(description.reset_options or ()),
+        takes_any_option=description.reset_options is None,
+        is_deterministic=description.is_deterministic,
+        tools_json=orjson.dumps([asdict(tool) for tool in description.tools]),
+        server_id=description.server_id,
+        linger_s=description.linger_s,
+    )
+
+
+def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
+    """The description that a message holds."""
+    return EnvironmentDescription(
+        name=message.name,
+        description=message.description,
+        version=message.version,
+        action_schema=orjson.loads(message.action_schema_json),
+        observation_schema=orjson.loads(message.observation_schema_json),
+        state_schema=orjson.loads(message.state_schema_json),
+        has_text_view=message.has_text_view,
+        max_sessions=message.max_sessions,
+        options=orjson.loads(message.options_json or b"{}"),
+        reset_options=None if message.takes_any_option else frozenset(message.reset_options),
+        is_deterministic=message.is_deterministic,
+        tools=[Tool(**tool) for tool in orjson.loads(message.tools_json or b"[]")],
+        server_id=message.server_id,
+        linger_s=message.linger_s,
+    )
+
+
+def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
+    """Appends the arrays to a repeated Tensor field."""
+    for name, array in tensors.items():
+        little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        messages.add(
+            name=name,
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data=little_endian.tobytes(),
+        )
+
+
+def read_tensors(messages: Iterable[pb.Tensor]) -> dict[str, np.ndarray]:
+    """The arrays by name; they share the message's memory and are read-only."""
+    return {tensor.name: _read_tensor(tensor) for tensor in messages}
+
+
+def _read_tensor(tensor: pb.Tensor) -> np.ndarray:
+    dtype = np.dtype(tensor.dtype).newbyteorder("<")
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(tuple(tensor.shape))

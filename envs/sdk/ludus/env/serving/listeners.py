@@ -1,0 +1,197 @@
+"""The ports of a server or a gateway: HTTP with WebSockets, and gRPC, both with TLS if asked.
+
+    HTTP  --BoundedHttp--> application <--DirectWebSocketProtocol-- WebSocket
+    gRPC  --keepalive----> services
+
+Both listen within one running event loop and stop when told, within about a second. A peer
+that died without a word is noticed by pings: over gRPC within half a minute, over WebSocket
+within forty seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import uvicorn
+from starlette.types import ASGIApp
+
+from ludus.env.asgi.uvicorn_http import BoundedHttp
+from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
+from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
+from ludus.proto.errors import ConfigError, PortInUseError
+
+_HTTP_GRACE_S = 1.0
+_GRPC_GRACE_S = 0.3
+_AGE_GRACE_MS = 10_000
+_WEBSOCKET_PING_S = 20.0
+_GRPC_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two processes share a port and split its calls
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A client that died without a word is noticed, and its sessions begin to linger.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+
+
+def bind(host: str, port: int, name: str) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        PortInUseError: something else listens there.
+        ConfigError: the host or port cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _port_in_use(name, host, port) from error
+        raise ConfigError(
+            f"expected a host and {name} to listen on, got {host}:{port}: {error.strerror}"
+        ) from error
+
+
+def authority(host: str, port: int) -> str:
+    """Host and port as they stand in an address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def build_grpc_server(
+    host: str,
+    port: int,
+    tls: TlsFiles | None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_connection_age_s: float = 0.0,
+) -> tuple[grpc.aio.Server, int]:
+    """A gRPC server without services that is to be started, and its port.
+
+    Args:
+        port: 0 takes a free one.
+        max_connection_age_s: ends connections that are older; 0 lets them live.
+
+    Raises:
+        PortInUseError: something else listens there.
+        ConfigError: the host, the port or a file of `tls` cannot be used.
+    """
+    bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
+    credentials = None if tls is None else grpc_server_credentials(tls)
+    ages: list[tuple[str, int]] = []
+    if max_connection_age_s > 0:
+        ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
+        ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
+    place = authority(host, port)
+    try:
+        if credentials is None:
+            return server, server.add_insecure_port(place)
+        return server, server.add_secure_port(place, credentials)
+    except RuntimeError as error:
+        raise _port_in_use("grpc_port", host, port) from error
+
+
+async def stop_grpc_server(server: grpc.aio.Server) -> None:
+    """Returns when its calls have ended, or were cancelled after a short grace."""
+    await server.stop(grace=_GRPC_GRACE_S)
+
+
+class HttpListener:
+    """A uvicorn server on a bound socket, within a running event loop.
+
+    Raises:
+        ConfigError: a file of `tls` cannot be used.
+    """
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: TlsFiles | None = None) -> None:
+        self._listener = listener
+        self._server = _Server(_uvicorn_config(app, tls))
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    async def start(self) -> None:
+        """Returns when it answers."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            if self._serving.done():
+                await self._serving
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Returns when its connections have ended, or were left after a short grace."""
+        self._server.stop()
+        if self._serving is not None:
+            await self._serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that stops when told, not when it next looks, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Lets `serve` return."""
+        self._stop.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # fills the default headers
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self.servers:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_HTTP_GRACE_S)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
+    options: dict[str, Any] = {}
+    if tls is not None:
+        context = server_ssl_context(tls)
+        options["ssl_context_factory"] = lambda config, default: context
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http=BoundedHttp,
+        ws=DirectWebSocketProtocol,
+        ws_per_message_deflate=False,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_interval=_WEBSOCKET_PING_S,
+        ws_ping_timeout=_WEBSOCKET_PING_S,
+        access_log=False,
+        date_header=False,
+        server_header=False,
+        log_config=None,
+        log_level="warning",
+        lifespan="off",
+        **options,
+    )
+
+
+def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
+    return PortInUseError(
+        f"expected a free {name}, got {port}: something else listens on {host}:{port};"
+        f" stop it or choose another {name} (0 takes a free one)"
+    )

@@ -1,0 +1,144 @@
+"""A server process on this machine that its owner starts, watches, restarts and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ludus.env.serving.options import Isolation, ServerAddresses
+from ludus.env.types import JsonObject
+from ludus.proto.errors import UnavailableError, UserError
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_POLL_INTERVAL_S = 0.02
+_USER_ERROR_EXIT_CODE = 2
+
+
+@dataclass(slots=True)
+class LocalServer:
+    """`python -m ludus.env PACKAGE` as a child: it ends when this process ends, however."""
+
+    package: str
+    options: JsonObject = field(default_factory=dict)
+    max_sessions: int = 1024
+    log_file: Path | None = None
+    """Where the server's output goes; None discards it unless the start fails."""
+    isolation: Isolation | None = None
+    """Where its sessions run; see `ServerOptions`. None is what fits the environment."""
+    extra_arguments: list[str] = field(default_factory=list)
+    """Further options of `python -m ludus.env`; everybody on this machine can read them."""
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """Added to its environment variables: secrets such as LUDUS_SESSION_KEY go there."""
+    num_restarts: int = 0
+    _process: subprocess.Popen[bytes] | None = None
+    _addresses: ServerAddresses | None = None
+
+    @property
+    def addresses(self) -> ServerAddresses | None:
+        """Where it listens, or did when it last ran; None before its first start."""
+        return self._addresses
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid if self.is_running and self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """False when it was never started, was stopped, or died."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> ServerAddresses:
+        """Where it listens, once it does; after a death on the same ports as before.
+
+        Raises:
+            UserError: the server refused its package, options or ports; its own message.
+            UnavailableError: it did not listen in time.
+        """
+        with tempfile.TemporaryDirectory(prefix="ludus-env-") as folder:
+            ready_file, errors_file = Path(folder) / "ready.json", Path(folder) / "errors"
+            with errors_file.open("wb") as errors:
+                self._process = subprocess.Popen(
+                    self._command(ready_file),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.log_file.open("ab") if self.log_file else errors,
+                    env={**os.environ, **self.environment},
+                    # A terminal's Ctrl-C is for the owner, which then stops its servers.
+                    start_new_session=True,
+                )
+            self._wait_until_ready(ready_file, self.log_file or errors_file)
+            ready = json.loads(ready_file.read_text())
+        self._addresses = ServerAddresses(ready["http"], ready["grpc"], ready.get("admin", ""))
+        return self._addresses
+
+    def restart(self) -> ServerAddresses:
+        """Where it listens again."""
+        self.stop()
+        self.num_restarts += 1
+        return self.start()
+
+    def stop(self) -> None:
+        """Nothing; the process is gone when it returns."""
+        if self._process is None or not self.is_running:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _command(self, ready_file: Path) -> list[str]:
+        ports = self._addresses
+        return [
+            *(sys.executable, "-m", "ludus.env", self.package),
+            *("--options", json.dumps(self.options)),
+            *("--port", str(urlsplit(ports.http).port) if ports else "0"),
+            *("--grpc-port", str(urlsplit(ports.grpc).port) if ports else "0"),
+            *("--max-sessions", str(self.max_sessions)),
+            *(("--isolation", self.isolation) if self.isolation else ()),
+            *self.extra_arguments,
+            *("--ready-file", str(ready_file)),
+            *("--exit-with-parent", str(os.getpid())),
+        ]
+
+    def _wait_until_ready(self, ready_file: Path, output: Path) -> None:
+        process = self._process
+        assert process is not None
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not ready_file.exists():
+            if process.poll() is not None:
+                message = _last_line(output) or f"exit code {process.returncode}"
+                if process.returncode == _USER_ERROR_EXIT_CODE:
+                    raise UserError(message.removeprefix("error: "))
+                raise UnavailableError(
+                    f"the server of '{self.package}' ended while it started: {message}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise UnavailableError(
+                    f"the server of '{self.package}' did not listen within {_START_TIMEOUT_S:g} s; "
+                    f"start it by hand to see why: ludus env serve {self.package}"
+                )
+            time.sleep(_POLL_INTERVAL_S)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,297 @@
+"""Where sessions run: on the event loop, in threads, or in worker processes.
+
+| host       | isolation             | a step that hangs                                |
+|------------|-----------------------|--------------------------------------------------|
+| InlineHost | none                  | blocks the server: for environments that promise not to |
+| ThreadHost | none                  | keeps its thread; its session ends               |
+| WorkerHost | `pool` or `process`   | is killed with its worker, whose sessions end     |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.environment import AnyEnvironment
+from ludus.env.sessions.session import Session, declared_options
+from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.proto.errors import CapacityError, ErrorCode, ExecutionError
+
+_log = logging.getLogger(__name__)
+
+EnvironmentFactory = Callable[[], AnyEnvironment]
+OnLost = Callable[[str], None]
+"""Told why, when a session ended by itself."""
+ResultT = TypeVar("ResultT")
+
+STEP_THREAD_NAME = "ludus-env-step"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """The worker processes of a host."""
+
+    num_workers: int
+    """That live now."""
+    num_ends: int
+    """That died or were killed since the host was started."""
+
+
+class HostedSession(Protocol):
+    """One session where it runs; `SessionCore` makes one call at a time."""
+
+    @property
+    def last(self) -> EncodedResult | None:
+        """The latest answer, None before the first reset."""
+        ...
+
+    async def reset(self, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        ...
+
+    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
+        """The answer to one action."""
+        ...
+
+    async def state_json(self) -> bytes:
+        """The environment's state."""
+        ...
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        """What a tool returned, as JSON."""
+        ...
+
+    async def close(self) -> None:
+        """Returns when the environment is freed."""
+        ...
+
+    def kill(self, reason: str) -> None:
+        """Ends it in the middle of a call, as far as the host can."""
+        ...
+
+
+class SessionHost(Protocol):
+    """Builds sessions and runs their calls."""
+
+    @property
+    def name(self) -> str:
+        """What makes the environments, for messages."""
+        ...
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """What the environment is; capacity and server are filled in by the core."""
+        ...
+
+    @property
+    def workers(self) -> WorkerCounts | None:
+        """Its worker processes; None of a host that has none."""
+        ...
+
+    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
+        """A new session, to be reset.
+
+        Raises:
+            ExecutionError: the factory failed (code FACTORY_ERROR).
+        """
+        ...
+
+    async def shut_down(self) -> None:
+        """Frees threads and processes; running calls are abandoned."""
+        ...
+
+
+class InlineHost:
+    """Sessions on the event loop, for environments that promise to answer at once."""
+
+    workers = None
+
+    def __init__(self, factory: EnvironmentFactory, description: EnvironmentDescription) -> None:
+        self.name = factory_name(factory, description)
+        self.description = description
+        self._factory = factory
+
+    def build(self, session_id: str, with_text: bool) -> Session:
+        """A new session, without a wait."""
+        return build_session(self._factory, self.name, session_id, with_text)
+
+    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> InlineSession:
+        """A new session, to be reset."""
+        return InlineSession(self.build(session_id, with_text))
+
+    async def shut_down(self) -> None:
+        """Nothing is held."""
+
+
+class InlineSession:
+    """A session that is called directly."""
+
+    __slots__ = ("session",)
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @property
+    def last(self) -> EncodedResult | None:
+        """The latest answer, None before the first reset."""
+        return self.session.last
+
+    async def reset(self, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        return self.session.reset(args)
+
+    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
+        """The answer to one action."""
+        return self.session.step(action, step_index)
+
+    async def state_json(self) -> bytes:
+        """The environment's state."""
+        return self.session.state_json()
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        """What a tool returned, as JSON."""
+        return self.session.call_tool(name, arguments)
+
+    async def close(self) -> None:
+        """Returns when the environment is freed."""
+        self.session.close()
+
+    def kill(self, reason: str) -> None:
+        """Nothing: a call on the event loop cannot be interrupted."""
+
+
+class ThreadHost:
+    """Sessions in the server's threads; a thread cannot be stopped, only left behind."""
+
+    workers = None
+
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        description: EnvironmentDescription,
+        num_threads: int = 32,
+    ) -> None:
+        self.name = factory_name(factory, description)
+        self.description = description
+        self._factory = factory
+        self._threads = ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
+
+    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> ThreadSession:
+        """A new session, to be reset."""
+        session = await self.run(
+            lambda: build_session(self._factory, self.name, session_id, with_text)
+        )
+        return ThreadSession(session, self)
+
+    async def run(self, call: Callable[[], ResultT]) -> ResultT:
+        """The call's value, from a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def shut_down(self) -> None:
+        """Lets go of the threads; steps that still run are abandoned."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class ThreadSession:
+    """A session whose calls run in threads, one at a time."""
+
+    __slots__ = ("_host", "_session")
+
+    def __init__(self, session: Session, host: ThreadHost) -> None:
+        self._session = session
+        self._host = host
+
+    @property
+    def last(self) -> EncodedResult | None:
+        """The latest answer, None before the first reset."""
+        return self._session.last
+
+    async def reset(self, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        return await self._host.run(lambda: self._session.reset(args))
+
+    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
+        """The answer to one action."""
+        return await self._host.run(lambda: self._session.step(action, step_index))
+
+    async def state_json(self) -> bytes:
+        """The environment's state."""
+        return await self._host.run(self._session.state_json)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        """What a tool returned, as JSON."""
+        return await self._host.run(lambda: self._session.call_tool(name, arguments))
+
+    async def close(self) -> None:
+        """Returns when the environment is freed."""
+        await self._host.run(self._session.close)
+
+    def kill(self, reason: str) -> None:
+        """Nothing: a thread cannot be stopped; its session is not entered again."""
+
+
+def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> InlineHost | ThreadHost:
+    """The host in this process that fits the environment.
+
+    Raises whatever the factory raises: a server with a broken factory does not start.
+    """
+    sample = factory()
+    try:
+        description = describe_environment(sample)
+        runs_inline = sample.steps_on_event_loop
+    finally:
+        sample.close()
+    if runs_inline:
+        return InlineHost(factory, description)
+    return ThreadHost(factory, description, num_threads)
+
+
+def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
+    """What a server says of this environment; capacity and server are still open."""
+    kind = type(environment)
+    return EnvironmentDescription(
+        name=kind.name or kind.__name__,
+        description=kind.description or (kind.__doc__ or "").strip().split("\n")[0],
+        version=kind.version,
+        action_schema=kind.action_type.model_json_schema(),
+        observation_schema=kind.observation_type.model_json_schema(),
+        state_schema=kind.state_type.model_json_schema(),
+        has_text_view=environment.text_face is not None,
+        max_sessions=0,
+        options=environment.options,
+        reset_options=declared_options(kind),
+        tools=environment.tools,
+    )
+
+
+def factory_name(factory: EnvironmentFactory, description: EnvironmentDescription) -> str:
+    """The factory's own name, or what it makes when it has none."""
+    return getattr(factory, "__name__", description.name)
+
+
+def build_session(
+    factory: EnvironmentFactory, name: str, session_id: str, with_text: bool
+) -> Session:
+    """A new session of a new environment.
+
+    Raises:
+        ExecutionError: the factory failed (code FACTORY_ERROR).
+        CapacityError: the environment is one of those that a process holds one at a time.
+    """
+    try:
+        environment = factory()
+    except CapacityError:
+        raise
+    except Exception as error:
+        _log.exception("environment factory %s failed", name)
+        raise ExecutionError(
+            f"Environment factory '{name}' failed to create instance."
+            f" {type(error).__name__}: {error}",
+            ErrorCode.FACTORY_ERROR,
+        ) from error
+    return Session(session_id, environment, with_text=with_text)

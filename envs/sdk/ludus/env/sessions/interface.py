@@ -1,0 +1,157 @@
+"""What every wire stands on: the sessions of a server or a gateway, and the calls to them.
+
+    HTTP, WebSocket, MCP, gRPC --> Sessions --> environments in this process, in worker
+                                                processes, or on the servers of a fleet
+
+`SessionCore` answers for sessions that this server holds (`sessions/hosts.py` says where they run);
+a gateway's sessions live on other servers. The wires cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.types import EnvironmentDescription, JsonObject
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """A connection, the sessions that were opened on it, and who is behind it."""
+
+    session_ids: set[str] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    tenant: str = ""
+    """Who authenticated; empty where nobody has to."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionEvents:
+    """Whom a process tells of its sessions; wires add themselves to the lists."""
+
+    on_end: list[Callable[[str, str], None]] = field(default_factory=list)
+    """Called with id and reason when a session has ended, whoever ended it."""
+    before_open: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
+    """Called with how many sessions are wanted; may end sessions that can be spared."""
+
+    def ended(self, session_id: str, reason: str) -> None:
+        """Tells that a session has ended."""
+        for tell in self.on_end:
+            tell(session_id, reason)
+
+    async def make_room(self, size: int) -> None:
+        """Returns when what can be spared for `size` new sessions is ended."""
+        for spare in self.before_open:
+            await spare(size)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenArgs:
+    """What an open may ask for."""
+
+    reset: ResetArgs | None = None
+    """Starts the first episode at once."""
+    close_when_done: bool = False
+    """Frees the session as soon as an episode of it has ended."""
+    linger_s: float = 0.0
+    """How long the session outlives the connection that opened it."""
+    with_text: bool = True
+    """False leaves the text view out of results, which saves rendering it."""
+    session_id: str = ""
+    """An id signed by a gateway; empty lets the server choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new session."""
+
+    session_id: str
+    first: EncodedResult | None
+    """Its first answer, when a reset was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full a server is."""
+
+    num_sessions: int
+    max_sessions: int
+    num_waiting: int = 0
+    """Opens that wait for a free session."""
+    is_draining: bool = False
+    """It takes no new sessions and ends when the last one has."""
+
+
+class Sessions(Protocol):
+    """All sessions that a process answers for; its methods belong to one event loop.
+
+    Every method raises EnvError with the wire code of what went wrong.
+    """
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """What the environment is."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """How full it is."""
+        ...
+
+    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+        """A new session; it waits for a free one as long as the server is told to.
+
+        Raises:
+            CapacityError: none became free.
+        """
+        ...
+
+    async def open_group(
+        self, args: OpenArgs, size: int, owner: Owner | None = None
+    ) -> list[Opened]:
+        """Sessions on one seed, all or none, whose first answers are the same.
+
+        Raises:
+            CapacityError: so many did not become free together.
+            GroupMismatchError: they begin differently; all are closed again.
+        """
+        ...
+
+    async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        ...
+
+    async def step(
+        self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
+    ) -> EncodedResult:
+        """The answer to an action: bytes are JSON, a str is a language model's text.
+
+        Args:
+            step_index: the step's number in its episode, from 1; a repeated number gets
+                the first answer again. 0 means not numbered.
+            timeout_s: shortens the server's own limit; 0 leaves it.
+        """
+        ...
+
+    async def state(self, session_id: str) -> bytes:
+        """The environment's state as JSON."""
+        ...
+
+    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
+        """What a tool of the environment returned, as JSON."""
+        ...
+
+    async def close(self, session_id: str) -> None:
+        """Ends a session; one that is gone already is no error."""
+        ...
+
+    async def detach(self, session_id: str) -> None:
+        """Ends a session after its `linger_s` unless it is called again before."""
+        ...
+
+    def release(self, owner: Owner) -> None:
+        """Ends or detaches what the owner opened, also what is still being built."""
+        ...

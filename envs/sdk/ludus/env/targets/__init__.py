@@ -1,0 +1,1 @@
+"""Strings that name environments, and what they build."""

@@ -1,0 +1,1 @@
+"""The client's wires, behind one interface."""

@@ -1,0 +1,172 @@
+"""What kind of server answers at an HTTP address, and its refusals as typed errors.
+
+    GET /openapi.json --> GET /schema, GET /metadata --> OpenEnv 0.2 or later: `/ws`
+                              | 404, and /reset is there
+                              v
+                          OpenEnv 0.1: stateful HTTP
+
+A 0.1 server with its web page on accepts `/ws` too and means something else by it, so
+sockets are never tried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from ludus.env.security.client_tls import ssl_context
+from ludus.env.security.tracing import trace_headers
+from ludus.env.transports.interface import ConnectOptions
+from ludus.env.types import JsonObject
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    EnvError,
+    RateLimitError,
+    UnavailableError,
+    error_from_wire,
+)
+
+_PROBE_TIMEOUT_S = 10.0
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedServer:
+    """What a server said of itself over HTTP."""
+
+    metadata: JsonObject
+    schema: JsonObject
+    is_legacy: bool = False
+    """OpenEnv 0.1: one environment, driven by plain HTTP calls."""
+
+
+class HttpProbe:
+    """Blocking HTTP in threads, for probes and for servers that speak nothing else."""
+
+    def __init__(self, options: ConnectOptions) -> None:
+        self._options = options
+        self._headers = {"content-type": "application/json"}
+        if options.authorization:
+            self._headers["authorization"] = options.authorization
+        handlers: list[urllib.request.BaseHandler] = [
+            urllib.request.ProxyHandler({}),
+            _NoRedirects(),
+        ]
+        if options.address.is_secure:
+            handlers.append(urllib.request.HTTPSHandler(context=ssl_context(options.ca_file)))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    async def probe(self) -> ProbedServer:
+        """What the server is.
+
+        Raises:
+            UnavailableError: it does not answer.
+            AuthenticationError: it refuses the token.
+        """
+        api, schema, metadata = await asyncio.gather(
+            self._get_or_none("/openapi.json"),
+            self._get_or_none("/schema"),
+            self._get_or_none("/metadata"),
+        )
+        paths = (api or {}).get("paths") or {}
+        is_legacy = schema is None and metadata is None and "/reset" in paths
+        return ProbedServer(metadata or {}, schema or {}, is_legacy)
+
+    async def call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+        """The body of the answer.
+
+        Raises:
+            urllib.error.HTTPError: its status is an error.
+            OSError: the server cannot be reached or is too slow.
+        """
+        request = urllib.request.Request(
+            self._options.address.http_base + path,
+            data=body,
+            method=method,
+            headers={**self._headers, **trace_headers()},
+        )
+        return await asyncio.to_thread(self._read, request, timeout_s)
+
+    async def _get_or_none(self, path: str) -> JsonObject | None:
+        """The JSON object at the path; None when the server has no such path."""
+        timeout_s = min(self._options.timeout_s, _PROBE_TIMEOUT_S)
+        try:
+            body = await self.call("GET", path, None, timeout_s)
+        except urllib.error.HTTPError as error:
+            if error.code in (401, 403, 429, 503):
+                wait = error.headers.get("retry-after")
+                raise refusal(self._options, error.code, wait, error.read()) from None
+            if 300 <= error.code < 400:
+                raise ConfigError(
+                    f"expected an environment server at {self._options.address}, got a redirect"
+                    f" to {error.headers.get('location', '')}; use the address it leads to"
+                ) from None
+            return None
+        except OSError as error:
+            raise unreachable(self._options, error) from error
+        try:
+            found = json.loads(body)
+        except ValueError as error:
+            raise unreachable(self._options, error) from error
+        return found if isinstance(found, dict) else {}
+
+    def _read(self, request: urllib.request.Request, timeout_s: float) -> bytes:
+        with self._opener.open(request, timeout=timeout_s) as response:
+            body: bytes = response.read(_MAX_BODY_BYTES)
+            return body
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token to wherever it points."""
+
+    def redirect_request(self, *arguments: object) -> None:
+        return None
+
+
+def refusal(options: ConnectOptions, status: int, wait: str | None, body: bytes) -> EnvError:
+    """The error that an HTTP status stands for; a code in the body has precedence.
+
+    Args:
+        wait: the value of the `retry-after` header.
+    """
+    wait = wait or ""
+    retry_after_s = float(wait) if wait.isdecimal() else 0.0
+    detail = _detail(body)
+    if "code" in detail:
+        asked_s = detail.get("retry_after_s") or retry_after_s
+        return error_from_wire(str(detail["code"]), str(detail.get("message", "")), float(asked_s))
+    if status in (401, 403):
+        return AuthenticationError(
+            f"{options.address} refused the token; pass its token to the client"
+        )
+    if status == 429:
+        return RateLimitError(
+            f"{options.address} answered 429: too many requests; try again later",
+            retry_after_s=retry_after_s,
+        )
+    return UnavailableError(
+        f"expected an environment server at {options.address}, got HTTP status {status};"
+        " check the address and that the server runs",
+        retry_after_s=retry_after_s,
+    )
+
+
+def unreachable(options: ConnectOptions, error: Exception) -> UnavailableError:
+    """The error for a server that does not answer."""
+    return UnavailableError(
+        f"expected an environment server at {options.address}, could not reach it:"
+        f" {error}; check the address and that the server runs"
+    )
+
+
+def _detail(body: bytes) -> JsonObject:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    detail = found.get("detail") if isinstance(found, dict) else None
+    return detail if isinstance(detail, dict) else {}

@@ -1,0 +1,216 @@
+"""The seam between the client and its wires.
+
+    AsyncSession --> [ReplayingSession] --> WireSession --> gRPC stream, socket or HTTP
+
+A transport opens sessions; a wire session is one of them. A call that timed out ends its
+wire session for good: a late answer must never be taken for the next one. So does a broken
+connection, unless the session survives it on the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.transports.address import ServerAddress
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
+from ludus.proto.errors import (
+    CapacityError,
+    ConfigError,
+    EnvError,
+    ErrorCode,
+    GroupMismatchError,
+    RateLimitError,
+    UnavailableError,
+)
+
+ResultT = TypeVar("ResultT")
+
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 1.0
+_LAST_REFUSAL_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectOptions:
+    """How a client reaches a server."""
+
+    address: ServerAddress
+    token: str | None = field(default=None, repr=False)
+    timeout_s: float = 60.0
+    """For one call."""
+    reconnect_timeout_s: float = 60.0
+    """How long a call waits for a server that went away."""
+    ca_file: str | None = None
+    """The authority that a TLS server's certificate comes from; None trusts the system's."""
+    keepalive_s: float = 10.0
+    """A gRPC connection that is silent for so long is asked for a sign of life."""
+    allow_ignored_seed: bool = False
+    """Lets seeds be given to servers that ignore them."""
+    max_calls_per_message: int = 0
+    """Over gRPC; 0 sends all calls that gather in one message."""
+
+    def __post_init__(self) -> None:
+        if self.token and self.address.credentials:
+            raise ConfigError(
+                f"expected one way to authenticate at {self.address}, got a token and credentials"
+                " in the address; leave one of them out"
+            )
+
+    @property
+    def authorization(self) -> str | None:
+        """The value of the `authorization` header."""
+        return f"Bearer {self.token}" if self.token else self.address.credentials
+
+
+class WireSession(Protocol):
+    """One session on a wire; every method raises EnvError with the wire's code."""
+
+    @property
+    def session_id(self) -> str:
+        """Its id on the server."""
+        ...
+
+    def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
+        """The first result of a new episode."""
+        ...
+
+    def step(self, action: bytes | str, step_index: int) -> Awaitable[StepResult]:
+        """The result of an action: bytes are JSON, a str is text."""
+        ...
+
+    def state(self) -> Awaitable[JsonObject]:
+        """The environment's state."""
+        ...
+
+    def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
+        """What a tool of the environment returned."""
+        ...
+
+    def close(self) -> Awaitable[None]:
+        """Returns when the server has freed the session."""
+        ...
+
+    def abandon(self) -> None:
+        """Lets the server free the session, without waiting for it."""
+        ...
+
+
+Opened = tuple[WireSession, StepResult | None]
+"""A session, and its first result when a reset was asked for."""
+
+
+class StepCall(NamedTuple):
+    """One step of a `step_many`, or the start of the next episode in its place."""
+
+    session: WireSession
+    action: bytes | str | ResetArgs
+    step_index: int
+
+
+class Transport(Protocol):
+    """A connection to a server, shared by any number of sessions."""
+
+    async def connect(self, patience_s: float) -> None:
+        """Returns when the server answers.
+
+        Raises:
+            UnavailableError: it did not within `patience_s`.
+        """
+        ...
+
+    async def describe(self) -> EnvironmentDescription:
+        """What the server says of its environment."""
+        ...
+
+    async def open(self, args: OpenArgs) -> Opened:
+        """A new session, with its first result when a reset was asked for."""
+        ...
+
+    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+        """Sessions on one seed, all or none, whose first results are the same."""
+        ...
+
+    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
+        """One result or error per call, in order."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection and with it all its sessions."""
+        ...
+
+
+async def step_or_error(call: StepCall) -> StepResult | EnvError:
+    """The outcome of one call of a `step_many`, made by itself."""
+    try:
+        if isinstance(call.action, ResetArgs):
+            return await call.session.reset(call.action)
+        return await call.session.step(call.action, call.step_index)
+    except EnvError as error:
+        return error
+
+
+def check_group(firsts: Iterable[StepResult | None], seed: int | None) -> None:
+    """Returns when all sessions of a group begin alike.
+
+    Raises:
+        GroupMismatchError: they do not.
+    """
+    views = [(first.observation, first.text) for first in firsts if first is not None]
+    if any(view != views[0] for view in views[1:]):
+        raise GroupMismatchError(
+            f"expected {len(views)} sessions on seed {seed} to begin alike, got different first"
+            " observations: the environment's reset does not depend on its seed alone; see:"
+            " ludus env check"
+        )
+
+
+async def retry_until(attempt: Callable[[], Awaitable[ResultT]], patience_s: float) -> ResultT:
+    """The value of the first attempt that reaches the server; the pauses double up to 1 s.
+
+    Raises:
+        UnavailableError: of the last attempt that fits into `patience_s`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + patience_s
+    backoff_s = _FIRST_BACKOFF_S
+    while True:
+        try:
+            return await attempt()
+        except UnavailableError:
+            if loop.time() + backoff_s >= deadline_s:
+                raise
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+
+async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], patience_s: float) -> ResultT:
+    """The value of the first attempt that a full server does not refuse.
+
+    The pauses are those the server asks for, else doubling; jitter keeps callers that were
+    refused together from coming back together.
+
+    Raises:
+        CapacityError: of the last attempt that fits into `patience_s`.
+        RateLimitError: likewise.
+        UnavailableError: likewise, where the server drains.
+    """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + patience_s
+    backoff_s = _FIRST_BACKOFF_S
+    while True:
+        try:
+            return await attempt()
+        except (CapacityError, RateLimitError, UnavailableError) as error:
+            is_refusal = not isinstance(error, UnavailableError) or error.code == ErrorCode.DRAINING
+            remaining_s = deadline_s - loop.time()
+            if not is_refusal or remaining_s <= 0:
+                raise
+            wanted_s = min(error.retry_after_s or backoff_s, _LAST_REFUSAL_PAUSE_S)
+        await asyncio.sleep(min(wanted_s * random.uniform(1.0, 1.25), remaining_s))
+        backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)

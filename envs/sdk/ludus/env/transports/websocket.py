@@ -1,0 +1,302 @@
+"""The client's WebSocket wire: OpenEnv's `/ws`, one connection per session.
+
+Drives any OpenEnv server from 0.2 on. Extras (text, step numbers, `terminated` apart from
+`truncated`) are asked for only when the server's /metadata advertises `ludus`: stock
+servers refuse unknown keys. A session ends with its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.messages.openenv import read_tensors_json
+from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.security.client_tls import ssl_context
+from ludus.env.security.tracing import trace_headers
+from ludus.env.sessions.interface import OpenArgs
+from ludus.env.transports.discovery import HttpProbe, ProbedServer, refusal, unreachable
+from ludus.env.transports.interface import (
+    ConnectOptions,
+    Opened,
+    StepCall,
+    check_group,
+    retry_until,
+    step_or_error,
+)
+from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
+from ludus.proto.errors import (
+    CallTimeoutError,
+    ConfigError,
+    EnvError,
+    InvalidCallError,
+    SessionLostError,
+    ToolError,
+    error_from_wire,
+)
+
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class WebSocketTransport:
+    """A server's address and what it advertises; each session has its own connection."""
+
+    def __init__(self, options: ConnectOptions, probed: ProbedServer | None = None) -> None:
+        self._options = options
+        self._headers = {"authorization": options.authorization} if options.authorization else {}
+        self._ssl = ssl_context(options.ca_file) if options.address.is_secure else None
+        self._probed = probed
+        self._sessions: set[WebSocketSession] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def connect(self, patience_s: float) -> None:
+        """Returns when the server has said what it is."""
+        if self._probed is None:
+            self._probed = await retry_until(HttpProbe(self._options).probe, patience_s)
+
+    async def describe(self) -> EnvironmentDescription:
+        """What the server said of its environment; stock servers know less."""
+        metadata, schema = self._server.metadata, self._server.schema
+        ludus = metadata.get("ludus") or {}
+        reset_options = ludus.get("reset_options")
+        return EnvironmentDescription(
+            name=metadata.get("name") or "",
+            description=metadata.get("description") or "",
+            version=metadata.get("version") or "",
+            action_schema=schema.get("action") or {},
+            observation_schema=schema.get("observation") or {},
+            state_schema=schema.get("state") or {},
+            has_text_view=ludus.get("has_text_view", False),
+            max_sessions=ludus.get("max_sessions", 0),
+            options=ludus.get("options", {}),
+            reset_options=None if reset_options is None else frozenset(reset_options),
+            is_deterministic=ludus.get("is_deterministic", False),
+            tools=[Tool(**tool) for tool in ludus.get("tools", [])],
+            server_id=ludus.get("server_id", ""),
+        )
+
+    async def open(self, args: OpenArgs) -> Opened:
+        """A new connection, with its first result when a reset was asked for.
+
+        Raises:
+            ConfigError: the session is to outlive its connection, which it cannot.
+        """
+        if args.linger_s > 0:
+            raise ConfigError(
+                f"expected linger_s 0 for {self._options.address}, got {args.linger_s:g}: over"
+                " WebSocket a session ends with its connection; use the server's grpc:// address,"
+                " or resume=True"
+            )
+        socket = await retry_until(
+            lambda: self._open_socket(args.with_text), self._options.reconnect_timeout_s
+        )
+        session = WebSocketSession(socket, self, self._options, args)
+        self._sessions.add(session)
+        try:
+            if args.reset is not None:
+                return session, await session.reset(args.reset)
+            await session.state()  # a full server refuses only the first call
+        except BaseException:
+            session.abandon()
+            raise
+        return session, None
+
+    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+        """Sessions on one seed, all or none, whose first results are the same."""
+        reset = args.reset or ResetArgs()
+        if reset.seed is None:
+            reset = replace(reset, seed=secrets.randbits(63))
+        args = replace(args, reset=reset)
+        opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
+        try:
+            opened = await asyncio.gather(*opening)
+            check_group((first for _, first in opened), reset.seed)
+        except BaseException:
+            await self._close_all(opening)
+            raise
+        return opened
+
+    async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
+        """One result or error per call, in order; each travels on its own connection."""
+        return await asyncio.gather(*(step_or_error(call) for call in calls))
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for session in list(self._sessions):
+            session.abandon()
+        while self._closing:
+            await asyncio.gather(*self._closing)
+
+    @property
+    def has_extras(self) -> bool:
+        """True when the server understands our extras."""
+        return "ludus" in self._server.metadata
+
+    def forget(self, session: WebSocketSession, socket: ClientConnection) -> None:
+        """Closes a session's connection in the background."""
+        if session in self._sessions:
+            self._sessions.remove(session)
+            task = asyncio.get_running_loop().create_task(socket.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    @property
+    def _server(self) -> ProbedServer:
+        assert self._probed is not None, "connect comes first"
+        return self._probed
+
+    async def _close_all(self, opening: Sequence[asyncio.Future[Opened]]) -> None:
+        for one in opening:
+            one.cancel()
+        for outcome in await asyncio.gather(*opening, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                outcome[0].abandon()
+
+    async def _open_socket(self, with_text: bool) -> ClientConnection:
+        query = ""
+        if self.has_extras:
+            query = "?ludus=1" if with_text else "?ludus=1&text=0"
+        try:
+            return await connect(
+                f"{self._options.address.ws_base}/ws{query}",
+                additional_headers={**self._headers, **trace_headers()},
+                compression=None,
+                max_size=16 * MAX_MESSAGE_BYTES,
+                open_timeout=self._options.timeout_s,
+                close_timeout=_CLOSE_TIMEOUT_S,
+                ssl=self._ssl,
+                proxy=None,
+            )
+        except InvalidStatus as error:
+            response = error.response
+            wait, body = response.headers.get("retry-after"), bytes(response.body or b"")
+            raise refusal(self._options, response.status_code, wait, body) from None
+        except (OSError, InvalidHandshake) as error:
+            raise unreachable(self._options, error) from error
+
+
+class WebSocketSession:
+    """One connection, one session."""
+
+    def __init__(
+        self,
+        socket: ClientConnection,
+        transport: WebSocketTransport,
+        options: ConnectOptions,
+        args: OpenArgs,
+    ) -> None:
+        self.session_id = str(socket.id)
+        self._socket = socket
+        self._transport = transport
+        self._options = options
+        self._close_when_done = args.close_when_done
+        self._with_text = args.with_text
+
+    async def reset(self, args: ResetArgs) -> StepResult:
+        """The first result of a new episode."""
+        data = dict(args.options)
+        if args.seed is not None:
+            data["seed"] = args.seed
+        if args.episode_id:
+            data["episode_id"] = args.episode_id
+        return self._read_result(await self._call({"type": "reset", "data": data}), 0)
+
+    async def step(self, action: bytes | str, step_index: int) -> StepResult:
+        """The result of an action: bytes are JSON, a str is text."""
+        message: JsonObject = {"type": "step"}
+        if isinstance(action, bytes):
+            message["data"] = orjson.Fragment(action)
+        if self._transport.has_extras:
+            message["step_index"] = step_index
+        if isinstance(action, str):
+            if not self._transport.has_extras:
+                raise InvalidCallError(
+                    f"expected a JSON action: {self._options.address} is a stock OpenEnv server"
+                    " and reads no text"
+                )
+            message["text"] = action
+        result = self._read_result(await self._call(message), step_index)
+        if self._close_when_done and result.done:
+            self.abandon()
+        return result
+
+    async def state(self) -> JsonObject:
+        """The environment's state."""
+        return await self._call({"type": "state"})
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
+        """What a tool of the environment returned, called by OpenEnv's action for it."""
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        data = await self._call({"type": "step", "data": action})
+        returned = data.get("observation") or {}
+        if error := returned.get("error"):
+            raise ToolError(f"tool '{name}' failed: {error.get('message') or error}")
+        result = returned.get("result")
+        structured = result.get("structured_content") if isinstance(result, dict) else None
+        return structured if isinstance(structured, dict) else {"result": result}
+
+    async def close(self) -> None:
+        """Returns when the connection is closed, which frees the session."""
+        self.abandon()
+        await self._socket.wait_closed()
+
+    def abandon(self) -> None:
+        """Closes the connection without waiting for it."""
+        self._transport.forget(self, self._socket)
+
+    async def _call(self, message: JsonObject) -> JsonObject:
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                reply = orjson.loads(await self._exchange(orjson.dumps(message).decode()))
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"expected an answer from {self._options.address} within"
+                f" {self._options.timeout_s:g} s, got none; the session is dropped"
+            ) from None
+        except ConnectionClosed as error:
+            raise SessionLostError(
+                f"session lost: the connection to {self._options.address} broke: {error};"
+                " open a new one"
+            ) from None
+        data = reply["data"]
+        if reply["type"] == "error":
+            retry_after_s = data.get("retry_after_s", 0.0)
+            raise error_from_wire(data["code"], data["message"], retry_after_s)
+        return data
+
+    async def _exchange(self, text: str) -> str | bytes:
+        # A server that refuses says why in a frame that waits to be read.
+        with contextlib.suppress(ConnectionClosed):
+            await self._socket.send(text)
+        return await self._socket.recv()
+
+    def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
+        """The result in a payload; stock servers send neither flags nor numbers."""
+        reward: Any = data.get("reward")
+        text = data.get("text") if self._with_text else None
+        return StepResult(
+            observation=data["observation"],
+            reward=None if reward is None else float(reward),
+            terminated=data["terminated"] if "terminated" in data else bool(data.get("done")),
+            truncated=data.get("truncated", False),
+            info=data.get("info", {}) if self._transport.has_extras else _stock_info(data),
+            step_index=data.get("step_index", step_index),
+            text=TextView(text["messages"], text["legal_answers"]) if text else None,
+            tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
+        )
+
+
+def _stock_info(data: JsonObject) -> JsonObject:
+    """What a stock server tells beside the observation: its metadata, wherever it put that."""
+    observation = data["observation"]
+    inner = observation.get("metadata") if isinstance(observation, dict) else None
+    return data.get("metadata") or inner or {}

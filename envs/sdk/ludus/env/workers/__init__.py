@@ -1,0 +1,1 @@
+"""Sessions in worker processes: what one does to its process, no other feels."""

@@ -1,0 +1,242 @@
+"""What runs in a worker process: sessions, called over a socket by the server.
+
+    socket --CallBatch--> sessions of this worker --ReplyBatch--> socket
+
+One session, or environments that promise to answer at once: calls run one after another in
+the main thread. Else they run in threads, so that a slow environment keeps nobody else
+waiting; the server makes one call of a session at a time. The worker ends with its socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
+from pathlib import Path
+
+import orjson
+
+from ludus.env.contract.determinism import is_deterministic
+from ludus.env.messages.protobuf import (
+    MAX_BATCH_BYTES,
+    describe_message,
+    fill_error,
+    fill_result,
+    read_action,
+    read_reset_args,
+)
+from ludus.env.sessions.hosts import build_session, describe_environment
+from ludus.env.sessions.session import Session
+from ludus.env.targets.targets import TargetFactory
+from ludus.env.workers.protocol import MAX_FRAME_BYTES, frame_of, read_frame
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import (
+    EnvError,
+    ErrorCode,
+    ExecutionError,
+    InvalidCallError,
+    SessionLostError,
+    UserError,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFacts:
+    """What a server has to know of an environment beside its description."""
+
+    steps_on_event_loop: bool = False
+    memory_mb: float = 0.0
+    """Of a worker with one environment, before its first step."""
+    modules: list[str] = field(default_factory=list)
+    """What building it has imported."""
+
+
+def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -> None:
+    """Returns when the server has ended the connection and every environment is closed."""
+    _end_with(connection)
+    sessions = WorkerSessions(factory)
+    stream: BufferedReader = connection.makefile("rb")
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if num_threads:
+            _serve_in_threads(stream, connection, sessions, num_threads)
+        else:
+            _serve_in_turn(stream, connection, sessions)
+    sessions.close_all()
+
+
+def probe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
+    """Returns after it has sent an Error (empty when all is well), a description, and facts.
+
+    Args:
+        check_s: how long to try whether the environment is deterministic, which is one more
+            frame; 0 does not try.
+    """
+    error, described, facts = pb.Error(), pb.DescribeResponse(), ProbeFacts()
+    imported = set(sys.modules)
+    try:
+        sample = factory()
+        described = describe_message(describe_environment(sample))
+        sample.close()
+        facts = ProbeFacts(
+            steps_on_event_loop=sample.steps_on_event_loop,
+            memory_mb=memory_mb(os.getpid()),
+            modules=sorted(set(sys.modules) - imported),
+        )
+    except UserError as failure:
+        error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=str(failure))
+    except BaseException as failure:  # noqa: BLE001 - the boundary to foreign code
+        message = f"'{factory.target}' failed with {type(failure).__name__}: {failure}"
+        error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
+    facts_json = orjson.dumps(asdict(facts))
+    for frame in (error.SerializeToString(), described.SerializeToString(), facts_json):
+        connection.sendall(frame_of(frame))
+    if check_s > 0 and not error.code:
+        connection.sendall(frame_of(b"\1" if is_deterministic(factory, check_s) else b"\0"))
+
+
+def memory_mb(pid: int) -> float:
+    """Resident memory of a process; 0 where the system does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+class WorkerSessions:
+    """The sessions of this worker by id."""
+
+    def __init__(self, factory: TargetFactory) -> None:
+        self._factory = factory
+        self._sessions: dict[str, Session] = {}
+
+    def answer(self, call: pb.Call, reply: pb.Reply) -> int:
+        """About how many bytes it has added to the reply, whatever the environment does."""
+        kind = call.WhichOneof("call")
+        session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
+        try:
+            num_bytes = self._answer(kind, session_id, call, reply)
+            if num_bytes > MAX_FRAME_BYTES // 2:
+                raise ExecutionError(
+                    f"expected an answer of at most {MAX_FRAME_BYTES // 2} bytes, got {num_bytes}"
+                )
+        except EnvError as error:
+            fill_error(reply.error, error, session_id)
+        except BaseException as error:  # noqa: BLE001 - sys.exit() in foreign code
+            failure = ExecutionError(f"{kind} failed with {type(error).__name__}: {error}")
+            fill_error(reply.error, failure, session_id)
+        else:
+            return num_bytes
+        return len(reply.error.message)
+
+    def close_all(self) -> None:
+        """Closes every environment."""
+        while self._sessions:
+            self._sessions.popitem()[1].close()
+
+    def _answer(self, kind: str | None, session_id: str, call: pb.Call, reply: pb.Reply) -> int:
+        match kind:
+            case "step":
+                result = self._find(session_id).step(read_action(call.step), call.step.step_index)
+            case "reset":
+                result = self._find(session_id).reset(read_reset_args(call.reset.args))
+            case "open":
+                self._open(call.open)
+                reply.open.session_id = session_id
+                return 0
+            case "close":
+                session = self._sessions.pop(session_id, None)
+                if session is not None:
+                    session.close()
+                reply.close.SetInParent()
+                return 0
+            case "state":
+                reply.state.state_json = self._find(session_id).state_json()
+                return len(reply.state.state_json)
+            case "call_tool":
+                reply.call_tool.result_json = self._find(session_id).call_tool(
+                    call.call_tool.name, orjson.loads(call.call_tool.arguments_json)
+                )
+                return len(reply.call_tool.result_json)
+            case _:
+                raise InvalidCallError(f"expected a call that workers answer, got {kind}")
+        fill_result(reply.result, session_id, result)
+        return result.num_bytes
+
+    def _open(self, request: pb.OpenRequest) -> None:
+        self._sessions[request.session_id] = build_session(
+            self._factory, self._factory.target, request.session_id, not request.without_text
+        )
+
+    def _find(self, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionLostError(f"session {session_id!r} is not in this worker")
+        return session
+
+
+def _serve_in_turn(
+    stream: BufferedReader, connection: socket.socket, sessions: WorkerSessions
+) -> None:
+    while (frame := read_frame(stream)) is not None:
+        replies, num_bytes = pb.ReplyBatch(), 0
+        for call in pb.CallBatch.FromString(frame).calls:
+            if num_bytes > MAX_BATCH_BYTES:
+                connection.sendall(frame_of(replies.SerializeToString()))
+                replies, num_bytes = pb.ReplyBatch(), 0
+            num_bytes += sessions.answer(call, replies.replies.add(call_id=call.call_id))
+        connection.sendall(frame_of(replies.SerializeToString()))
+
+
+def _serve_in_threads(
+    stream: BufferedReader,
+    connection: socket.socket,
+    sessions: WorkerSessions,
+    num_threads: int,
+) -> None:
+    sending = threading.Lock()
+
+    def answer(call: pb.Call) -> None:
+        replies = pb.ReplyBatch()
+        sessions.answer(call, replies.replies.add(call_id=call.call_id))
+        frame = frame_of(replies.SerializeToString())
+        with sending:
+            connection.sendall(frame)
+
+    threads = ThreadPoolExecutor(num_threads, "ludus-env-step")
+    while (frame := read_frame(stream)) is not None:
+        for call in pb.CallBatch.FromString(frame).calls:
+            threads.submit(answer, call)
+    threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """Nothing; a step that hangs does not keep this process alive when its server has died.
+
+    The spawner ends its workers too, but it may have died before the server did.
+    """
+    if not hasattr(select, "POLLRDHUP"):
+        return
+    threading.Thread(target=_watch, args=(connection.fileno(),), daemon=True).start()
+
+
+def _watch(descriptor: int) -> None:
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLRDHUP)
+    waiting.poll()
+    # Whoever stops the worker in good order waits for less long than this.
+    threading.Event().wait(_LAST_WORDS_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+_LAST_WORDS_S = 5.0

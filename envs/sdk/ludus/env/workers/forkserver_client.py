@@ -1,0 +1,290 @@
+"""The server's side of its spawner: orders workers and hears of their ends.
+
+    spawn() --order and socket--> spawner process --fork--> worker
+    on_exit <--report------------ spawner process
+
+A spawner that dies is started anew with the next worker that is wanted. Its workers live
+on as orphans: nobody will tell how they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from ludus.env.targets.importable import FactoryName
+from ludus.env.workers.protocol import (
+    ORDER,
+    REPORT,
+    OrderKind,
+    ReportKind,
+    SpawnerSetup,
+    WorkerLimits,
+    frame_of,
+)
+from ludus.proto.errors import ConfigError, UnavailableError
+
+_log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 3.0
+_BUSY_PAUSE_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker process ended."""
+
+    status: int
+    """As `os.wait` has it."""
+    cpu_s: float
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """A worker process as the spawner knows it."""
+
+    id: int
+    on_exit: Callable[[WorkerExit], None]
+    """Told how it ended, unless its spawner has died."""
+    pid: int | None = None
+    """Known a moment after it was ordered."""
+    is_orphan: bool = False
+    """Its spawner has died."""
+
+
+class WorkerSpawning:
+    """Starts the spawner when it is needed, and talks to it; belongs to one event loop.
+
+    Args:
+        name: the environment factory of all workers.
+        limits: for each worker.
+        secrets: environment variables whose value is one of these are kept from workers.
+    """
+
+    def __init__(self, name: FactoryName, limits: WorkerLimits, secrets: Iterable[str]) -> None:
+        self.pid: int | None = None
+        """Of the latest spawner process."""
+        self._setup = SpawnerSetup(name.to_json().decode(), list(sys.path), limits, [])
+        self._secrets = frozenset(secrets)
+        self._link: _Link | None = None
+        self._starting = asyncio.Lock()
+
+    async def spawn(self, process: WorkerProcess, num_threads: int) -> socket.socket:
+        """The server's end of the connection to a new worker.
+
+        Raises:
+            ConfigError: the environment's module cannot be imported.
+            UnavailableError: there is no spawner to be had now.
+        """
+        return await self._order(OrderKind.SPAWN, process, num_threads)
+
+    async def probe(self, process: WorkerProcess, check_ms: int) -> socket.socket:
+        """The server's end of the connection to a worker that describes the environment."""
+        return await self._order(OrderKind.PROBE, process, check_ms)
+
+    async def import_all(self, modules: list[str]) -> None:
+        """Returns when the spawner is told to import these modules, now and after a restart."""
+        self._setup = dataclasses.replace(self._setup, modules=modules)
+        if modules and self._link is not None:
+            names = orjson.dumps(modules)
+            await self._link.send(ORDER.pack(OrderKind.IMPORT, len(names), 0))
+            await self._link.send(names)
+
+    def kill(self, process: WorkerProcess) -> None:
+        """Nothing; the worker, and what it has started itself, is killed in a moment."""
+        link = self._link
+        if link is not None and process.id in link.processes:
+            link.send_soon(ORDER.pack(OrderKind.KILL, process.id, 0))
+        elif process.is_orphan:
+            _kill_directly(process)
+
+    async def stop(self) -> None:
+        """Returns when the spawner and all its workers are gone."""
+        async with self._starting:
+            if self._link is not None:
+                await self._link.stop()
+
+    async def _order(self, kind: OrderKind, process: WorkerProcess, argument: int) -> socket.socket:
+        link = await self._live_link()
+        try:
+            return await self._order_from(link, kind, process, argument)
+        except UnavailableError:  # it died unnoticed; no reason to refuse what a new one can do
+            link = await self._live_link()
+            return await self._order_from(link, kind, process, argument)
+
+    async def _order_from(
+        self, link: _Link, kind: OrderKind, process: WorkerProcess, argument: int
+    ) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        process.is_orphan = False
+        link.processes[process.id] = process
+        try:
+            await link.send(ORDER.pack(kind, process.id, argument), theirs)
+        except BaseException:
+            link.processes.pop(process.id, None)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    async def _live_link(self) -> _Link:
+        async with self._starting:
+            if self._link is None or self._link.is_broken:
+                link = _Link(self._setup, self._secrets)
+                self.pid = link.pid
+                await link.wait_until_ready()
+                self._link = link
+            return self._link
+
+
+class _Link:
+    """One spawner process and the socket to it."""
+
+    def __init__(self, setup: SpawnerSetup, secrets: frozenset[str]) -> None:
+        self.processes: dict[int, WorkerProcess] = {}
+        """Workers that live or are ordered, by id."""
+        self.is_broken = False
+        self._orders, theirs = socket.socketpair()
+        self._orders.setblocking(False)
+        self._sending = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._setup = setup
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ludus.env.workers.forkserver", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={k: v for k, v in os.environ.items() if v not in secrets},
+                # A terminal's Ctrl-C is for the server, which then stops its workers.
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+
+    async def wait_until_ready(self) -> None:
+        """Returns when the environment's module is imported there."""
+        # A duplicate, because a socket that a transport reads is not to be written directly.
+        reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
+        try:
+            await self.send(frame_of(self._setup.to_json()))
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                kind, _, _, size, _ = REPORT.unpack(await reader.readexactly(REPORT.size))
+                failure = await reader.readexactly(size)
+        except TimeoutError:
+            await self.stop()
+            raise UnavailableError(
+                "expected the environment's module to be imported within"
+                f" {_START_TIMEOUT_S:g} s, but it was not"
+            ) from None
+        except (asyncio.IncompleteReadError, OSError):
+            await self.stop()
+            raise UnavailableError(
+                "the process that starts workers ended while it imported the environment's"
+                f" module (exit code {self._process.returncode}); its output says more"
+            ) from None
+        if kind == ReportKind.FAILED:
+            await self.stop()
+            raise ConfigError(failure.decode(errors="replace"))
+        self._start(self._read_reports(reader))
+
+    async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
+        """Returns when the order is on its way.
+
+        Raises:
+            UnavailableError: the spawner is dead.
+        """
+        descriptors = [] if connection is None else [connection.fileno()]
+        async with self._sending:
+            while order:
+                try:
+                    sent = socket.send_fds(self._orders, [order], descriptors)
+                except BlockingIOError:
+                    await asyncio.sleep(_BUSY_PAUSE_S)
+                except OSError as error:
+                    self._notice_end()
+                    raise UnavailableError(
+                        f"the process that starts workers has ended: {error}; try again",
+                        retry_after_s=1.0,
+                    ) from None
+                else:
+                    order, descriptors = order[sent:], []
+
+    def send_soon(self, order: bytes) -> None:
+        """Sends without a wait; to a dead spawner, in vain."""
+        self._start(self._send_or_drop(order))
+
+    async def stop(self) -> None:
+        """Returns when the process is gone, and with it its workers."""
+        self.is_broken = True
+        self._orders.close()
+        self._transport.close()
+        deadline_s = asyncio.get_running_loop().time() + _STOP_TIMEOUT_S
+        while self._process.poll() is None:
+            if asyncio.get_running_loop().time() > deadline_s:
+                _log.warning("the process that starts workers did not end; it is killed")
+                self._process.kill()
+                self._process.wait()
+                for process in self.processes.values():
+                    _kill_directly(process)
+                break
+            await asyncio.sleep(_BUSY_PAUSE_S)
+        self._end()
+
+    async def _send_or_drop(self, order: bytes) -> None:
+        with contextlib.suppress(UnavailableError):
+            await self.send(order)
+
+    async def _read_reports(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                report = REPORT.unpack(await reader.readexactly(REPORT.size))
+                kind, worker_id, pid, status, cpu_s = report
+                if kind == ReportKind.STARTED and worker_id in self.processes:
+                    self.processes[worker_id].pid = pid
+                elif kind == ReportKind.EXITED and worker_id in self.processes:
+                    self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
+        self._notice_end()
+        while self._process.poll() is None:
+            await asyncio.sleep(_BUSY_PAUSE_S)
+
+    def _notice_end(self) -> None:
+        if not self.is_broken:
+            _log.error("the process that starts workers (pid %d) has ended", self.pid)
+            self._end()
+
+    def _end(self) -> None:
+        self.is_broken = True
+        self._orders.close()
+        self._transport.close()
+        for process in self.processes.values():
+            process.is_orphan = True
+        self.processes = {}
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kill_directly(process: WorkerProcess) -> None:
+    """Nothing; for workers whose spawner is dead, and with it whoever reaps them."""
+    if process.pid is None:
+        return
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process.pid, signal.SIGKILL)

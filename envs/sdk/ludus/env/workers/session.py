@@ -1,0 +1,169 @@
+"""A session in a worker process, as the server calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import orjson
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.grpc.call_stream import ConnectionLostError
+from ludus.env.messages.protobuf import fill_reset_args, read_encoded
+from ludus.env.types import JsonObject
+from ludus.env.workers.process import Worker
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import SessionLostError
+
+ReadT = TypeVar("ReadT")
+
+_ALMOST = 0.1
+"""Of a time limit: clocks and timers are not exact."""
+
+
+class SessionPlace(Protocol):
+    """What a session has to know of its host."""
+
+    @property
+    def step_timeout_s(self) -> float:
+        """The server's own limit; 0 is none."""
+        ...
+
+    async def close_session(self, session: WorkerSession) -> None:
+        """Returns when its environment is closed, or its worker is gone."""
+        ...
+
+    @property
+    def shares_workers(self) -> bool:
+        """True when other sessions may live in the same worker."""
+        ...
+
+
+class WorkerSession:
+    """One session; `SessionCore` makes one call at a time."""
+
+    __slots__ = ("_begun_s", "_call", "_host", "_last", "id", "worker")
+
+    def __init__(self, session_id: str, worker: Worker, host: SessionPlace) -> None:
+        self.id = session_id
+        self.worker = worker
+        self._host = host
+        self._last: EncodedResult | None = None
+        self._call: asyncio.Future[pb.Reply] | None = None
+        self._begun_s = 0.0
+
+    @property
+    def last(self) -> EncodedResult | None:
+        """The latest answer, None before the first reset."""
+        return self._last
+
+    async def open(self, with_text: bool) -> None:
+        """Returns when its environment is built."""
+        call, future = self._begin()
+        call.open.session_id = self.id
+        call.open.without_text = not with_text
+        await self._settled(future, lambda reply: None)
+
+    async def reset(self, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+        self._last = None
+        call, future = self._begin()
+        call.reset.session_id = self.id
+        fill_reset_args(call.reset.args, args)
+        self._last = await self._settled(future, _read_result)
+        return self._last
+
+    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
+        """The answer to one action."""
+        call, future = self._begin(len(action))
+        step = call.step
+        step.session_id = self.id
+        step.step_index = step_index
+        if isinstance(action, bytes):
+            step.action_json = action
+        else:
+            step.action_text = action
+        result = await self._settled(future, _read_result)
+        if self._last is None or result.step_index != self._last.step_index:
+            self._last = result
+        return self._last
+
+    async def state_json(self) -> bytes:
+        """The environment's state."""
+        call, future = self._begin()
+        call.state.session_id = self.id
+        return await self._settled(future, lambda reply: reply.state.state_json)
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
+        """What a tool returned, as JSON."""
+        call, future = self._begin()
+        call.call_tool.session_id = self.id
+        call.call_tool.name = name
+        call.call_tool.arguments_json = orjson.dumps(arguments)
+        return await self._settled(future, lambda reply: reply.call_tool.result_json)
+
+    async def send_close(self) -> None:
+        """Returns when its environment is closed."""
+        call, future = self._begin()
+        call.close.session_id = self.id
+        await self._settled(future, lambda reply: None)
+
+    async def close(self) -> None:
+        """Returns when the environment is freed."""
+        await self._host.close_session(self)
+
+    def kill(self, reason: str) -> None:
+        """Ends the worker, as soon as the server's own limit has passed where it is shared.
+
+        A client may ask for a shorter limit, but not for the end of other sessions.
+        """
+        limit_s = self._host.step_timeout_s
+        if not self._host.shares_workers:
+            self.worker.kill(reason)
+            return
+        if limit_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        left_s = limit_s - (loop.time() - self._begun_s)
+        if left_s < limit_s * _ALMOST:
+            self.worker.kill(reason)
+        elif self._call is not None:
+            loop.call_later(left_s, self._kill_unless_done, self._call, reason)
+
+    def _kill_unless_done(self, call: asyncio.Future[pb.Reply], reason: str) -> None:
+        if self._call is call:
+            self.worker.kill(reason)
+
+    def _begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
+        if not self.worker.is_usable:
+            raise self._lost()
+        call, future = self.worker.stream.begin(num_bytes)
+        self._begun_s = asyncio.get_running_loop().time()
+        self._call = future
+        future.add_done_callback(self._forget)
+        return call, future
+
+    def _forget(self, future: asyncio.Future[pb.Reply]) -> None:
+        if self._call is future:
+            self._call = None
+
+    async def _settled(
+        self, future: asyncio.Future[pb.Reply], read: Callable[[pb.Reply], ReadT]
+    ) -> ReadT:
+        try:
+            return read(await future)
+        except ConnectionLostError:
+            raise self._lost() from None
+        except (ValueError, TypeError) as error:  # a worker runs foreign code
+            self.worker.kill(f"it answered nonsense: {error}")
+            raise self._lost() from None
+
+    def _lost(self) -> SessionLostError:
+        return SessionLostError(
+            f"session {self.id!r} is gone: {self.worker.end_reason}; open a new one"
+        )
+
+
+def _read_result(reply: pb.Reply) -> EncodedResult:
+    return read_encoded(reply.result)

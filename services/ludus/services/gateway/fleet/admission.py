@@ -1,0 +1,202 @@
+"""Who gets a new session, and where: the queue in front of a fleet.
+
+    open --take--> WaitingLine --Fleet.place--> shares of servers, set aside for the caller
+
+An open waits in order of arrival at most `queue_timeout_s` for room that closes, polls and
+new servers make; then it is refused with the time to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ludus.env.sessions.admission_queue import WaitingLine
+from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
+from ludus.services.gateway.fleet.fleet import Fleet, Share
+from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionOptions:
+    """Limits of what waits and of what is admitted."""
+
+    queue_size: int = 1024
+    """Opens that may wait at once; more are refused right away."""
+    queue_timeout_s: float = 30.0
+    """How long an open waits; 0 refuses at once."""
+    max_group_size: int = 1024
+    retry_after_s: float = 1.0
+    """What refused callers are told."""
+
+
+class Admission:
+    """Room on the servers of one environment, first come, first served.
+
+    Args:
+        on_wait: told how long an open has waited in line, whether it was admitted or not.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        options: AdmissionOptions,
+        links: LinkOptions,
+        on_wait: Callable[[float], None],
+    ) -> None:
+        self._on_wait = on_wait
+        self.options = options
+        self.is_draining = False
+        self._environment = environment
+        self._line = WaitingLine(
+            self._take,
+            self._give_back,
+            timeout_s=options.queue_timeout_s,
+            max_waiting=options.queue_size,
+        )
+        self.num_undescribed = 0
+        """Callers that wait for the first server of all."""
+        self.fleet = Fleet(links, self._line.advance, lambda: bool(self._line))
+        self._taken: defaultdict[int, deque[list[Share]]] = defaultdict(deque)
+        """What waiters of each size were given and did not pick up yet."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Opens that wait for room."""
+        return len(self._line) + self.num_undescribed
+
+    def advance(self) -> None:
+        """Admits who waits; call it when a session has ended."""
+        self._line.advance()
+
+    def drain(self) -> None:
+        """Refuses all opens from now on, also those that wait."""
+        self.is_draining = True
+        self._line.refuse_all(self._draining())
+
+    async def room(
+        self, size: int, deadline_s: float, excluded: Collection[ServerLink] = ()
+    ) -> list[Share]:
+        """Servers with room for `size` together, set aside.
+
+        Args:
+            deadline_s: of the event loop's clock.
+            excluded: links that refused the same open just now; if only they have room, it
+                waits in line.
+
+        Raises:
+            CapacityError: there was none in time, or too many wait already.
+            UnavailableError: the gateway is draining.
+            InvalidCallError: so many are never given out together.
+        """
+        if self.is_draining:
+            raise self._draining()
+        if size > self.options.max_group_size:
+            raise InvalidCallError(
+                f"expected a group of at most {self.options.max_group_size} sessions, got {size}"
+            )
+        if excluded and not self._line:
+            shares = self.fleet.place(size, excluded)
+            if shares is not None:
+                return shares
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                is_admitted = await self._line.take(size)
+        except TimeoutError:
+            is_admitted = False
+        finally:
+            self._on_wait(loop.time() - started_s)
+        if not is_admitted:
+            raise self.full()
+        return self._taken[size].popleft()
+
+    async def room_on_one(self, size: int) -> ServerLink:
+        """A server with room for all of them, set aside.
+
+        Raises:
+            CapacityError: none had it in time.
+        """
+        shares = await self.room(size, self.deadline_s())
+        if len(shares) == 1:
+            return shares[0].link
+        for share in shares:
+            share.link.give_back(share.num_sessions)
+        self._line.advance()
+        raise self.full()
+
+    def deadline_s(self) -> float:
+        """When an open that begins now is refused, by the event loop's clock."""
+        return asyncio.get_running_loop().time() + self.options.queue_timeout_s
+
+    async def describe(self) -> None:
+        """Returns when a server has said what the environment is.
+
+        Raises:
+            UnavailableError: none did within the queue's timeout.
+        """
+        if self.fleet.description is not None:
+            return
+        self.num_undescribed += 1
+        try:
+            is_described = await self.fleet.wait_described(max(self.options.queue_timeout_s, 5.0))
+        finally:
+            self.num_undescribed -= 1
+        if not is_described:
+            raise UnavailableError(
+                f"expected a server of environment '{self._environment}' to answer, none has yet;"
+                " see that its servers run",
+                retry_after_s=self.options.retry_after_s,
+            )
+
+    def check_keys(self) -> None:
+        """Returns unless every server refuses what this gateway signs.
+
+        Raises:
+            UnavailableError: they do; waiting would not help.
+        """
+        links = [link for link in self.fleet.links if link.is_connected]
+        if links and all(link.refusal for link in links):
+            raise UnavailableError(
+                f"expected servers of environment '{self._environment}' that share this"
+                f" gateway's session key, got a refusal from each: {links[0].refusal}"
+            )
+
+    def full(self) -> CapacityError:
+        """The refusal."""
+        links = [link for link in self.fleet.links if link.takes_sessions]
+        num_sessions = sum(link.num_sessions for link in links)
+        capacity = sum(link.max_sessions for link in links)
+        if not capacity:
+            return CapacityError(
+                f"expected a server of environment '{self._environment}' that takes sessions, found"
+                " none; try again when one has started",
+                retry_after_s=self.options.retry_after_s,
+            )
+        return CapacityError(
+            f"Server at capacity: {num_sessions}/{capacity} sessions active."
+            " Cannot accept new connections.",
+            retry_after_s=self.options.retry_after_s,
+        )
+
+    def _draining(self) -> UnavailableError:
+        return UnavailableError(
+            "this gateway is draining and takes no new sessions; open it through another",
+            ErrorCode.DRAINING,
+            retry_after_s=self.options.retry_after_s,
+        )
+
+    def _take(self, size: int) -> bool:
+        shares = self.fleet.place(size)
+        if shares is None:
+            return False
+        self._taken[size].append(shares)
+        return True
+
+    def _give_back(self, size: int) -> None:
+        for share in self._taken[size].popleft():
+            share.link.give_back(share.num_sessions)
+        self._line.advance()

@@ -1,0 +1,1 @@
+"""The gateway in a Kubernetes cluster: endpoints, leadership, deletion cost."""

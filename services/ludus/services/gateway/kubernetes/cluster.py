@@ -1,0 +1,75 @@
+"""The servers of one environment in a cluster: where they are, and which should go first.
+
+    EndpointSlices --EndpointSliceSource--> publish
+    loads ----------DeletionCost----------> annotations of the pods, if this gateway leads
+
+One gateway of a release holds the Lease and writes; each of them routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+from ludus.services.gateway.fleet.endpoints import Publish
+from ludus.services.gateway.kubernetes.api import KubernetesApi
+from ludus.services.gateway.kubernetes.deletion_cost import DeletionCost, Loads
+from ludus.services.gateway.kubernetes.leadership import Leadership
+from ludus.services.gateway.kubernetes.source import EndpointSliceSource, SourceOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlace:
+    """Where the pods of an environment are."""
+
+    namespace: str
+    service: str
+    lease: str = ""
+    """Shared by the gateways that may write deletion costs; empty writes none."""
+
+
+class ClusterSource:
+    """The pods behind a Service, as an `EndpointSource`.
+
+    Args:
+        api: closed with the source.
+        loads: sessions and capacity by pod.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        place: ClusterPlace,
+        loads: Loads,
+        options: SourceOptions | None = None,
+    ) -> None:
+        self._api = api
+        self._loads = loads
+        self._place = place
+        self._source = EndpointSliceSource(api, place.namespace, place.service, options)
+
+    async def watch(self, publish: Publish) -> None:
+        """Never returns: publishes the pods, and keeps their deletion costs while it leads.
+
+        Raises:
+            ConfigError: the Service cannot be that of environment servers.
+        """
+        place = self._place
+        if not place.lease:
+            await self._source.watch(publish)
+            return
+        leadership = Leadership(self._api, place.namespace, place.lease, socket.gethostname())
+        costs = DeletionCost(self._api, place.namespace, self._loads, lambda: leadership.is_leader)
+        async with leadership:
+            writing = asyncio.create_task(costs.run())
+            try:
+                await self._source.watch(publish)
+            finally:
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Ends all requests to the cluster."""
+        await self._source.close()
+        await self._api.close()

@@ -1,0 +1,1 @@
+"""Sessions on the servers of a fleet, by signed id."""

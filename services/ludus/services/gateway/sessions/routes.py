@@ -1,0 +1,83 @@
+"""Where the calls of a session go: read from its signed id, and remembered."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ludus.env.security.session_ids import SessionKey
+from ludus.proto.errors import PermissionDeniedError, SessionLostError
+
+_MAX_REMEMBERED = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a session id says that was found to be genuine."""
+
+    environment: str
+    server_id: str
+    tenant: str
+    expires_s: int
+    """Unix time."""
+
+
+class RouteBook:
+    """Session ids that were verified, so that each is verified once.
+
+    Args:
+        key: the same on every gateway and server of the fleet.
+    """
+
+    def __init__(self, key: SessionKey) -> None:
+        self._key = key
+        self._known: OrderedDict[str, Route] = OrderedDict()
+
+    def find(self, session_id: str, tenant: str | None) -> Route:
+        """The session's route, when it belongs to the tenant; None may call any.
+
+        Raises:
+            AuthenticationError: nobody with this key made the id.
+            PermissionDeniedError: the session is another tenant's.
+            SessionLostError: the id has expired.
+        """
+        route = self.read(session_id)
+        if tenant is not None and route.tenant != tenant:
+            raise PermissionDeniedError(
+                "expected a session of the token's own tenant, got another tenant's; use the"
+                " token that opened it"
+            )
+        return route
+
+    def fresh(self, tenant: str) -> Callable[[str], Route | None]:
+        """A quick look-up for a loop: the tenant's route where it is known and has not expired."""
+        get, now_s = self._known.get, time.time()
+
+        def look_up(session_id: str) -> Route | None:
+            route = get(session_id)
+            if route is None or route.tenant != tenant or route.expires_s < now_s:
+                return None
+            return route
+
+        return look_up
+
+    def read(self, session_id: str) -> Route:
+        """The route, whoever asks.
+
+        Raises:
+            AuthenticationError: nobody with this key made the id.
+            SessionLostError: the id has expired.
+        """
+        route = self._known.get(session_id)
+        if route is None:
+            signed = self._key.read(session_id)
+            route = Route(signed.environment, signed.server_id, signed.tenant, signed.expires_s)
+            self._known[session_id] = route
+            if len(self._known) > _MAX_REMEMBERED:
+                self._known.popitem(last=False)
+        elif route.expires_s < time.time():
+            del self._known[session_id]
+            raise SessionLostError("the session id has expired; open a new session")
+        return route

@@ -1,0 +1,490 @@
+"""One environment's sessions on the servers of a fleet; implements `Sessions`.
+
+    wire --Sessions--> GatewaySessions --Openings--> a server with room (open)
+                                       --signed id--> the session's server (every other call)
+
+Nothing that routes a call is kept here alone: whoever has the key reads the server from the
+id, so that any gateway serves any session, also after a restart. What is kept (`tracked.py`)
+serves to let sessions go with their connection, and to count them.
+
+Who waits for whom: an open waits in the queue; any other call waits only for its server, for
+a broken connection at most the link's `retry_within_s`, and right after a start for the
+first list of servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+
+import orjson
+
+from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.messages.protobuf import fill_reset_args, read_encoded
+from ludus.env.security.session_ids import OPEN_WITHIN_S, SessionKey
+from ludus.env.sessions.interface import Load, OpenArgs, Opened, Owner, SessionEvents
+from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import (
+    CallTimeoutError,
+    EnvError,
+    InfrastructureError,
+    InvalidCallError,
+    SessionLostError,
+    UnavailableError,
+)
+from ludus.services.gateway.fleet.admission import Admission, AdmissionOptions
+from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
+from ludus.services.gateway.sessions.opener import Openings, PlacedSession
+from ludus.services.gateway.sessions.routes import Route, RouteBook
+from ludus.services.gateway.sessions.tracked import Held, HeldSessions
+from ludus.services.gateway.tenancy.callers import (
+    ITSELF,
+    EnvironmentLoad,
+    current_tenant,
+    enter_tenant,
+)
+from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
+from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.tenancy.tenants import Scope, Tenant
+
+_DIRECT_HOLD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How sessions live."""
+
+    linger_s: float = 30.0
+    """How long a session outlives a gateway, or a client on gRPC, that went away."""
+    max_linger_s: float = 600.0
+    """The most that a client may ask for."""
+    idle_timeout_s: float = 600.0
+    """A session without a call for so long counts as ended; what the servers do."""
+    id_lifetime_s: float = 86_400.0
+    settle_timeout_s: float = 5.0
+    """How long a call waits after a start for the first list of servers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """What the environments of a gateway share."""
+
+    key: SessionKey
+    routes: RouteBook
+    quotas: Quotas
+    metrics: GatewayMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a client opens sessions itself."""
+
+    grpc_address: str
+    http_address: str
+    session_ids: list[str]
+    open_within_s: float
+
+
+class GatewaySessions:
+    """The sessions of one environment, wherever they are."""
+
+    def __init__(
+        self,
+        environment: str,
+        seams: Seams,
+        options: SessionOptions | None = None,
+        admission: AdmissionOptions | None = None,
+        links: LinkOptions | None = None,
+    ) -> None:
+        self.environment = environment
+        self.options = options or SessionOptions()
+        self.events = SessionEvents()
+        self.admission = Admission(
+            environment,
+            admission or AdmissionOptions(),
+            links or LinkOptions(),
+            lambda seconds: seams.metrics.waited(environment, seconds),
+        )
+        self.fleet = self.admission.fleet
+        self._openings = Openings(
+            environment, seams.key, self.admission, self.options.id_lifetime_s
+        )
+        self._routes = seams.routes
+        self._quotas = seams.quotas
+        self._metrics = seams.metrics
+        self._held = HeldSessions(
+            seams.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
+        )
+        self._is_leaving = False
+        self._loop = asyncio.get_running_loop()
+
+    # -- what it is --------------------------------------------------------------------
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """What the environment is, with the capacity of the whole fleet.
+
+        Raises:
+            UnavailableError: no server was reached yet.
+        """
+        description = self.fleet.description
+        if description is None:
+            raise UnavailableError(
+                f"expected a server of environment '{self.environment}' to answer, none has yet;"
+                " see that its servers run"
+            )
+        return dataclasses.replace(
+            description,
+            max_sessions=self.environment_load.capacity,
+            server_id="gateway",
+            linger_s=self.options.linger_s,
+        )
+
+    @property
+    def load(self) -> Load:
+        """How full the servers are that take sessions."""
+        load = self.environment_load
+        return Load(
+            num_sessions=load.num_active,
+            max_sessions=load.capacity,
+            num_waiting=load.num_pending,
+            is_draining=self.admission.is_draining,
+        )
+
+    @property
+    def environment_load(self) -> EnvironmentLoad:
+        """The same with draining servers apart."""
+        links = self.fleet.links
+        active = [link for link in links if link.takes_sessions]
+        draining = [link for link in links if link.is_connected and not link.takes_sessions]
+        num_unreachable = len(links) - len(active) - len(draining)
+        return EnvironmentLoad(
+            environment=self.environment,
+            num_pending=self.admission.num_waiting,
+            num_active=sum(link.num_sessions for link in active),
+            num_draining=sum(link.num_sessions for link in draining),
+            capacity=sum(link.max_sessions for link in active),
+            num_servers=len(active),
+            num_draining_servers=len(draining),
+            num_unreachable_servers=num_unreachable,
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Sessions that were opened through this gateway and are not known to have ended."""
+        return len(self._held)
+
+    # -- opening -----------------------------------------------------------------------
+
+    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+        """A new session; see `Sessions`."""
+        return (await self._open(args, 1, owner, is_group=False))[0]
+
+    async def open_group(
+        self, args: OpenArgs, size: int, owner: Owner | None = None
+    ) -> list[Opened]:
+        """Sessions on one seed, all or none, together on one server if it has the room."""
+        return await self._open(args, size, owner, is_group=True)
+
+    async def place(self, num_sessions: int) -> Placement:
+        """Room on one server, for a client that opens its sessions there itself.
+
+        Raises:
+            CapacityError: no server had the room in time.
+        """
+        tenant = self._enter()
+        self._take_quota(tenant, num_sessions)
+        try:
+            link = await self.admission.room_on_one(num_sessions)
+        except BaseException:
+            self._quotas.closed(tenant, num_sessions)
+            raise
+
+        def give_back() -> None:
+            link.give_back(num_sessions)
+            self._quotas.closed(tenant, num_sessions)
+            self.admission.advance()
+
+        # The server has the last word; this keeps the gateway from overbooking meanwhile.
+        self._loop.call_later(_DIRECT_HOLD_S, give_back)
+        ids = [self._openings.sign(link, tenant) for _ in range(num_sessions)]
+        endpoint = link.endpoint
+        return Placement(endpoint.grpc_address, endpoint.http_address, ids, OPEN_WITHIN_S)
+
+    async def _open(
+        self, args: OpenArgs, size: int, owner: Owner | None, *, is_group: bool
+    ) -> list[Opened]:
+        tenant = self._enter()
+        if self.events.before_open and not self.fleet.has_room(size):
+            await self._spare(size)
+        linger_s = min(args.linger_s or self.options.linger_s, self.options.max_linger_s)
+        args = dataclasses.replace(args, linger_s=linger_s)
+        self._take_quota(tenant, size)
+        started_s = self._loop.time()
+        try:
+            placed = await self._openings.open(args, size, tenant, is_group=is_group)
+        except BaseException as error:
+            self._quotas.closed(tenant, size)
+            if isinstance(error, EnvError):
+                took_s = self._loop.time() - started_s
+                self._metrics.refused(self.environment, error.code, size, took_s)
+            raise
+        self._metrics.opened(self.environment, size, self._loop.time() - started_s)
+        for one in placed:
+            self._hold(one, args, owner, tenant)
+        if owner is not None and owner.ended.is_set():
+            self.release(owner)
+        return [one.opened for one in placed]
+
+    def _take_quota(self, tenant: Tenant, num_sessions: int) -> None:
+        try:
+            self._quotas.opening(tenant, num_sessions)
+        except EnvError as error:
+            self._metrics.refused(self.environment, error.code, num_sessions)
+            raise
+
+    def _hold(
+        self, placed: PlacedSession, args: OpenArgs, owner: Owner | None, tenant: Tenant
+    ) -> None:
+        held = Held(
+            link=placed.link,
+            tenant=tenant,
+            owner=owner,
+            close_when_done=args.close_when_done,
+            linger_s=args.linger_s,
+            used_s=self._loop.time(),
+        )
+        self._held.add(placed.opened.session_id, held)
+
+    # -- calls -------------------------------------------------------------------------
+
+    async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """The first answer of a new episode."""
+
+        def write(call: pb.Call) -> None:
+            call.reset.session_id = session_id
+            fill_reset_args(call.reset.args, args)
+
+        # Nobody has seen the first answer of a reset whose connection broke.
+        reply = await self.call("reset", session_id, write, is_repeatable=True)
+        return read_encoded(reply.result)
+
+    async def step(
+        self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
+    ) -> EncodedResult:
+        """The answer to an action; see `Sessions`."""
+        try:
+            self._quotas.stepping(current_tenant(), 1)
+        except EnvError as error:
+            self._metrics.called(self.environment, "step", error.code, None)
+            raise
+
+        def write(call: pb.Call) -> None:
+            step = call.step
+            step.session_id = session_id
+            step.step_index = step_index
+            step.timeout_s = timeout_s
+            if isinstance(action, bytes):
+                step.action_json = action
+            else:
+                step.action_text = action
+
+        reply = await self.call(
+            "step", session_id, write, num_bytes=len(action), is_repeatable=step_index > 0
+        )
+        self.note_result(session_id, reply.result)
+        return read_encoded(reply.result)
+
+    async def state(self, session_id: str) -> bytes:
+        """The environment's state as JSON."""
+
+        def write(call: pb.Call) -> None:
+            call.state.session_id = session_id
+
+        reply = await self.call("state", session_id, write, is_repeatable=True)
+        return reply.state.state_json
+
+    async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
+        """What a tool of the environment returned, as JSON."""
+
+        def write(call: pb.Call) -> None:
+            call.call_tool.session_id = session_id
+            call.call_tool.name = name
+            call.call_tool.arguments_json = orjson.dumps(arguments)
+
+        reply = await self.call("call_tool", session_id, write)
+        return reply.call_tool.result_json
+
+    async def close(self, session_id: str) -> None:
+        """Ends a session; one that is gone already is no error."""
+
+        def write(call: pb.Call) -> None:
+            call.close.session_id = session_id
+
+        held = self._held.get(session_id)
+        try:
+            self.route(session_id)
+            self._held.forget(session_id, "it was closed")
+            await self.call("close", session_id, write, is_repeatable=True)
+        except InfrastructureError:
+            pass  # it is gone, or ends after its linger
+        finally:
+            if held is not None:
+                held.link.closed(1)
+            self.admission.advance()
+
+    async def detach(self, session_id: str) -> None:
+        """Ends a session after its linger unless it is called again before."""
+
+        def write(call: pb.Call) -> None:
+            call.detach.session_id = session_id
+
+        try:
+            await self.call("detach", session_id, write, is_repeatable=True)
+        except InfrastructureError:
+            return  # it is gone, or its linger has begun with the broken connection
+        self._held.disown(session_id)
+
+    def release(self, owner: Owner) -> None:
+        """Detaches what the owner opened or called; where nothing lingers it is closed."""
+        owner.ended.set()
+        for session_id in list(owner.session_ids):
+            held = self._held.get(session_id)
+            link = held.link if held is not None else self._known_link(session_id)
+            if link is None or self._is_leaving:
+                continue  # the server detaches it when this gateway's own stream ends
+            if held is not None and held.linger_s <= 0:
+                self._held.forget(session_id, "the connection that opened it ended")
+                link.send_close(session_id)
+                link.closed(1)
+                continue
+            link.send_detach(session_id)
+            self._held.disown(session_id)
+        owner.session_ids.clear()
+        self.admission.advance()
+
+    # -- for the gateway's own wires ---------------------------------------------------
+
+    def route(self, session_id: str) -> Route:
+        """The session's genuine route, for the tenant of the present request.
+
+        Raises:
+            EnvError: the id is forged, expired, or of another tenant or environment.
+        """
+        tenant = self._enter()
+        route = self._routes.find(session_id, None if tenant is ITSELF else tenant.name)
+        if route.environment != self.environment:
+            raise InvalidCallError(
+                f"expected a session of environment '{self.environment}', got one of"
+                f" '{route.environment}'; call it there"
+            )
+        return route
+
+    async def link_to(self, route: Route) -> ServerLink:
+        """The link to the session's server.
+
+        Raises:
+            SessionLostError: there is no such server, also after the first list has come.
+        """
+        link = self.fleet.link_of(route.server_id)
+        if link is None:
+            await self.fleet.wait_settled(self.options.settle_timeout_s)
+            link = self.fleet.link_of(route.server_id)
+        if link is None:
+            reason = self.fleet.reason_gone(route.server_id)
+            raise SessionLostError(f"session lost: {reason}; open a new one")
+        return link
+
+    async def call(
+        self,
+        kind: str,
+        session_id: str,
+        write: Callable[[pb.Call], None],
+        *,
+        num_bytes: int = 0,
+        is_repeatable: bool = False,
+    ) -> pb.Reply:
+        """The reply of the session's server to any call of the session."""
+        route = self.route(session_id)
+        self._held.touch(session_id, None)
+        code: str = OK
+        started_s = self._loop.time()
+        try:
+            link = await self.link_to(route)
+            return await link.call(
+                route.server_id, write, num_bytes=num_bytes, is_repeatable=is_repeatable
+            )
+        except EnvError as error:
+            code = error.code
+            self.note_failure(session_id, error)
+            raise
+        finally:
+            took_s = self._loop.time() - started_s
+            self._metrics.called(self.environment, kind, code, took_s)
+
+    def touch(self, session_id: str, owner: Owner | None) -> None:
+        """Notes a call that goes to the session's server by another way."""
+        self._held.touch(session_id, owner)
+
+    def touch_all(self, session_ids: list[str]) -> None:
+        """The same for many."""
+        self._held.touch_all(session_ids)
+
+    def note_result(self, session_id: str, result: pb.StepResult) -> None:
+        """Forgets a session that ended with its episode."""
+        if result.terminated or result.truncated:
+            held = self._held.get(session_id)
+            if held is not None and held.close_when_done:
+                self._held.forget(session_id, "its episode ended")
+                held.link.closed(1)
+                self.admission.advance()
+
+    def note_failure(self, session_id: str, error: EnvError) -> None:
+        """Forgets a session that is gone; one whose call timed out is ended for good."""
+        held = self._held.get(session_id)
+        if held is None or not isinstance(error, (SessionLostError, CallTimeoutError)):
+            return
+        self._held.forget(session_id, error.message)
+        if isinstance(error, CallTimeoutError):
+            held.link.send_close(session_id)
+        held.link.closed(1)
+        self._metrics.lost(self.environment, 1)
+        self.admission.advance()
+
+    def drain(self) -> None:
+        """Takes no new sessions from now on; those there are go on."""
+        self.admission.drain()
+
+    def leave(self) -> None:
+        """From now on connections that end leave their sessions to other gateways."""
+        self._is_leaving = True
+
+    async def shut_down(self) -> None:
+        """Ends the links; the sessions stay on their servers for their linger."""
+        self.drain()
+        self.leave()
+        self._held.close()
+        await self.fleet.close("this gateway is stopping")
+
+    # -- parts -------------------------------------------------------------------------
+
+    def _enter(self) -> Tenant:
+        tenant = current_tenant()
+        tenant.require(Scope.STEP)
+        return tenant
+
+    async def _spare(self, size: int) -> None:
+        """Ends sessions that can be spared, whoever's they are."""
+        context = copy_context()
+        context.run(enter_tenant, ITSELF)
+        await self._loop.create_task(self.events.make_room(size), context=context)
+
+    def _known_link(self, session_id: str) -> ServerLink | None:
+        try:
+            return self.fleet.link_of(self._routes.read(session_id).server_id)
+        except EnvError:
+            return None

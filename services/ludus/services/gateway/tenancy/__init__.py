@@ -1,0 +1,1 @@
+"""Who calls a gateway, what they may do, and what they use."""

@@ -1,0 +1,316 @@
+"""What a gateway tells Prometheus.
+
+    sessions, wires --plain counters--> GatewayMetrics --at each scrape--> /metrics
+    fleets ----------read_loads()-----------^
+
+Counting is a few additions on lists; everything else is done when somebody scrapes. Every
+series of an environment exists from the start, at zero, so that rates and alerts never see a
+series begin. Labels come from closed sets: no session, tenant, or token is in one.
+
+With several gateways each reports the same servers, so what servers say is not summed:
+
+    saturation   max by (env) (ludus_gateway_sessions{state="active"})
+                   / max by (env) (ludus_gateway_session_capacity)
+    waiting      sum by (env) (ludus_gateway_sessions{state="pending"})
+    sessions to  max by (env) (ludus_gateway_sessions{state="active"})
+    provide for    + sum by (env) (ludus_gateway_sessions{state="pending"})
+    lost ratio   sum by (env) (rate(ludus_gateway_sessions_lost_total[5m]))
+                   / sum by (env) (rate(ludus_gateway_opens_total{outcome="opened"}[5m]))
+
+Scale on "sessions to provide for", divided by the sessions one server holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+
+from ludus.proto.errors import ErrorCode
+from ludus.proto.metrics import GatewayMetric
+from ludus.services.gateway.tenancy.access import AuthFailure
+from ludus.services.gateway.tenancy.callers import EnvironmentLoad, ReadLoads
+
+OK = "OK"
+"""The code of calls that did not fail."""
+CALL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+WAIT_BUCKETS_S = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+
+
+class Call(StrEnum):
+    """Calls of env.proto."""
+
+    OPEN = "open"
+    OPEN_GROUP = "open_group"
+    PLACE = "place"
+    RESET = "reset"
+    STEP = "step"
+    STATE = "state"
+    CALL_TOOL = "call_tool"
+    CLOSE = "close"
+    DETACH = "detach"
+
+
+class OpenOutcome(StrEnum):
+    """How opens end."""
+
+    OPENED = "opened"
+    NO_CAPACITY = "no_capacity"
+    RATE_LIMITED = "rate_limited"
+    UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+
+
+class LostReason(StrEnum):
+    """Why sessions end through no doing of their callers."""
+
+    SERVER_LOST = "server_lost"
+    DRAIN_DEADLINE = "drain_deadline"
+    REPLAY_FAILED = "replay_failed"
+
+
+_OUTCOME_OF_CODE: dict[str, OpenOutcome] = {
+    ErrorCode.CAPACITY_REACHED: OpenOutcome.NO_CAPACITY,
+    ErrorCode.RATE_LIMITED: OpenOutcome.RATE_LIMITED,
+    ErrorCode.UNAVAILABLE: OpenOutcome.UNAVAILABLE,
+    ErrorCode.DRAINING: OpenOutcome.UNAVAILABLE,
+    ErrorCode.TIMEOUT: OpenOutcome.TIMEOUT,
+}
+_CODES = (OK, *ErrorCode)
+
+
+class _Histogram:
+    """Counts by bucket; the last bucket is everything above."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, num: int = 1) -> None:
+        """Counts a value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += num
+        self._sum += value * num
+
+    def sample(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative buckets and the sum, as the exposition wants them."""
+        totals = accumulate(list(self._counts))
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        return list(zip(names, totals, strict=True)), self._sum
+
+
+@dataclass(slots=True)
+class _Environment:
+    """The counters of one environment."""
+
+    calls: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {call: dict.fromkeys(_CODES, 0) for call in Call}
+    )
+    seconds: dict[str, _Histogram] = field(
+        default_factory=lambda: {call: _Histogram(CALL_BUCKETS_S) for call in Call}
+    )
+    wait: _Histogram = field(default_factory=lambda: _Histogram(WAIT_BUCKETS_S))
+    opens: dict[OpenOutcome, int] = field(default_factory=lambda: dict.fromkeys(OpenOutcome, 0))
+    lost: dict[LostReason, int] = field(default_factory=lambda: dict.fromkeys(LostReason, 0))
+    num_rate_limited: int = 0
+
+
+class GatewayMetrics:
+    """Counts on the event loop; a scrape may read from any thread.
+
+    Args:
+        environments: their names; the only values that the label `env` takes.
+        read_loads: how full each environment is; asked at each scrape.
+    """
+
+    def __init__(self, environments: Iterable[str], read_loads: ReadLoads = tuple) -> None:
+        self._environments = {name: _Environment() for name in environments}
+        self._auth_failures = dict.fromkeys(AuthFailure, 0)
+        self._read_loads = read_loads
+        self._loads: Sequence[EnvironmentLoad] = ()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def called(
+        self, environment: str, call: str, code: str, seconds: float | None, num_calls: int = 1
+    ) -> None:
+        """Calls that open nothing were answered together, each after `seconds`.
+
+        Args:
+            call: one of `Call`.
+            code: `OK`, or the ErrorCode they failed with.
+            seconds: None where they were refused without a try, which says nothing of speed.
+        """
+        counters = self._environments[environment]
+        counters.calls[call][code] += num_calls
+        if seconds is not None:
+            counters.seconds[call].observe(seconds, num_calls)
+        if code == ErrorCode.RATE_LIMITED:
+            counters.num_rate_limited += num_calls
+
+    def opened(self, environment: str, num_sessions: int, seconds: float) -> None:
+        """Sessions were opened together, `seconds` after they were asked for."""
+        call = Call.OPEN if num_sessions == 1 else Call.OPEN_GROUP
+        counters = self._environments[environment]
+        counters.calls[call][OK] += 1
+        counters.seconds[call].observe(seconds)
+        counters.opens[OpenOutcome.OPENED] += num_sessions
+
+    def refused(
+        self, environment: str, code: str, num_sessions: int = 1, seconds: float | None = None
+    ) -> None:
+        """An open failed with this wire code."""
+        call = Call.OPEN if num_sessions == 1 else Call.OPEN_GROUP
+        counters = self._environments[environment]
+        counters.calls[call][code] += 1
+        if seconds is not None:
+            counters.seconds[call].observe(seconds)
+        counters.opens[_OUTCOME_OF_CODE.get(code, OpenOutcome.FAILED)] += num_sessions
+        if code == ErrorCode.RATE_LIMITED:
+            counters.num_rate_limited += 1
+
+    def stepped(self, environment: str, num_steps: int, seconds: float) -> None:
+        """Steps were answered together, each after `seconds`."""
+        counters = self._environments[environment]
+        counters.calls["step"][OK] += num_steps
+        counters.seconds["step"].observe(seconds, num_steps)
+
+    def waited(self, environment: str, seconds: float) -> None:
+        """An open has left the queue, with a session or without."""
+        self._environments[environment].wait.observe(seconds)
+
+    def lost(
+        self, environment: str, num_sessions: int, reason: LostReason = LostReason.SERVER_LOST
+    ) -> None:
+        """Sessions ended through no doing of their callers."""
+        self._environments[environment].lost[reason] += num_sessions
+
+    def auth_failed(self, failure: AuthFailure) -> None:
+        """A call was refused; for `Access.on_failure`."""
+        self._auth_failures[failure] += 1
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The body of `/metrics` and its content type; belongs to the event loop.
+
+        Args:
+            accept: the scraper's `Accept` header, which may ask for OpenMetrics.
+        """
+        self._loads = self._read_loads()
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    async def render_aside(self, accept: str = "") -> tuple[bytes, str]:
+        """The same, without holding up the event loop: it takes some ms per environment."""
+        self._loads = self._read_loads()
+        encode, content_type = choose_encoder(accept)
+        return await asyncio.to_thread(encode, self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family; called by prometheus_client."""
+        yield InfoMetricFamily(
+            GatewayMetric.BUILD,
+            "What is running.",
+            value={"version": _version(), "python": platform.python_version()},
+        )
+        failures = CounterMetricFamily(
+            GatewayMetric.AUTH_FAILURES, "Calls refused for their token.", labels=["kind"]
+        )
+        for kind, num in self._auth_failures.items():
+            failures.add_metric([kind], num)
+        yield failures
+        yield from self._collect_loads()
+        yield from self._collect_calls()
+        yield from self._collect_opens()
+
+    def _collect_loads(self) -> Iterator[Metric]:
+        sessions = GaugeMetricFamily(
+            GatewayMetric.SESSIONS,
+            "Sessions: waiting for a place, on servers that take new ones, on servers that do not.",
+            labels=["env", "state"],
+        )
+        capacity = GaugeMetricFamily(
+            GatewayMetric.SESSION_CAPACITY,
+            "Sessions that the servers which take new ones can hold.",
+            labels=["env"],
+        )
+        servers = GaugeMetricFamily(
+            GatewayMetric.SERVERS, "Environment servers.", labels=["env", "state"]
+        )
+        loads = {load.environment: load for load in self._loads}
+        for name in self._environments:
+            load = loads.get(name) or EnvironmentLoad(name, 0, 0, 0, 0, 0)
+            sessions.add_metric([name, "pending"], load.num_pending)
+            sessions.add_metric([name, "active"], load.num_active)
+            sessions.add_metric([name, "draining"], load.num_draining)
+            capacity.add_metric([name], load.capacity)
+            servers.add_metric([name, "ready"], load.num_servers)
+            servers.add_metric([name, "draining"], load.num_draining_servers)
+            servers.add_metric([name, "unreachable"], load.num_unreachable_servers)
+        yield from (sessions, capacity, servers)
+
+    def _collect_calls(self) -> Iterator[Metric]:
+        calls = CounterMetricFamily(
+            GatewayMetric.CALLS, "Calls that were answered.", labels=["env", "call", "code"]
+        )
+        seconds = HistogramMetricFamily(
+            GatewayMetric.CALL_SECONDS,
+            "From a call's arrival at the gateway to its answer.",
+            labels=["env", "call"],
+        )
+        for name, counters in self._environments.items():
+            for call, codes in counters.calls.items():
+                for code, num in codes.items():
+                    calls.add_metric([name, call, code], num)
+                seconds.add_metric([name, call], *counters.seconds[call].sample())
+        yield from (calls, seconds)
+
+    def _collect_opens(self) -> Iterator[Metric]:
+        opens = CounterMetricFamily(
+            GatewayMetric.OPENS, "Sessions that were asked for.", labels=["env", "outcome"]
+        )
+        lost = CounterMetricFamily(
+            GatewayMetric.SESSIONS_LOST,
+            "Sessions that ended through no doing of their callers.",
+            labels=["env", "reason"],
+        )
+        limited = CounterMetricFamily(
+            GatewayMetric.RATE_LIMITED, "Calls refused by a tenant's quota.", labels=["env"]
+        )
+        wait = HistogramMetricFamily(
+            GatewayMetric.QUEUE_WAIT_SECONDS,
+            "How long opens waited for a free session.",
+            labels=["env"],
+        )
+        for name, counters in self._environments.items():
+            for outcome, num in counters.opens.items():
+                opens.add_metric([name, outcome], num)
+            for reason, num in counters.lost.items():
+                lost.add_metric([name, reason], num)
+            limited.add_metric([name], counters.num_rate_limited)
+            wait.add_metric([name], *counters.wait.sample())
+        yield from (opens, lost, limited, wait)
+
+
+def _version() -> str:
+    try:
+        return version("ludus-services")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
