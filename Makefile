@@ -26,7 +26,7 @@ test: setup ## all tests but those of `make conformance` and `make chaos`
 test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
 	@$(VENV)/python -m pytest -m "not slow and not conformance and not chaos"
 
-conformance: setup ## stock clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
+conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
 	@$(VENV)/python -m pytest -m conformance tests/conformance
 
 chaos: setup ## one blackjack run in which everything dies, beside an undisturbed one
@@ -44,7 +44,7 @@ bench-train: setup ## the training plane beside bare loops, plain copies and TRL
 bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
 	@$(VENV)/python bench/environments.py
 
-proto: setup ## generate the gRPC stubs anew
+proto: setup ## generate the gRPC stubs again
 	@$(VENV)/python dev/generate_proto.py
 
 clean:      ## remove .venv, caches and runs

@@ -7,7 +7,7 @@ session with its own seeds; steps are counted, resets beside them. `StepMany` ca
 sessions each, and two are in flight, so that client and server work at once. The contenders
 alternate round by round, so that a machine that slows down slows down all of them. OpenEnv's own
 server and client come from the package index and run in a virtual environment of their own
-(`dev/stock_environment.py`, `bench/stock/`).
+(`dev/upstream_environment.py`, `bench/upstream/`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "dev"))
 
-from stock_environment import python_of  # noqa: E402
+from upstream_environment import python_of  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "env.json"
-STOCK = ROOT / "bench" / "stock"
+UPSTREAM = ROOT / "bench" / "upstream"
 LOAD = [sys.executable, str(ROOT / "bench" / "environment_load.py")]
 OPENENV, OPENSPIEL = "openenv==0.10.0", "open_spiel==2.0.2"
 SERVER_CORE, CLIENT_CORE = 0, 1
@@ -74,8 +74,8 @@ class Contender:
 class Servers:
     """The servers that are measured."""
 
-    stock: subprocess.Popen[str]
-    stock_http: str
+    upstream: subprocess.Popen[str]
+    upstream_http: str
     ours: subprocess.Popen[str]
     http: str
     grpc: str
@@ -131,17 +131,24 @@ def listening(command: Sequence[str], port: int, core: int) -> Iterator[subproce
 
 
 @contextlib.contextmanager
-def all_servers(stock_python: Path, with_gateway: bool) -> Iterator[Servers]:
+def all_servers(upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
     """Every server that is measured; the idle ones take no time from the others."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
-        stock_command = [str(stock_python), "-I", str(STOCK / "blackjack_server.py"), str(port)]
-        stock = stack.enter_context(listening(stock_command, port, SERVER_CORE))
+        upstream_command = [
+            str(upstream_python),
+            "-I",
+            str(UPSTREAM / "blackjack_server.py"),
+            str(port),
+        ]
+        upstream = stack.enter_context(listening(upstream_command, port, SERVER_CORE))
         ours, http, grpc = stack.enter_context(our_server(folder))
         _, _, isolated = stack.enter_context(our_server(folder, "--isolation", "process"))
         gateway_grpc = stack.enter_context(gateway_to(grpc)) if with_gateway else ""
-        yield Servers(stock, f"http://127.0.0.1:{port}", ours, http, grpc, isolated, gateway_grpc)
+        yield Servers(
+            upstream, f"http://127.0.0.1:{port}", ours, http, grpc, isolated, gateway_grpc
+        )
 
 
 @contextlib.contextmanager
@@ -187,9 +194,9 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 # -- what is measured ------------------------------------------------------------------------
 
 
-def contenders(servers: Servers, stock_python: Path) -> list[Contender]:
+def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
     """The rows of the table, in the order in which they alternate."""
-    stock_client = [str(stock_python), "-I", str(STOCK / "blackjack_client.py")]
+    upstream_client = [str(upstream_python), "-I", str(UPSTREAM / "blackjack_client.py")]
     ours, grpc, sessions = servers.ours, servers.grpc, str(NUM_SESSIONS)
     in_two_groups = ["--groups", "2", "--sessions", str(2 * NUM_SESSIONS)]
     many = [*LOAD, "many", grpc, *in_two_groups]
@@ -197,13 +204,13 @@ def contenders(servers: Servers, stock_python: Path) -> list[Contender]:
         Contender(
             "base",
             "OpenEnv's server, OpenEnv's client",
-            [*stock_client, servers.stock_http, sessions],
-            servers.stock,
+            [*upstream_client, servers.upstream_http, sessions],
+            servers.upstream,
         ),
         Contender(
-            "websocket_stock_client",
+            "websocket_upstream_client",
             "our WebSocket, OpenEnv's client",
-            [*stock_client, servers.http, sessions],
+            [*upstream_client, servers.http, sessions],
             ours,
         ),
         Contender(
@@ -309,7 +316,7 @@ def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
 def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
     """Medians against the base, and the gateway's against the same load without it."""
     medians = {row.name: row.steps_per_s for row in rows}
-    names = ("websocket_stock_client", "grpc_stream", "grpc_step_many")
+    names = ("websocket_upstream_client", "grpc_stream", "grpc_step_many")
     ratios: dict[str, float | None] = {name: medians[name] / medians["base"] for name in names}
     gateway = medians.get("gateway_step_many")
     ratios["gateway_step_many_vs_direct"] = (
@@ -360,7 +367,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
-        "stock": OPENENV,
+        "upstream": OPENENV,
     }
 
 
@@ -374,10 +381,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.cpu_count() == 1:
         sys.exit("expected a core for the server and one for the clients, got one core in all")
-    stock_python = python_of(OPENENV, extra=[OPENSPIEL])
+    upstream_python = python_of(OPENENV, extra=[OPENSPIEL])
     at_start = machine()
-    with all_servers(stock_python, not arguments.no_gateway) as servers:
-        rows = contenders(servers, stock_python)
+    with all_servers(upstream_python, not arguments.no_gateway) as servers:
+        rows = contenders(servers, upstream_python)
         measure(rows, arguments.rounds, arguments.window_s)
         singles = measure_singles(servers)
     report(rows, singles)

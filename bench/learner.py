@@ -40,7 +40,7 @@ from ludus.trainer.learner.learner import Learner, LearnerSpec
 from ludus.trainer.learner.warm_start import Conversation, Exchange, texts_of, to_sample
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.face import make_face
+from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.types import Batch, Coefficients, TrainingSample
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ async def play_games(run: RunConfig) -> list[tuple[Conversation, float]]:
     """Games of blackjack with random legal moves, four of each deal."""
     environment = run.environment
     assert isinstance(environment, LocalEnvironment)
-    face = make_face(environment)
+    renderer = make_renderer(environment)
     places = asyncio.Semaphore(NUM_SESSIONS)
 
     async def play(client: AsyncEnvClient, deal: int, choose: random.Random) -> tuple:
@@ -139,9 +139,9 @@ async def play_games(run: RunConfig) -> list[tuple[Conversation, float]]:
             while not result.done:
                 assert result.text is not None
                 answer = choose.choice(result.text.legal_answers)
-                messages = face.messages(result, first=not conversation)
+                messages = renderer.messages(result, first=not conversation)
                 conversation.append(Exchange(messages, answer))
-                result = await session.step(**face.action(answer, result))
+                result = await session.step(**renderer.action(answer, result))
                 total += result.reward or 0.0
             await session.close()
             return conversation, total

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "dev"))
 
-from stock_environment import python_in  # noqa: E402
+from upstream_environment import python_in  # noqa: E402
 
 from ludus.proto.runs import read_metrics  # noqa: E402
 
@@ -118,9 +118,9 @@ def own(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, 
 
 def trl(seed: int, folder: Path, model: Path) -> dict[Path, float]:
     """TRL's snapshots, and the seconds of training that each took."""
-    python = python_in(f"stock-{TRL.replace('==', '-')}", [TRL, *BESIDE_TRL])
+    python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *BESIDE_TRL])
     target = folder / f"trl-{seed}"
-    program = ROOT / "bench" / "stock" / "trl_blackjack.py"
+    program = ROOT / "bench" / "upstream" / "trl_blackjack.py"
     arguments = [model, target, seed, TRL_ROUNDS, TRL_SNAPSHOT_ROUNDS]
     packages = [ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "envs"]
     subprocess.run(

@@ -179,7 +179,7 @@ def store_settings(name: str) -> Iterator[WeightStoreConfig]:
             stack.callback(ray.shutdown)
             yield RayWeightStore()
         else:
-            from stock_s3_server import running_s3_server
+            from upstream_s3_server import running_s3_server
 
             server = stack.enter_context(running_s3_server(folder))
             os.environ.update(server.credentials)

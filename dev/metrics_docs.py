@@ -43,7 +43,7 @@ The same rows go to other places when section `metrics` of the
   below; trainer.log names the port.
 
 A sink that cannot start as configured refuses the run. One that fails later gets no more rows,
-trainer.log says so once, and training goes on. Each sink goes on when a run is resumed.
+trainer.log says so once, and training continues. Each sink continues when a run is resumed.
 
 **Reduction** says how values of environments and of steps become those of the whole: a mean is
 weighted by the metric that is named, so averages of averages do not occur. On Prometheus a sum

@@ -20,7 +20,7 @@ _WHOLE_NUMBER = re.compile(r"(?<![\d.,])(?:(?<!\w)-)?\d{1,12}(?![.,]?\d)")
 _MAX_QUOTED_CHARS = 200
 
 
-class MathFace:
+class MathRenderer:
     """Shows the question and reads the number."""
 
     def render(self, observation: MathObservation, *, first: bool) -> list[Message]:

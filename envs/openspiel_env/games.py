@@ -86,7 +86,7 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
     except (pyspiel.SpielError, TypeError) as error:
         raise ConfigError(
             f"expected parameters that OpenSpiel's game {short_name!r} takes, got {name!r} "
-            f"with {params}: {error}; mend game or game_params"
+            f"with {params}: {error}; fix game or game_params"
         ) from error
     kind = game.get_type()
     sequential_game = _made_sequential(name, game)

@@ -72,7 +72,7 @@ def _from_policy(policy: Policy, loaded: LoadedGame) -> Opponent:
         if action_id not in observation.legal_actions:
             raise ExecutionError(
                 f"expected a legal move of the opponent, one of {observation.legal_actions}, "
-                f"got {action_id!r}; mend the opponent's policy"
+                f"got {action_id!r}; fix the opponent's policy"
             )
         return action_id
 

@@ -16,14 +16,14 @@ from ludus.env.types import JsonObject
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .solutions import basic_strategy
-from .text.blackjack import BlackjackFace, hand_and_up_card
+from .text.blackjack import BlackjackRenderer, hand_and_up_card
 from .text.catch import ball_and_paddle
 from .text.tic_tac_toe import board_of
 
 Policy = Callable[[OpenSpielObservation, random.Random], int]
 """From what a seat sees to a legal action; all randomness comes from the generator."""
 
-_HIT, _STAND = (BlackjackFace.words.index(word) for word in ("HIT", "STAND"))
+_HIT, _STAND = (BlackjackRenderer.words.index(word) for word in ("HIT", "STAND"))
 _DEALER_STANDS_AT = 17
 
 

@@ -14,7 +14,7 @@ from .snapshots import Snapshots, SnapshotTransition
 
 
 class SeatView:
-    """A seat's narrow window on states of one game: players and text faces see only this."""
+    """A seat's narrow window on states of one game: players and text renderers see only this."""
 
     __slots__ = (
         "_adds_text",

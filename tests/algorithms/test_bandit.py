@@ -207,7 +207,7 @@ ALGORITHMS = {
     "cispo": GrpoConfig(loss=CispoLoss(), correction=SequenceMask(), scale="batch"),
     "turn_credit": GrpoConfig(credit="turn", entropy_coef=0.001),
     "two_policies": GrpoConfig(old_logprobs="rollout", correction=NoCorrection()),
-    "no_baseline": GrpoConfig(baseline="none", dead_groups="keep"),
+    "no_baseline": GrpoConfig(baseline="none", zero_variance_groups="keep"),
     "reinforce": ReinforceConfig(),
     "reinforce_baseline": ReinforceConfig(baseline="mean"),
     "reinforce_kl": ReinforceConfig(**IN_REWARD),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ludus.trainer.algorithms.advantages import (
     explained_by_group,
     group_advantages,
-    is_dead_group,
+    is_zero_variance_group,
 )
 
 BASELINES = st.sampled_from(["mean", "leave_one_out"])
@@ -92,20 +92,20 @@ def test_equal_rewards_are_dead_although_their_std_is_not_zero() -> None:
     rewards = torch.full((1, 10), 0.1)
     noise = rewards - rewards.mean()
     assert noise.any(), "this machine sums ten times 0.1 exactly: choose other rewards"
-    assert is_dead_group(rewards).tolist() == [True]
+    assert is_zero_variance_group(rewards).tolist() == [True]
     assert not group_advantages(rewards, "mean", "group").any()
 
 
 def test_rewards_one_float_apart_are_not_dead() -> None:
     one = torch.tensor(1.0)
     rewards = torch.stack([one, one, torch.nextafter(one, torch.tensor(2.0))])
-    assert is_dead_group(rewards[None]).tolist() == [False]
+    assert is_zero_variance_group(rewards[None]).tolist() == [False]
 
 
 def test_a_group_with_fewer_than_two_scored_rewards_is_dead() -> None:
     nan = torch.nan
     rewards = torch.tensor([[1, nan, nan], [nan, nan, nan], [1, nan, 1], [1, nan, 0]])
-    assert is_dead_group(rewards).tolist() == [True, True, True, False]
+    assert is_zero_variance_group(rewards).tolist() == [True, True, True, False]
 
 
 def test_without_a_baseline_the_advantage_is_the_reward() -> None:

@@ -39,9 +39,9 @@ def loss_and_gradient(
         (1.1, 2.0, -2.2, -2.2),  # inside: the gradient of -r A is -r A
         (1.25, 2.0, -2.5, -2.5),  # still inside: clip_high is wider than clip_low
         (1.5, 2.0, -2.56, 0.0),  # good and already likelier: stops at 1 + clip_high
-        (0.5, 2.0, -1.0, -1.0),  # good but less likely: goes on
+        (0.5, 2.0, -1.0, -1.0),  # good but less likely: continues
         (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: stops at 1 - clip_low
-        (1.5, -2.0, 3.0, 3.0),  # bad but likelier: goes on
+        (1.5, -2.0, 3.0, 3.0),  # bad but likelier: continues
     ],
 )
 def test_the_clip_stops_only_steps_that_went_far_enough(

@@ -94,7 +94,7 @@ class Account:
 
 
 def account_of(run: Run) -> Account:
-    """The account of a run that keeps dead groups and whose learner was never lost."""
+    """The account of a run that keeps zero-variance groups and whose learner was never lost."""
     config = RunConfig.model_validate_json((run.folder / CONFIG_FILE).read_text())
     state = read_state(newest_checkpoint(run.folder / "checkpoints"))
     rest = total(state.counts.values())

@@ -110,7 +110,7 @@ async def test_places_are_as_many_as_ready_workers_have(workers: RolloutWorkers)
     assert (await waiting).worker is places[0].worker
 
 
-async def test_an_evaluation_goes_on_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
+async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
     await until(lambda: workers.num_ready == 2)

@@ -25,7 +25,7 @@ from tests.e2e.runs import Run, processes_of, start_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
 
-from stock_s3_server import running_s3_server
+from upstream_s3_server import running_s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -121,7 +121,7 @@ def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     with start_run(tmp_path, *SETTINGS, "learner.num_ranks=2") as run:
         run.wait_until(lambda: run.last_step >= 7)
         kill(pids(marker, LEARNER_RANK)[1])
-        run.wait_until(lambda: "training goes on from step" in log_of(run))
+        run.wait_until(lambda: "training continues from step" in log_of(run))
         summary = run.finish()
     assert summary.finished
     assert steps_of(run) == list(range(1, 31)), "each step is there once"
@@ -132,7 +132,7 @@ def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     assert processes_of(marker) == {}
 
 
-def test_a_killed_driver_leaves_no_process_and_its_run_goes_on_from_the_checkpoint(
+def test_a_killed_driver_leaves_no_process_and_its_run_continues_from_the_checkpoint(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS) as run:

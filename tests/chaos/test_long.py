@@ -81,9 +81,9 @@ def kill_server(run: Run, marker: str) -> None:
 
 
 def kill_rank(run: Run, marker: str) -> None:
-    before = log_of(run).count("training goes on from step")
+    before = log_of(run).count("training continues from step")
     kill(pids(marker, LEARNER_RANK)[-1])
-    run.wait_until(lambda: log_of(run).count("training goes on from step") > before, WAIT_S)
+    run.wait_until(lambda: log_of(run).count("training continues from step") > before, WAIT_S)
 
 
 def lose_store(run: Run, marker: str) -> None:

@@ -33,7 +33,9 @@ def main() -> int:
     args = parse(sys.argv[2:])
     match scenario:
         case "refuses":
-            sys.stderr.write("error: 'runs/demo' holds a run already\n  go on with --resume\nend\n")
+            sys.stderr.write(
+                "error: 'runs/demo' holds a run already\n  continue with --resume\nend\n"
+            )
             return 2
         case "crashes":
             sys.stderr.write("Traceback (most recent call last):\nValueError: no gradient\n")

@@ -77,7 +77,7 @@ def test_without_text_a_bare_value_is_the_only_required_field(
         "class Wordless(OpenSpielEnvironment):\n"
         "    def __init__(self):\n"
         "        super().__init__('catch')\n"
-        "        self.text_face = None\n"
+        "        self.text_renderer = None\n"
     )
     monkeypatch.delitem(sys.modules, "wordless", raising=False)
     result = play(["1", "1", "7", ":quit"], "wordless:Wordless", "--seed", "1")

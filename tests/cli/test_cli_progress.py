@@ -77,7 +77,7 @@ def test_a_run_that_went_back_stands_where_it_stands_and_counts_each_step_once()
     progress = RunProgress(num_steps=100)
     lost = {TrainMetric.NUM_EPISODES_LOST.value: 2.0}
     progress.update([train_row(step, step, **lost) for step in range(1, 6)])
-    # The file is written anew up to the checkpoint, and its follower reads it from the start.
+    # The file is written again up to the checkpoint, and its follower reads it from the start.
     progress.update([train_row(step, step, **lost) for step in range(1, 4)])
     assert (progress.step, progress.num_games_trained) == (3, 3 * 512)
     assert progress.num_episodes_lost == 10
@@ -141,7 +141,7 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
     assert [row.step for row in follower.new_rows()] == [1]
 
 
-def test_follower_starts_anew_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
+def test_follower_starts_again_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = MetricsFollower(path)
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))

@@ -113,7 +113,9 @@ def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_traine
     fake_trainer("refuses")
     result = ludus("train")
     assert result.code == 2
-    assert result.err.count("error: 'runs/demo' holds a run already\n  go on with --resume\n") == 1
+    assert (
+        result.err.count("error: 'runs/demo' holds a run already\n  continue with --resume\n") == 1
+    )
     assert "end" not in result.err.splitlines()
 
 

@@ -23,7 +23,7 @@ def server(tmp_path_factory) -> Iterator[OurServer]:
 
 @pytest.fixture(scope="module", params=["direct", "through the gateway"])
 def address(request, tmp_path_factory) -> Iterator[str]:
-    """Where a stock client plays: our server, or a route of our gateway to a fresh one."""
+    """Where an upstream client plays: our server, or a route of our gateway to a fresh one."""
     folder = tmp_path_factory.mktemp("address")
     with our_server(folder, GAME) as running:
         if request.param == "direct":

@@ -1,6 +1,6 @@
 """The parties of a conformance test, and what they play.
 
-Everybody plays the same seeded games with the same policy (`stock/policy.py`) and reports
+Everybody plays the same seeded games with the same policy (`upstream/policy.py`) and reports
 what it saw: every observation, reward and end, and how far the episode got.
 """
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stock_environment import python_of
+from upstream_environment import python_of
 
 from ludus.env.client import EnvClient
 
-STOCK = Path(__file__).parent / "stock"
-sys.path.insert(0, str(STOCK))
+UPSTREAM = Path(__file__).parent / "upstream"
+sys.path.insert(0, str(UPSTREAM))
 
 from policy import choose, shown, state_shown  # noqa: E402
 
@@ -61,23 +61,23 @@ class OurServer:
     session_key: str
 
 
-def stock_python(requirement: str) -> Path:
-    """The interpreter of a virtual environment with a stock package and the game."""
+def upstream_python(requirement: str) -> Path:
+    """The interpreter of a virtual environment with an upstream package and the game."""
     return python_of(requirement, extra=[OPEN_SPIEL])
 
 
-def play_with_stock_client(version: str, address: str) -> Games:
-    """The games that a stock client of that version played."""
+def play_with_upstream_client(version: str, address: str) -> Games:
+    """The games that an upstream client of that version played."""
     requirement, player = CLIENTS[version]
     return json.loads(
-        run_stock(stock_python(requirement), player, address, str(FIRST_SEED), str(NUM_GAMES))
+        run_upstream(upstream_python(requirement), player, address, str(FIRST_SEED), str(NUM_GAMES))
     )
 
 
-def run_stock(python: Path, program: str, *arguments: str) -> str:
+def run_upstream(python: Path, program: str, *arguments: str) -> str:
     """What the program wrote to standard output."""
     ended = subprocess.run(
-        [python, "-I", STOCK / program, *arguments],
+        [python, "-I", UPSTREAM / program, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -136,12 +136,14 @@ def our_gateway(folder: Path, server: OurServer) -> Iterator[str]:
 
 
 @contextmanager
-def stock_server(version: str, max_sessions: int = 512) -> Iterator[str]:
+def upstream_server(version: str, max_sessions: int = 512) -> Iterator[str]:
     """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
     requirement, program = SERVERS[version]
     port = free_port()
     arguments = [GAME, str(port), str(FIRST_SEED), str(max_sessions)]
-    with process([str(stock_python(requirement)), "-I", str(STOCK / program), *arguments]) as own:
+    with process(
+        [str(upstream_python(requirement)), "-I", str(UPSTREAM / program), *arguments]
+    ) as own:
         address = f"http://127.0.0.1:{port}"
         wait_until(lambda: answers(f"{address}/health"), own)
         yield address

@@ -134,7 +134,7 @@ class SimulatedWorkers:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)
                 return len(specs)
-            # What is played on a worker goes on when the controller no longer waits for it.
+            # What is played on a worker continues when the controller no longer waits for it.
             playing = asyncio.create_task(self._play_and_put(specs))
             return await asyncio.shield(playing)
         finally:

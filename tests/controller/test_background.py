@@ -39,7 +39,7 @@ async def test_a_failure_in_the_background_ends_the_run_though_another_task_ende
     assert ended == ["forever", "forever"], "nothing outlives it"
 
 
-async def test_background_tasks_that_end_well_let_the_run_go_on_to_its_end() -> None:
+async def test_background_tasks_that_end_well_let_the_run_continue_to_its_end() -> None:
     async def train() -> int:
         await asyncio.sleep(0.02)
         return 7

@@ -96,7 +96,7 @@ async def test_no_sample_is_older_than_the_bound_however_slow_the_delivery(
 async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
     tmp_path: Path,
 ) -> None:
-    """Dead groups and two environments included."""
+    """Zero-variance groups and two environments included."""
     batches = []
     for attempt in range(3):
         run = make_run(

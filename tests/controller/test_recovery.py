@@ -57,7 +57,9 @@ def die_in(run: SimulatedRun, *steps: int) -> None:
     run.learner.in_step = in_step
 
 
-async def test_a_lost_learner_goes_on_from_the_newest_checkpoint_by_itself(tmp_path: Path) -> None:
+async def test_a_lost_learner_continues_from_the_newest_checkpoint_by_itself(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path)
     die_in(run, 7)
     state = await run.go()
@@ -69,7 +71,7 @@ async def test_a_lost_learner_goes_on_from_the_newest_checkpoint_by_itself(tmp_p
     assert state.num_groups_rolled_back >= 2 * 4, "at least those of the steps that were lost"
 
 
-async def test_a_learner_lost_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+async def test_a_learner_lost_before_the_first_checkpoint_begins_again(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     die_in(run, 2)
     state = await run.go()
@@ -100,7 +102,7 @@ async def test_nothing_sampled_by_weights_that_are_gone_is_trained_on(tmp_path: 
     for groups in run.batches.values():
         for group in groups:
             life, step = sampled_by[group.index]
-            # Life 0 ended before its first checkpoint, life 1 went on to that of step 5.
+            # Life 0 ended before its first checkpoint, life 1 continued to that of step 5.
             assert life == 2 or (life == 1 and step <= 5)
     assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
 
@@ -108,7 +110,7 @@ async def test_nothing_sampled_by_weights_that_are_gone_is_trained_on(tmp_path: 
 async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_learner_restarts=2)
     die_in(run, 6, 7, 8)
-    with pytest.raises(LearnerLostError, match=r"started anew 2 times.*--resume"):
+    with pytest.raises(LearnerLostError, match=r"restarted 2 times.*--resume"):
         await run.go()
 
 

@@ -70,7 +70,7 @@ class Simulation:
             groups_per_step=plan.groups_per_step,
             max_staleness=plan.max_staleness,
             window_fraction=plan.window_fraction,
-            keep_dead_groups=False,
+            keep_zero_variance_groups=False,
         )
         self.admission = Admission(plan.groups_per_step, plan.max_staleness)
         while len(self.trained) < self.plan.num_steps:

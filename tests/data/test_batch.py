@@ -140,7 +140,7 @@ def test_groups_of_environments_may_alternate_and_keep_their_places() -> None:
     assert per_episode(make_batch(groups, GrpoConfig())) == [0.5, -0.5, 2, -2, -1.5, 1.5]
 
 
-def test_a_dead_group_has_advantages_of_exactly_zero() -> None:
+def test_a_zero_variance_group_has_advantages_of_exactly_zero() -> None:
     batch = make_batch([make_group(*[0.1] * 10)], GrpoConfig(scale="group"))
     assert per_episode(batch) == [0.0] * 10
 

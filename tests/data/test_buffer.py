@@ -14,14 +14,14 @@ def make_buffer(
     groups_per_step: int = 1,
     max_staleness: int = 1,
     window_fraction: float = 1.0,
-    keep_dead_groups: bool = False,
+    keep_zero_variance_groups: bool = False,
 ) -> GroupBuffer:
     """An empty buffer."""
     return GroupBuffer(
         groups_per_step=groups_per_step,
         max_staleness=max_staleness,
         window_fraction=window_fraction,
-        keep_dead_groups=keep_dead_groups,
+        keep_zero_variance_groups=keep_zero_variance_groups,
     )
 
 
@@ -67,8 +67,8 @@ def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
     assert buffer.put([make_group(0.1 + 0.2, 0.3)]) == 0
 
 
-def test_dead_groups_are_kept_on_request_but_never_void_ones() -> None:
-    buffer = make_buffer(keep_dead_groups=True)
+def test_zero_variance_groups_are_kept_on_request_but_never_void_ones() -> None:
+    buffer = make_buffer(keep_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
     assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == 1
     assert [group.index for group in buffer.groups] == [0]
@@ -95,13 +95,13 @@ def test_a_group_sampled_by_older_weights_than_it_should_be_is_refused_and_count
     assert buffer.settle([0]) == [0]
 
 
-def test_counts_add_up_and_start_anew_once_taken() -> None:
+def test_counts_add_up_and_start_again_once_taken() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
     buffer.put([make_group(1, -1, None, index=0), make_group(0, 0, index=1)])
     counts = total(buffer.take_counts().values())
     assert (counts.num_episodes, counts.num_scored, counts.num_lost) == (5, 4, 1)
-    assert (counts.num_groups, counts.num_dead_groups, counts.num_void_groups) == (2, 1, 0)
+    assert (counts.num_groups, counts.num_zero_variance_groups, counts.num_void_groups) == (2, 1, 0)
     assert buffer.take_counts() == {}
 
 

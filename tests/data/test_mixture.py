@@ -97,7 +97,7 @@ def test_a_place_whose_groups_keep_teaching_nothing_goes_to_any_environment() ->
     assert "open" in played
 
 
-def test_it_goes_on_exactly_where_a_checkpoint_says() -> None:
+def test_it_continues_exactly_where_a_checkpoint_says() -> None:
     run = make_run({"a": 3, "b": 2, "c": 1}, curriculum={"window_groups": 4})
     mixture = make_mixture(run)
     for number in range(7):
@@ -141,9 +141,9 @@ def test_the_next_environment_opens_at_the_win_rate_over_a_whole_window() -> Non
     assert play(mixture, 50) == {"easy": 10, "hard": 40}, "mastered: a quarter of its weight"
 
 
-def test_dead_groups_count_for_the_win_rate_since_what_is_always_won_is_dead() -> None:
+def test_zero_variance_groups_count_for_the_win_rate_since_what_is_always_won_is_dead() -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
-    dead = RolloutCounts(num_groups=16, num_dead_groups=16, num_scored=64, num_wins=64)
+    dead = RolloutCounts(num_groups=16, num_zero_variance_groups=16, num_scored=64, num_wins=64)
     mixture.observe({"easy": dead})
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 

@@ -1,4 +1,4 @@
-"""A run that gets nowhere ends, and says why; one that is only held up goes on."""
+"""A run that gets nowhere ends, and says why; one that is only held up continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.trainer.data.progress import Progress
 
 VOID = RolloutCounts(num_groups=1, num_episodes=4, num_lost=4, num_void_groups=1)
 SCORED = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4)
-DEAD = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_dead_groups=1)
+DEAD = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_zero_variance_groups=1)
 
 
 def make_progress() -> Progress:
@@ -47,7 +47,7 @@ def test_nothing_new_from_an_environment_says_nothing_about_it() -> None:
     progress.observe({"a": VOID}, 100.0, taken=False)
 
 
-def test_replacing_dead_groups_without_end_ends_the_run() -> None:
+def test_replacing_zero_variance_groups_without_end_ends_the_run() -> None:
     progress = make_progress()
     counts = RolloutCounts()
     for number in range(199):
@@ -59,5 +59,5 @@ def test_replacing_dead_groups_without_end_ends_the_run() -> None:
 
 def test_a_batch_at_last_is_progress() -> None:
     progress = make_progress()
-    many = RolloutCounts(num_groups=500, num_dead_groups=498, num_scored=2000)
+    many = RolloutCounts(num_groups=500, num_zero_variance_groups=498, num_scored=2000)
     progress.observe({"a": many}, 0.0, taken=True)

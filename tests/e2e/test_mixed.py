@@ -27,7 +27,7 @@ def mixed(tmp_path: Path) -> Path:
         "environments": GAMES,
         "model": {"width": 64, "num_heads": 2, "max_tokens": 512, "warm_start_games": 256},
         "rollout": {"group_size": 4, "max_completion_tokens": 8, "num_groups_in_flight": 32},
-        "algorithm": {"dead_groups": "keep"},
+        "algorithm": {"zero_variance_groups": "keep"},
         "training": {"num_steps": 8, "groups_per_step": 16},
         "eval": {"num_games": 50, "num_games_during": 0},
     }

@@ -61,7 +61,7 @@ def test_a_killed_rollout_worker_is_replaced_and_its_groups_are_played_again(
     assert steps == list(range(1, 13))
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_goes_on_from_it(
+def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
@@ -106,7 +106,7 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
         (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
         (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
         (['environment.baselines=["card_counter"]'], "card_counter"),
-        (["environment.probes=openspiel_env.probes:nothing"], "nothing"),
+        (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
     ],
 )
 def test_bad_input_ends_with_one_message_and_leaves_nothing(

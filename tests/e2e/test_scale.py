@@ -1,4 +1,4 @@
-"""Rollout workers that join and leave while a run goes on."""
+"""Rollout workers that join and leave while a run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def num_workers(marker: str) -> int:
     return sum("RolloutWorker" in command for command in processes_of(marker).values())
 
 
-def test_workers_join_and_leave_while_the_run_goes_on(
+def test_workers_join_and_leave_while_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))

@@ -40,7 +40,7 @@ class CountState(State):
     total: int = 0
 
 
-class CountingFace:
+class CountingRenderer:
     """ADD 1, ADD 2 or ADD 3."""
 
     def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
@@ -66,7 +66,7 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
     name = "counting"
     description = "Counts."
     steps_on_event_loop = True
-    text_face = CountingFace()
+    text_renderer = CountingRenderer()
 
     def __init__(self) -> None:
         self._generator = random.Random(0)

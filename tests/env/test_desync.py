@@ -125,7 +125,7 @@ async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
         assert (await again.step({"add": 2})).observation["total"] == 2
 
 
-async def test_a_half_open_connection_is_noticed_and_a_lingering_session_goes_on():
+async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continues():
     async with (
         grpc_served() as server,
         FlakyProxy(server.address) as proxy,
@@ -183,7 +183,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away():
             assert time.monotonic() - began_s < 5
 
 
-async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_anew():
+async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again():
     async with (
         grpc_served() as first,
         FlakyProxy(first.address) as proxy,

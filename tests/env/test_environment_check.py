@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from counting_env import CountAction, CountingEnv, CountingFace, ThreadedCountingEnv
+from counting_env import CountAction, CountingEnv, CountingRenderer, ThreadedCountingEnv
 
 from ludus.env.check import EnvironmentCheckError, check_environment
 from ludus.env.types import Transition
@@ -73,16 +73,16 @@ class ReadsMetadata(CountingEnv):
         return super().step(action.model_copy(update={"add": action.add + len(action.metadata)}))
 
 
-class Offers(CountingFace):
+class Offers(CountingRenderer):
     def legal_answers(self, observation):
         return ["ADD 0"]
 
 
 class OffersIllegalAnswers(CountingEnv):
-    text_face = Offers()
+    text_renderer = Offers()
 
 
-class Guesses(CountingFace):
+class Guesses(CountingRenderer):
     def parse(self, text, observation):
         try:
             return super().parse(text, observation)
@@ -91,7 +91,7 @@ class Guesses(CountingFace):
 
 
 class GuessesActions(CountingEnv):
-    text_face = Guesses()
+    text_renderer = Guesses()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
@@ -105,7 +105,7 @@ class GuessesActions(CountingEnv):
         (EndsWithAnInteger, "flags_and_rewards_have_their_types"),
         (NeverEnds, "a_step_after_the_end_is_refused"),
         (ObservesTheWrongType, "observations_fit_their_schema"),
-        (RemembersTheLastEpisode, "a_second_reset_starts_anew"),
+        (RemembersTheLastEpisode, "a_second_reset_starts_again"),
         (ReadsMetadata, "action_metadata_changes_nothing"),
         (OffersIllegalAnswers, "every_legal_answer_is_a_legal_action"),
         (GuessesActions, "garbage_is_no_action"),

@@ -176,7 +176,7 @@ def test_legal_actions_follow_the_mask_and_end_with_the_episode():
     environment = make("ludus-tests/Mirror-v0", space="Discrete", mask=True)()
     first = environment.reset(seed=1).observation
     assert first.legal_actions == [0, 1]
-    assert environment.text_face.legal_answers(first) == ["0", "1"]
+    assert environment.text_renderer.legal_answers(first) == ["0", "1"]
     assert environment.step(environment.action_type(action=0)).observation.legal_actions == []
 
 
@@ -213,20 +213,20 @@ def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one():
 def test_a_language_model_plays_by_name_number_or_json(env_id, answers):
     environment = make(env_id)()
     observation = environment.reset(seed=7).observation
-    (message,) = environment.text_face.render(observation, first=True)
+    (message,) = environment.text_renderer.render(observation, first=True)
     assert env_id in message["content"]
     for answer in answers:
-        environment.text_face.parse(answer, observation)
+        environment.text_renderer.parse(answer, observation)
     for nonsense in ("", "left and right", "7000", "[1, 2, 3]"):
         with pytest.raises(ActionParseError, match="expected "):
-            environment.text_face.parse(nonsense, observation)
+            environment.text_renderer.parse(nonsense, observation)
 
 
 def test_the_drawn_board_is_shown_with_the_player_marked():
     environment = make("FrozenLake-v1")()
     observation = environment.reset(seed=7).observation
     assert observation.rendered.splitlines()[0] == "[S]FFF"
-    content = environment.text_face.render(observation, first=False)[0]["content"]
+    content = environment.text_renderer.render(observation, first=False)[0]["content"]
     assert content.startswith("[S]FFF")
     taxi = without_colours("\x1b[34;1mR\x1b[0m|\x1b[43m \x1b[0m", {"34;1": "passenger"})
     assert taxi == "[passenger R]|[ ]"
@@ -235,8 +235,8 @@ def test_the_drawn_board_is_shown_with_the_player_marked():
 def test_names_and_instructions_can_be_given():
     environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
     observation = environment.reset(seed=1).observation
-    assert environment.text_face.legal_answers(observation) == ["WEST", "EAST"]
-    assert "Balance." in environment.text_face.render(observation, first=True)[0]["content"]
+    assert environment.text_renderer.legal_answers(observation) == ["WEST", "EAST"]
+    assert "Balance." in environment.text_renderer.render(observation, first=True)[0]["content"]
     assert environment.options == {}
 
 

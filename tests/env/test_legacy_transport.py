@@ -85,7 +85,7 @@ async def test_an_ignored_seed_can_be_allowed(served):
     assert served[1].bodies == [{"seed": 7}]
 
 
-async def test_a_fault_is_an_execution_error_and_the_session_goes_on(client):
+async def test_a_fault_is_an_execution_error_and_the_session_continues(client):
     session, _ = await client.open()
     with pytest.raises(ExecutionError, match="does not say which"):
         await session.step({"subtract": 1})

@@ -3,21 +3,21 @@
 import json
 
 import pytest
-from stock_sdk import run_beside_stock
+from upstream_sdk import run_beside_upstream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-GUESS = "openenv:stock_environments:GuessEnvironment"
-ASYNC_GUESS = "openenv:stock_environments:AsyncGuessEnvironment"
-ONE_THREAD = "openenv:stock_environments:OneThreadEnvironment"
-APP = "openenv:stock_environments:app"
-TOOLS = "openenv:stock_tools_environment:ToolsEnvironment"
-SUM = "openenv:stock_dataclass_environment:SumEnvironment"
-SUM_APP = "openenv:stock_dataclass_environment:app"
+GUESS = "openenv:upstream_environments:GuessEnvironment"
+ASYNC_GUESS = "openenv:upstream_environments:AsyncGuessEnvironment"
+ONE_THREAD = "openenv:upstream_environments:OneThreadEnvironment"
+APP = "openenv:upstream_environments:app"
+TOOLS = "openenv:upstream_tools_environment:ToolsEnvironment"
+SUM = "openenv:upstream_dataclass_environment:SumEnvironment"
+SUM_APP = "openenv:upstream_dataclass_environment:app"
 
 
 def told_by(version: str, *targets: str) -> dict:
-    ended = run_beside_stock(version, "stock_adapter_program.py", *targets)
+    ended = run_beside_upstream(version, "upstream_adapter_program.py", *targets)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

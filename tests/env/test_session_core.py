@@ -109,7 +109,7 @@ async def test_a_failed_step_has_its_code_and_the_session_lives_on(
     assert (await core.step(session_id, ADD_1, 1)).reward == 1.0
 
 
-async def test_text_is_parsed_by_the_text_face(factory):
+async def test_text_is_parsed_by_the_text_renderer(factory):
     core = core_of(factory)
     session_id, first = await open_in(core, ResetArgs())
     assert b"Count to the end" in first.text.messages_json

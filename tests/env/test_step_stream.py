@@ -130,7 +130,7 @@ async def test_steps_and_resets_mix_and_each_gets_its_own_outcome():
         assert (counts.num_steps, counts.num_resets, sum(counts.num_errors.values())) == (2, 5, 1)
 
 
-async def test_a_stream_that_broke_is_made_anew():
+async def test_a_stream_that_broke_is_made_again():
     async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
         session, _ = await client.open(seed=1)
         await client.step_many([(session, {"add": 1})])

@@ -45,7 +45,7 @@ def test_a_target_makes_its_environment(target, options, name):
         ("no_such_module:Class", NotFoundError, "no module 'no_such_module'"),
         ("gymnasium:CartPoel-v1", NotFoundError, "did you mean 'CartPole-v1'?"),
         ("counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("counting_env:CountingFace", ConfigError, "got a class that is none"),
+        ("counting_env:CountingRenderer", ConfigError, "got a class that is none"),
         ("json", ConfigError, "'json' has no make_environment"),
         ("openenv:counting_env:NUM_STEPS", ConfigError, "got int"),
         ("openenv:counting_env", ConfigError, "expected a target like module:Class"),

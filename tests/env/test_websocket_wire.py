@@ -28,7 +28,7 @@ async def ask(socket, message) -> str:
     return await socket.recv()
 
 
-async def test_stock_clients_get_stock_frames(factory):
+async def test_upstream_clients_get_upstream_frames(factory):
     async with running(factory) as server, socket_to(server) as socket:
         assert await ask(socket, {"type": "state"}) == (
             '{"type":"state","data":{"episode_id":null,"step_count":0}}'

@@ -80,7 +80,7 @@ class ShowsWhatIsNotInItsSchema(CountingEnv):
 
 
 class FailsOnLegalActions(CountingEnv):
-    text_face = None
+    text_renderer = None
 
     def step(self, action: CountAction):
         raise RuntimeError("no")

@@ -6,7 +6,7 @@
         cluster.cut_watches()                       # what goes wrong
 
 It keeps the rules that clients rely on: one revision for the whole store, updates checked
-against resourceVersion, watches that go on after a revision or end with 410 once the history
+against resourceVersion, watches that continue after a revision or end with 410 once the history
 was compacted, label and field selectors, merge patches, a status apart, finalizers. Objects
 are kept by path, so it needs no list of kinds.
 """
@@ -151,7 +151,7 @@ class FakeKubernetes:
         self._store.compact()
 
     def expire_watches(self) -> None:
-        """Compacts, and tells the open watches that they are too old to go on."""
+        """Compacts, and tells the open watches that they are too old to continue."""
         self.compact()
         for watch in self._watches:
             watch.lines.put_nowait(event("ERROR", too_old().body))

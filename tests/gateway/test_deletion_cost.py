@@ -115,7 +115,7 @@ async def test_who_does_not_lead_writes_nothing(bench: Bench) -> None:
     assert bench.patched == []
 
 
-async def test_who_leads_again_writes_anew_what_another_may_have_changed(bench: Bench) -> None:
+async def test_who_leads_again_writes_again_what_another_may_have_changed(bench: Bench) -> None:
     bench.add(a=(10, 100))
     await bench.costs.sweep()
     bench.is_leader = False

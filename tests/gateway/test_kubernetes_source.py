@@ -234,7 +234,7 @@ async def test_a_slice_that_becomes_unreadable_keeps_its_last_readable_state(
     assert "name the Service's ports so" in caplog.text
 
 
-async def test_a_cut_watch_goes_on_where_it_was_without_a_new_list(
+async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
     cluster: FakeKubernetes,
 ) -> None:
     cluster.put(endpoint_slice("s1", member("a")))

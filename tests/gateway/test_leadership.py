@@ -257,7 +257,7 @@ async def test_a_gateway_that_may_not_use_leases_does_not_lead_and_says_so_once(
     assert caplog.text.count("grant it in the gateway's Role") == 1
 
 
-async def test_a_gateway_without_credentials_goes_on_asking() -> None:
+async def test_a_gateway_without_credentials_continues_asking() -> None:
     asked = []
 
     def load() -> ApiAccess:

@@ -1,4 +1,4 @@
-"""Two ranks take the step that one rank takes, and go on from its checkpoints."""
+"""Two ranks take the step that one rank takes, and continue from its checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = Non
 
 
 def train_two_ranks(rank: int, folder: str) -> None:
-    """Nothing; one of two ranks runs everything, anew and from one rank's checkpoint."""
+    """Nothing; one of two ranks runs everything, again and from one rank's checkpoint."""
     torch.set_num_threads(1)
     meeting_place = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=2)
@@ -110,5 +110,5 @@ def test_loss_gradient_and_weights_agree_between_one_and_two_ranks(runs: Path, k
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(runs: Path, kind: str) -> None:
+def test_a_checkpoint_continues_with_another_number_of_ranks(runs: Path, kind: str) -> None:
     assert_equal(outcome_of(1, runs, kind, resume_from=2), outcome_of(2, runs, kind, resume_from=1))

@@ -112,7 +112,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, object], message
 def test_the_question_is_shown_as_it_is_written() -> None:
     environment = make_environment(operation="multiply", limit=13)
     asked = environment.reset(seed=3).observation
-    (message,) = environment.text_face.render(asked, first=True)
+    (message,) = environment.text_renderer.render(asked, first=True)
     assert message == {"role": "user", "content": f"{asked.left} x {asked.right} = ?"}
 
 
@@ -130,7 +130,7 @@ def test_the_question_is_shown_as_it_is_written() -> None:
 def test_the_last_whole_number_is_the_answer(text: str, answer: int) -> None:
     environment = make_environment()
     asked = environment.reset(seed=0).observation
-    assert environment.text_face.parse(text, asked).answer == answer
+    assert environment.text_renderer.parse(text, asked).answer == answer
 
 
 @pytest.mark.parametrize("text", ["", "nineteen", "1.5", "1,900", "9" * 5000])
@@ -138,7 +138,7 @@ def test_a_text_without_a_whole_number_is_no_action(text: str) -> None:
     environment = make_environment()
     asked = environment.reset(seed=0).observation
     with pytest.raises(ActionParseError, match="expected a whole number"):
-        environment.text_face.parse(text, asked)
+        environment.text_renderer.parse(text, asked)
 
 
 # -- policies and wires ----------------------------------------------------------------

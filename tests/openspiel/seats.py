@@ -14,7 +14,7 @@ from openspiel_env.games import load_game
 from openspiel_env.policies import Policy, play_random
 from openspiel_env.seat_view import SeatView
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
-from openspiel_env.text import make_face
+from openspiel_env.text import make_renderer
 
 OWN_FACE_GAMES = ("blackjack", "catch", "connect_four", "kuhn_poker", "tic_tac_toe")
 OTHER_GAMES = ("backgammon", "chess", "goofspiel", "leduc_poker", "phantom_ttt")
@@ -59,9 +59,9 @@ def shown(game: str, moves: list[int], player: int = 0, style: Any = "compact") 
     state = loaded.game.new_initial_state()
     for action_id in moves:
         state.apply_action(action_id)
-    face = make_face(loaded, player, style)
-    observation = SeatView(loaded, player, adds_text=face.needs_text).observe(state)
-    return [message["content"] for message in face.render(observation, first=True)]
+    renderer = make_renderer(loaded, player, style)
+    observation = SeatView(loaded, player, adds_text=renderer.needs_text).observe(state)
+    return [message["content"] for message in renderer.render(observation, first=True)]
 
 
 def random_states(

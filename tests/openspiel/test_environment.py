@@ -246,7 +246,7 @@ def test_steps_outside_an_episode_are_refused() -> None:
     assert raised.value.code == ErrorCode.EPISODE_OVER
 
 
-def test_a_move_for_another_game_is_refused_and_the_stock_default_is_not() -> None:
+def test_a_move_for_another_game_is_refused_and_the_upstream_default_is_not() -> None:
     environment = make_environment(game="kuhn_poker", game_params={"players": 3})
     environment.reset(seed=0)
     with pytest.raises(InvalidCallError, match=r"'kuhn_poker'.*'blackjack'"):
@@ -319,9 +319,9 @@ def test_every_registered_game_plays_to_its_end_or_says_why_not() -> None:
         rng = random.Random(0)
         transition, num_steps = environment.reset(seed=0), 0
         while not transition.terminated and num_steps < 60:
-            answers = environment.text_face.legal_answers(transition.observation)
+            answers = environment.text_renderer.legal_answers(transition.observation)
             answer = rng.choice(answers)
-            action = environment.text_face.parse(answer, transition.observation)
+            action = environment.text_renderer.parse(answer, transition.observation)
             assert transition.observation.legal_actions[answers.index(answer)] == action.action_id
             transition, num_steps = environment.step(action), num_steps + 1
         num_played += 1

@@ -20,7 +20,7 @@ from openspiel_env.policies import (
     play_basic_strategy,
     play_random,
 )
-from openspiel_env.probes import blackjack_probes, blackjack_rules_probes
+from openspiel_env.policy_chart import blackjack_chart, blackjack_rules_chart
 from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
@@ -129,7 +129,7 @@ def test_the_dealer_rule_hits_below_17_and_stands_from_there() -> None:
 
 def test_probes_ask_what_the_environment_would_ask() -> None:
     for state, brief, rules in zip(
-        blackjack_states(), blackjack_probes(), blackjack_rules_probes(), strict=True
+        blackjack_states(), blackjack_chart(), blackjack_rules_chart(), strict=True
     ):
         kind = "soft" if state.is_soft else "hard"
         assert brief.messages == [
@@ -148,8 +148,8 @@ def test_probes_ask_what_the_environment_would_ask() -> None:
 
 
 def _cell(observation: OpenSpielObservation) -> tuple[int, bool, str]:
-    face = make_environment(game="blackjack").text_face
-    kind, total, _, up_card = face.render(observation, first=True)[0]["content"].split()
+    renderer = make_environment(game="blackjack").text_renderer
+    kind, total, _, up_card = renderer.render(observation, first=True)[0]["content"].split()
     return int(total), kind == "soft", up_card
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, move, play, shown
 
-from ludus.env import TextFace
+from ludus.env import TextRenderer
 from ludus.proto.errors import ActionParseError
 from openspiel_env import OpenSpielObservation, make_environment
 
@@ -15,14 +15,14 @@ ACE, TWO, FIVE, SIX, SEVEN, NINE, TEN, KING = 0, 1, 4, 5, 6, 8, 9, 12
 FREE_ROW = ". . . . . . .\n"
 
 
-def first_view(game: str, style: str, seed: int = 0) -> tuple[TextFace, OpenSpielObservation]:
+def first_view(game: str, style: str, seed: int = 0) -> tuple[TextRenderer, OpenSpielObservation]:
     environment = make_environment(game=game, text_style=style)
-    return environment.text_face, environment.reset(seed=seed).observation
+    return environment.text_renderer, environment.reset(seed=seed).observation
 
 
-def answer_of(face: TextFace, observation: OpenSpielObservation, text: str) -> str:
-    action_id = face.parse(text, observation).action_id
-    return face.legal_answers(observation)[observation.legal_actions.index(action_id)]
+def answer_of(renderer: TextRenderer, observation: OpenSpielObservation, text: str) -> str:
+    action_id = renderer.parse(text, observation).action_id
+    return renderer.legal_answers(observation)[observation.legal_actions.index(action_id)]
 
 
 # -- every game ------------------------------------------------------------------------
@@ -32,40 +32,40 @@ def answer_of(face: TextFace, observation: OpenSpielObservation, text: str) -> s
 @pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
 def test_every_legal_action_is_read_back_from_its_answer(game: str, style: str) -> None:
     environment = make_environment(game=game, text_style=style)
-    face = environment.text_face
+    renderer = environment.text_renderer
     for seed in range(3):
         for transition in play(environment, seed):
             observation = transition.observation
-            answers = face.legal_answers(observation)
+            answers = renderer.legal_answers(observation)
             assert len(set(answers)) == len(answers) == len(observation.legal_actions)
             for answer, action_id in zip(answers, observation.legal_actions, strict=True):
-                assert face.parse(answer, observation).action_id == action_id
-                assert face.parse(f"  {answer}\n", observation).action_id == action_id
+                assert renderer.parse(answer, observation).action_id == action_id
+                assert renderer.parse(f"  {answer}\n", observation).action_id == action_id
                 if style == "rules":
                     told = f"<think>or not?</think>I choose <answer> {answer} </answer>."
-                    assert face.parse(told, observation).action_id == action_id
+                    assert renderer.parse(told, observation).action_id == action_id
 
 
 @pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
 def test_only_the_first_message_explains_the_rules(game: str) -> None:
     environment = make_environment(game=game, text_style="rules")
-    face = environment.text_face
+    renderer = environment.text_renderer
     transitions = list(play(environment, seed=1))
     roles = [
-        [message["role"] for message in face.render(t.observation, first=index == 0)]
+        [message["role"] for message in renderer.render(t.observation, first=index == 0)]
         for index, t in enumerate(transitions)
     ]
     assert roles == [["system", "user"]] + [["user"]] * (len(transitions) - 1)
-    system = face.render(transitions[0].observation, first=True)[0]["content"]
-    example = face.legal_answers(transitions[0].observation)[0]
+    system = renderer.render(transitions[0].observation, first=True)[0]["content"]
+    example = renderer.legal_answers(transitions[0].observation)[0]
     assert system.endswith(f"for example <answer>{example}</answer>.")
 
 
 @pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
 def test_the_compact_style_is_one_user_message(game: str) -> None:
-    face, observation = first_view(game, "compact")
+    renderer, observation = first_view(game, "compact")
     for first in (True, False):
-        assert [m["role"] for m in face.render(observation, first=first)] == ["user"]
+        assert [m["role"] for m in renderer.render(observation, first=first)] == ["user"]
 
 
 # -- what is hidden stays hidden -------------------------------------------------------
@@ -154,7 +154,9 @@ def test_blackjack_text_agrees_with_the_cards_that_openspiel_prints() -> None:
         for transition in play(environment, seed):
             if transition.terminated:
                 continue
-            prose = environment.text_face.render(transition.observation, first=False)[0]["content"]
+            prose = environment.text_renderer.render(transition.observation, first=False)[0][
+                "content"
+            ]
             hand, total, up_card = _told(prose)
             counts = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(c) or int(c) for c in hand]
             is_soft = "A" in hand and sum(counts) <= 11
@@ -172,15 +174,15 @@ def _told(prose: str) -> tuple[list[str], str, str]:
 
 def test_after_a_hit_the_new_hand_is_shown_in_full() -> None:
     environment = make_environment(game="blackjack", text_style="rules")
-    face = environment.text_face
+    renderer = environment.text_renderer
     num_hits = 0
     for seed in range(30):
         before = environment.reset(seed=seed).observation
         after = environment.step(move(HIT)).observation
         if after.game_phase == "terminal":
             continue
-        [message] = face.render(after, first=False)
-        hand_before = _told(face.render(before, first=False)[0]["content"])[0]
+        [message] = renderer.render(after, first=False)
+        hand_before = _told(renderer.render(before, first=False)[0]["content"])[0]
         hand_after = _told(message["content"])[0]
         assert message["role"] == "user"
         assert len(hand_after) == 3
@@ -193,7 +195,7 @@ def test_the_end_of_blackjack_shows_both_hands() -> None:
     environment = make_environment(game="blackjack")
     for seed in range(60):
         *_, last = play(environment, seed)
-        text = environment.text_face.render(last.observation, first=False)[0]["content"]
+        text = environment.text_renderer.render(last.observation, first=False)[0]["content"]
         mine, dealer = (int(total) for total in text.removeprefix("over ").split(" vs "))
         won = mine <= 21 and (dealer > 21 or mine > dealer)
         drawn = mine == dealer and mine <= 21
@@ -248,17 +250,17 @@ def test_games_of_hidden_information_show_what_was_seen_before() -> None:
 
 @pytest.mark.parametrize("text", ["HIT", "hit", " Hit\n", "<think>stand?</think>hit"])
 def test_the_compact_style_reads_the_bare_word(text: str) -> None:
-    face, observation = first_view("blackjack", "compact")
-    assert answer_of(face, observation, text) == "HIT"
+    renderer, observation = first_view("blackjack", "compact")
+    assert answer_of(renderer, observation, text) == "HIT"
 
 
 @pytest.mark.parametrize(
     "text", ["", "HIT.", "I hit", "HIT STAND", "HITHIT", "0", "<answer>HIT</answer>"]
 )
 def test_the_compact_style_reads_nothing_else(text: str) -> None:
-    face, observation = first_view("blackjack", "compact")
+    renderer, observation = first_view("blackjack", "compact")
     with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
-        face.parse(text, observation)
+        renderer.parse(text, observation)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +278,8 @@ def test_the_compact_style_reads_nothing_else(text: str) -> None:
     ],
 )
 def test_the_rules_style_reads_the_last_tag_or_the_only_move(text: str, answer: str) -> None:
-    face, observation = first_view("blackjack", "rules")
-    assert answer_of(face, observation, text) == answer
+    renderer, observation = first_view("blackjack", "rules")
+    assert answer_of(renderer, observation, text) == answer
 
 
 @pytest.mark.parametrize(
@@ -294,48 +296,48 @@ def test_the_rules_style_reads_the_last_tag_or_the_only_move(text: str, answer: 
     ],
 )
 def test_the_rules_style_refuses_what_is_not_one_move(text: str) -> None:
-    face, observation = first_view("blackjack", "rules")
+    renderer, observation = first_view("blackjack", "rules")
     with pytest.raises(ActionParseError, match="exactly one"):
-        face.parse(text, observation)
+        renderer.parse(text, observation)
 
 
 def test_a_move_that_is_not_legal_now_is_no_answer() -> None:
     environment = make_environment(game="tic_tac_toe", text_style="rules", opponent="first")
     environment.reset(seed=0)
     observation = environment.step(move(4)).observation  # now 1 and 5 are taken
-    face = environment.text_face
-    assert answer_of(face, observation, "cell 9 then") == "9"
+    renderer = environment.text_renderer
+    assert answer_of(renderer, observation, "cell 9 then") == "9"
     for text in ("5", "I take 5", "9, as 5 is taken", "<answer>1</answer>", "10"):
         with pytest.raises(ActionParseError, match="expected one of 2, 3, 4, 6, 7, 8, 9, got"):
-            face.parse(text, observation)
+            renderer.parse(text, observation)
 
 
 def test_case_counts_where_it_tells_two_moves_apart() -> None:
-    face, _ = first_view("chess", "rules")
+    renderer, _ = first_view("chess", "rules")
     observation = OpenSpielObservation(
         info_state=[],
         legal_actions=[4, 7, 9],
         metadata={"view": "", "answers": ["bxc3", "Bxc3", "Nf3"]},
     )
-    assert face.parse("<answer>Bxc3</answer>", observation).action_id == 7
-    assert face.parse("bxc3 it is", observation).action_id == 4
-    assert face.parse("nf3", observation).action_id == 9
+    assert renderer.parse("<answer>Bxc3</answer>", observation).action_id == 7
+    assert renderer.parse("bxc3 it is", observation).action_id == 4
+    assert renderer.parse("nf3", observation).action_id == 9
     with pytest.raises(ActionParseError):
-        face.parse("BXC3", observation)
+        renderer.parse("BXC3", observation)
 
 
 def test_a_longer_move_is_not_taken_for_a_shorter_one_within_it() -> None:
-    face, _ = first_view("backgammon", "rules")
+    renderer, _ = first_view("backgammon", "rules")
     observation = OpenSpielObservation(
         info_state=[], legal_actions=[1, 2], metadata={"view": "", "answers": ["Bet", "Bet 10"]}
     )
-    assert face.parse("I will bet 10 now", observation).action_id == 2
-    assert face.parse("I will bet", observation).action_id == 1
+    assert renderer.parse("I will bet 10 now", observation).action_id == 2
+    assert renderer.parse("I will bet", observation).action_id == 1
 
 
 def test_answers_do_not_depend_on_what_was_rendered_before() -> None:
     rng = random.Random(0)
-    face, observation = first_view("connect_four", "compact")
-    other_face, _ = first_view("connect_four", "compact", seed=9)
-    for answer in rng.sample(face.legal_answers(observation), 5):
-        assert other_face.parse(answer, observation) == face.parse(answer, observation)
+    renderer, observation = first_view("connect_four", "compact")
+    other_renderer, _ = first_view("connect_four", "compact", seed=9)
+    for answer in rng.sample(renderer.legal_answers(observation), 5):
+        assert other_renderer.parse(answer, observation) == renderer.parse(answer, observation)

@@ -42,7 +42,10 @@ def load(*overrides: str) -> RunConfig:
         (["kl_coef_final=0.1"], ["kl_coef_final = 0.1", "kl_coef = 0", "above 0"]),
         (["gamma=0.9"], ["gamma = 0.9", "credit = 'episode'", "set credit = 'turn'"]),
         (["baseline=none", "scale=group"], ["scale = 'group'", "baseline = 'none'"]),
-        (["baseline=none"], ["dead_groups = 'replace'", "set dead_groups = 'keep'"]),
+        (
+            ["baseline=none"],
+            ["zero_variance_groups = 'replace'", "set zero_variance_groups = 'keep'"],
+        ),
         (["geometric_mask=[1.2, 2]"], ["low < 1 < high", "[1.2, 2.0]", "[0.5, 2.0]"]),
         (["geometric_mask=[2, 0.5]"], ["low < 1 < high", "[2.0, 0.5]"]),
         (["correction.cap=0.5"], ["algorithm.correction.cap", "greater than or equal to 1", "0.5"]),
@@ -114,7 +117,7 @@ def test_ppo_without_a_value_head_is_refused() -> None:
         ["loss.kind=cispo", "old_logprobs=rollout", "correction.kind=off"],
         ["scale=none", "aggregation=constant"],
         ["baseline=leave_one_out", "credit=turn", "gamma=0.9"],
-        ["baseline=none", "dead_groups=keep"],
+        ["baseline=none", "zero_variance_groups=keep"],
         ["kind=reinforce", "kl_placement=reward", "kl_coef=0.01", "kl_estimator=k1"],
         ["kind=ppo", "gamma=0.99", "lam=0.95", "value_clip=null"],
         ["correction.kind=icepop", "correction.low=0.1"],
@@ -125,6 +128,8 @@ def test_every_algorithm_of_the_field_can_be_said(overrides: list[str]) -> None:
 
 
 def test_only_what_learns_from_group_means_replaces_equal_groups_by_default() -> None:
-    kept = {kind: load(f"kind={kind}").algorithm.dead_groups for kind in ("reinforce", "ppo")}
+    kept = {
+        kind: load(f"kind={kind}").algorithm.zero_variance_groups for kind in ("reinforce", "ppo")
+    }
     assert kept == {"reinforce": "keep", "ppo": "keep"}
-    assert load().algorithm.dead_groups == "replace"
+    assert load().algorithm.zero_variance_groups == "replace"

@@ -29,7 +29,7 @@ def test_torchforge_is_grpo_by_the_group_with_a_constant_pull_and_no_correction(
     assert run.algorithm == GrpoConfig(
         baseline="mean",
         scale="group",
-        dead_groups="keep",
+        zero_variance_groups="keep",
         loss=ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None),
         correction=NoCorrection(),
         geometric_mask=None,
@@ -51,7 +51,7 @@ def test_trl_is_the_token_mean_of_one_group_with_long_shots_masked() -> None:
     run = load("trl")
     assert run.algorithm == GrpoConfig(
         scale="group",
-        dead_groups="keep",
+        zero_variance_groups="keep",
         loss=ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None),
         correction=SequenceMask(cap=3.0),
         geometric_mask=None,
@@ -65,11 +65,11 @@ def test_trl_is_the_token_mean_of_one_group_with_long_shots_masked() -> None:
     assert (run.training.groups_per_step, run.training.max_staleness) == (1, 0)
 
 
-def test_dapo_clips_higher_and_replaces_dead_groups() -> None:
+def test_dapo_clips_higher_and_replaces_zero_variance_groups() -> None:
     run = load("dapo")
     assert run.algorithm == GrpoConfig(
         scale="group",
-        dead_groups="replace",
+        zero_variance_groups="replace",
         loss=ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=None),
         correction=NoCorrection(),
         geometric_mask=None,

@@ -189,7 +189,7 @@ def train_row(step: int, noise: random.Random) -> MetricsRow:
             TrainMetric.GRAD_NORM: 0.4 + abs(noise.gauss(0, 0.3)),
             TrainMetric.TOKENS_PER_SECOND: 2600 + noise.gauss(0, 150),
             TrainMetric.EPISODES_PER_SECOND: 660 + noise.gauss(0, 30),
-            TrainMetric.DEAD_GROUP_RATIO: 0.3,
+            TrainMetric.ZERO_VARIANCE_GROUP_RATIO: 0.3,
             TrainMetric.NUM_EPISODES_LOST: 0,
             TrainMetric.CANARY_ERROR: 1e-7,
             TrainMetric.MFU: 0.31 + noise.gauss(0, 0.01),

@@ -23,7 +23,7 @@ class Question(Observation):
     b: int
 
 
-class _Face:
+class _Renderer:
     def render(self, observation: Question, *, first: bool) -> list[Message]:
         return [{"role": "user", "content": f"What is {observation.a} + {observation.b}?"}]
 
@@ -43,7 +43,7 @@ class CalculatorEnv(Environment[Answer, Question, State]):
     observation_type = Question
     state_type = State
     name = "calculator"
-    text_face = _Face()
+    text_renderer = _Renderer()
 
     def __init__(self) -> None:
         self._question = Question(a=0, b=0)

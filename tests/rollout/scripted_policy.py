@@ -10,7 +10,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
@@ -55,4 +55,6 @@ def make_player(
 ) -> tuple[Player, ScriptedPolicy]:
     """A player that answers by script; `parts` are further fields of it."""
     policy = ScriptedPolicy(chat, script, on_call)
-    return Player("game", client, policy, chat, ServerFace(), limits, max_sessions, **parts), policy
+    return Player(
+        "game", client, policy, chat, ServerRenderer(), limits, max_sessions, **parts
+    ), policy

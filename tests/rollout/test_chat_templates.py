@@ -56,7 +56,7 @@ def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -
 
 
 def ask(grown: Grown, messages: list[Message], *, ended: bool = True) -> None:
-    """Nothing; the conversation goes on with these messages."""
+    """Nothing; the conversation continues with these messages."""
     if grown.token_ids:
         grown.token_ids += grown.chat.next_prompt(messages, ended=ended)
     else:
@@ -102,7 +102,7 @@ def test_a_grown_conversation_is_the_template_of_the_whole(
 
 @every_family
 @given(exchanges=EXCHANGES, question=WORDS)
-def test_what_the_policy_reads_anew_ends_like_what_it_would_have_read(
+def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(
     family: Family, exchanges: list[tuple[str, str]], question: str
 ) -> None:
     """Whole and grown prompts differ in what earlier turns lose, never in the last question."""
@@ -139,7 +139,7 @@ def test_an_answer_cut_off_is_closed_before_the_next_message(family: Family) -> 
     assert chat.end_token_id not in ended[:3] or family is PLAIN
 
 
-def test_a_template_that_ends_no_turn_goes_on_with_the_line_break_it_would_have_had() -> None:
+def test_a_template_that_ends_no_turn_continues_with_the_line_break_it_would_have_had() -> None:
     chat = ChatTokenizer(tokenizer_of(PLAIN))
     grown = grow(chat, [("16 vs 10", "HIT")], "19 vs 10")
     assert text_of(chat, grown.token_ids) == (

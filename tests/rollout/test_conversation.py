@@ -1,4 +1,4 @@
-"""What a conversation keeps of itself: tokens, turns, rewards, and where it had to begin anew."""
+"""What a conversation keeps of itself: tokens, turns, rewards, and where it had to begin again."""
 
 from __future__ import annotations
 

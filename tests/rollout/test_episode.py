@@ -11,8 +11,8 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import ImportedFace, ServerFace
 from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.renderer import ImportedRenderer, ServerRenderer
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from openspiel_env import make_environment
@@ -167,7 +167,7 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     assert server.core.load.num_sessions == 0
 
 
-async def test_an_answer_cut_off_goes_on_with_an_unsampled_end_token(
+async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     for seed in range(100):
@@ -191,25 +191,27 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
             await server.stop()
             return await answer(prompt_ids, sampling, seed)
 
-        player = Player("game", client, die_first, chat, ServerFace(), LIMITS)
+        player = Player("game", client, die_first, chat, ServerRenderer(), LIMITS)
         lost = await player.play(1, SAMPLING)
         never_began = await player.play(2, SAMPLING)
     for rollout in (lost, never_began):
         assert (rollout.status, rollout.reward) == (RolloutStatus.LOST, None)
 
 
-async def test_render_and_parse_of_the_configuration_replace_the_face(
+async def test_render_and_parse_of_the_configuration_replace_the_renderer(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    face = ImportedFace("tests.rollout.test_episode:render", "tests.rollout.test_episode:parse")
+    renderer = ImportedRenderer(
+        "tests.rollout.test_episode:render", "tests.rollout.test_episode:parse"
+    )
     policy = ScriptedPolicy(chat, iter(["1"]))
-    rollout = await Player("game", client, policy, chat, face, LIMITS).play(5, SAMPLING)
+    rollout = await Player("game", client, policy, chat, renderer, LIMITS).play(5, SAMPLING)
     assert rollout.status is RolloutStatus.TERMINATED
     assert "legal: [0, 1]" in chat.decode(policy.prompts[0])
 
 
 def render(observation: dict[str, object], first: bool) -> list[dict[str, str]]:
-    """A face of the test's own."""
+    """A renderer of the test's own."""
     return [{"role": "user", "content": f"legal: {observation['legal_actions']}"}]
 
 

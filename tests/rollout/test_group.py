@@ -12,8 +12,8 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import GroupMismatchError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import ServerFace
 from ludus.trainer.rollout.group import group_seeds, play_group
+from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.types import Completion, GroupSpec, RolloutStatus, Sampling
 from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv
@@ -131,7 +131,7 @@ async def never(prompt_ids: list[int], sampling: Sampling, seed: int) -> Complet
 async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player("game", client, never, chat, ServerFace(), LIMITS, max_sessions)
+    player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
     group = await play_group(player, GroupSpec(7, "game", (1, 1)), SAMPLING, timeout_s=0.2)
     assert group.num_lost == 2
     assert group.index == 7
@@ -156,7 +156,7 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
 async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
     server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
-    player = Player("game", client, never, chat, ServerFace(), LIMITS, max_sessions)
+    player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
     for num_turns_of_the_loop in range(40):
         playing = asyncio.create_task(
             play_group(player, GroupSpec(0, "game", (1,) * 4), SAMPLING, timeout_s=30)

@@ -17,7 +17,7 @@ from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, ToolError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.tool_calls import MAX_CALLS, ToolCall, read_calls
 from ludus.trainer.rollout.tools import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
@@ -61,7 +61,7 @@ async def play(
         return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
 
     player = Player(
-        "sums", client, generate, chat, ServerFace(), limits, toolbox=Toolbox(client, "sums")
+        "sums", client, generate, chat, ServerRenderer(), limits, toolbox=Toolbox(client, "sums")
     )
     return await player.play_alone(seed, SAMPLING, salt=0)
 
@@ -148,7 +148,7 @@ async def test_who_never_calls_well_ends_at_the_configured_reward(
     assert len(played.rollout.turns) == MAX_BAD_ANSWERS
 
 
-async def test_a_tool_that_fails_says_so_and_the_episode_goes_on(
+async def test_a_tool_that_fails_says_so_and_the_episode_continues(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
     answers = iter([call("add", a="one"), "0"])

@@ -123,7 +123,7 @@ def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
     assert samples(exporter)["ludus_train_canary_failures_total",] == 1
 
 
-def test_scrapes_while_the_run_goes_on_are_whole_and_never_go_back(
+def test_scrapes_while_the_run_continues_are_whole_and_never_go_back(
     exporter: PrometheusExporter,
 ) -> None:
     num_steps, stop = 300, threading.Event()

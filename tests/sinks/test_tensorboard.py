@@ -40,7 +40,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert [step for step, _ in found["eval/blackjack/random/win_rate"]] == [2]
 
 
-def test_a_resumed_run_goes_on_and_what_came_after_its_checkpoint_is_void(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_and_what_came_after_its_checkpoint_is_void(tmp_path: Path) -> None:
     run = run_config(tensorboard=True)
     before = open_sinks(run, tmp_path)
     write_steps(before, 1, 6)

@@ -96,7 +96,7 @@ def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> No
     assert blackjack[TrainMetric.NUM_LOSSES] == 1
     assert blackjack[TrainMetric.NUM_EPISODES_LOST] == 1
     assert blackjack[TrainMetric.STALENESS_MAX] == 2
-    assert catch[TrainMetric.DEAD_GROUP_RATIO] == pytest.approx(1 / 3)
+    assert catch[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] == pytest.approx(1 / 3)
     assert catch[TrainMetric.NUM_GROUPS] == 3
     assert catch[TrainMetric.NUM_GROUPS_TRAINED] == 2
     assert catch[TrainMetric.STALENESS_MEAN] == 0.5

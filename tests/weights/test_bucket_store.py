@@ -24,7 +24,7 @@ from tests.weights.states import assert_same, make_state, publish
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
 
-from stock_s3_server import S3Server, running_s3_server
+from upstream_s3_server import S3Server, running_s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -45,7 +45,7 @@ def test_another_process_of_the_same_folder_can_fetch(tmp_path: Path) -> None:
     assert_same(folder_store(tmp_path).fetch(published[1]).state, make_state(2))
 
 
-def test_versions_of_a_later_step_give_way_when_a_run_goes_on_from_before(tmp_path: Path) -> None:
+def test_versions_of_a_later_step_give_way_when_a_run_continues_from_before(tmp_path: Path) -> None:
     for version in (7, 8, 9):
         publish(folder_store(tmp_path), version)
     store = folder_store(tmp_path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.proto.errors import StoreAwayError, WeightSyncError
+from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 from ludus.trainer.weights import VersionStore
 from tests.weights.states import (
     MemoryShelf,
@@ -114,7 +114,7 @@ def test_other_tensors_than_before_travel_as_a_complete_version() -> None:
     assert not [name for name in shelf.files if ".delta." in name]
 
 
-def test_a_run_that_goes_on_from_before_reaches_workers_that_are_ahead() -> None:
+def test_a_run_that_continues_from_before_reaches_workers_that_are_ahead() -> None:
     shelf = MemoryShelf()
     learner, worker = pair(shelf, full_every=10)
     for version in range(4):
@@ -176,9 +176,9 @@ def test_a_worker_whose_own_copy_went_bad_starts_over_from_the_complete_version(
 def test_a_store_that_is_away_for_a_while_only_delays() -> None:
     shelf = MemoryShelf()
     learner, worker = pair(shelf, full_every=2)
-    shelf.failures = [StoreAwayError("no route")] * 4
+    shelf.failures = [StoreUnavailableError("no route")] * 4
     newest = publish(learner, 0)
-    shelf.failures = [StoreAwayError("no route")] * 4
+    shelf.failures = [StoreUnavailableError("no route")] * 4
     assert_same(worker.fetch(newest).state, make_state(0))
 
 
@@ -186,7 +186,7 @@ def test_a_store_that_stays_away_ends_in_an_error_that_says_what_and_how_long() 
     shelf = MemoryShelf()
     learner, worker = pair(shelf, timeout_s=0.4)
     newest = publish(learner, 6)
-    shelf.failures = [StoreAwayError("no route")] * 10_000
+    shelf.failures = [StoreUnavailableError("no route")] * 10_000
     begun = time.monotonic()
     with pytest.raises(
         WeightSyncError, match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no route"

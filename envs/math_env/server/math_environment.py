@@ -11,7 +11,7 @@ from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode
 
 from ..arithmetic import OPERATIONS
 from ..models import MathAction, MathObservation, MathState, Operation
-from ..text import MathFace
+from ..text import MathRenderer
 
 _MAX_ANSWERS = 10_000
 """Every observation lists them all."""
@@ -58,7 +58,7 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         self._question = (0, 0)
         self._is_asked = False
         self._state = MathState()
-        self.text_face = MathFace()
+        self.text_renderer = MathRenderer()
 
     @property
     def options(self) -> JsonObject:

@@ -26,7 +26,7 @@ from ..models import UNNAMED_GAME, GamePhase, OpenSpielAction, OpenSpielObservat
 from ..opponents import make_opponent
 from ..policies import Policy
 from ..seat_view import SeatView
-from ..text import TextStyle, make_face
+from ..text import TextStyle, make_renderer
 
 _CHANCE = int(pyspiel.PlayerId.CHANCE)
 _TERMINAL = int(pyspiel.PlayerId.TERMINAL)
@@ -89,8 +89,8 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             else getattr(opponent, "__name__", type(opponent).__name__)
         )
         self._text_style = text_style
-        self.text_face = make_face(self._loaded, agent_player, text_style)
-        self._view = SeatView(self._loaded, agent_player, adds_text=self.text_face.needs_text)
+        self.text_renderer = make_renderer(self._loaded, agent_player, text_style)
+        self._view = SeatView(self._loaded, agent_player, adds_text=self.text_renderer.needs_text)
         self._state: pyspiel.State | None = None
         self._episode_id: str | None = None
         self._num_steps = 0

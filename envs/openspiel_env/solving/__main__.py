@@ -1,4 +1,4 @@
-"""`python -m openspiel_env.solving` writes solutions.json anew; it takes about a minute."""
+"""`python -m openspiel_env.solving` writes solutions.json again; it takes about a minute."""
 
 from __future__ import annotations
 

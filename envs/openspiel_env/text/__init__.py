@@ -1,4 +1,4 @@
-"""How language models see each game and answer: one face per game, a generic one for the rest."""
+"""How language models see each game and answer: a renderer per game, one for all others."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import get_args
 from ludus.proto.errors import ConfigError
 
 from ..games import LoadedGame
-from .blackjack import BlackjackFace
-from .catch import CatchFace
-from .connect_four import ConnectFourFace
-from .face import GameFace, TextStyle
-from .generic import GenericFace
-from .kuhn_poker import KuhnPokerFace
-from .tic_tac_toe import TicTacToeFace
+from .blackjack import BlackjackRenderer
+from .catch import CatchRenderer
+from .connect_four import ConnectFourRenderer
+from .generic import GenericRenderer
+from .kuhn_poker import KuhnPokerRenderer
+from .renderer import GameRenderer, TextStyle
+from .tic_tac_toe import TicTacToeRenderer
 
-__all__ = ["GameFace", "TextStyle", "make_face"]
+__all__ = ["GameRenderer", "TextStyle", "make_renderer"]
 
-_FACES: dict[str, type[GameFace]] = {
-    "blackjack": BlackjackFace,
-    "catch": CatchFace,
-    "connect_four": ConnectFourFace,
-    "kuhn_poker": KuhnPokerFace,
-    "tic_tac_toe": TicTacToeFace,
+_RENDERERS: dict[str, type[GameRenderer]] = {
+    "blackjack": BlackjackRenderer,
+    "catch": CatchRenderer,
+    "connect_four": ConnectFourRenderer,
+    "kuhn_poker": KuhnPokerRenderer,
+    "tic_tac_toe": TicTacToeRenderer,
 }
 
 
-def make_face(loaded: LoadedGame, player: int, style: TextStyle) -> GameFace:
-    """The game's own face, or the generic one.
+def make_renderer(loaded: LoadedGame, player: int, style: TextStyle) -> GameRenderer:
+    """The game's own renderer, or the generic one.
 
     Raises:
         ConfigError: there is no such style.
@@ -37,4 +37,4 @@ def make_face(loaded: LoadedGame, player: int, style: TextStyle) -> GameFace:
             f"expected a text style out of {', '.join(get_args(TextStyle))}, got {style!r}; set "
             "text_style (OPENSPIEL_TEXT_STYLE) to one of them"
         )
-    return _FACES.get(loaded.short_name, GenericFace)(loaded, player, style)
+    return _RENDERERS.get(loaded.short_name, GenericRenderer)(loaded, player, style)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from ..models import OpenSpielObservation
-from .face import GameFace
+from .renderer import GameRenderer
 
 CARD_NAMES = ("A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
 
@@ -38,7 +38,7 @@ def brief_situation(total: int, is_soft: bool, up_card: str) -> str:
     return f"{'soft' if is_soft else 'hard'} {total} vs {up_card}"
 
 
-class BlackjackFace(GameFace):
+class BlackjackRenderer(GameRenderer):
     """Shows the hand's total, whether it is soft, and the dealer's open card."""
 
     words = ("HIT", "STAND")

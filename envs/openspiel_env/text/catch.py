@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..games import LoadedGame
 from ..models import OpenSpielObservation
-from .face import GameFace, TextStyle
+from .renderer import GameRenderer, TextStyle
 
 DEFAULT_NUM_COLUMNS = 5
 
@@ -21,7 +21,7 @@ def ball_and_paddle(
     return ball % num_columns, paddle % num_columns, num_steps_left
 
 
-class CatchFace(GameFace):
+class CatchRenderer(GameRenderer):
     """Shows the columns of ball and paddle and how far the ball has to fall."""
 
     words = ("LEFT", "STAY", "RIGHT")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ..games import LoadedGame
 from ..models import OpenSpielObservation
 from .boards import cells, rows
-from .face import GameFace, TextStyle
+from .renderer import GameRenderer, TextStyle
 
 _PIECES = "xo."  # the order of the tensor's planes
 _MARKS = "xo"  # by seat
 
 
-class ConnectFourFace(GameFace):
+class ConnectFourRenderer(GameRenderer):
     """Shows the board, top row first, and whose mark the player has."""
 
     def __init__(self, loaded: LoadedGame, player: int, style: TextStyle) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ..games import LoadedGame
 from ..models import OpenSpielObservation
-from .face import GameFace, TextStyle
+from .renderer import GameRenderer, TextStyle
 
 
-class GenericFace(GameFace):
+class GenericRenderer(GameRenderer):
     """Shows what OpenSpiel prints for the seat, and lists the legal moves."""
 
     needs_text = True

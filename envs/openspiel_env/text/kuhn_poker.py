@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..games import LoadedGame
 from ..models import OpenSpielObservation
-from .face import GameFace, TextStyle
+from .renderer import GameRenderer, TextStyle
 
 _MOVES = ("PASS", "BET")
 
 
-class KuhnPokerFace(GameFace):
+class KuhnPokerRenderer(GameRenderer):
     """Shows the player's own card and what was bet, never another player's card."""
 
     words = _MOVES

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..models import OpenSpielObservation
 from .boards import cells, rows
-from .face import GameFace
+from .renderer import GameRenderer
 
 SIDE = 3
 _PIECES = ".ox"  # the order of the tensor's planes
@@ -18,7 +18,7 @@ def board_of(info_state: Sequence[float]) -> str:
     return cells(info_state, _PIECES)
 
 
-class TicTacToeFace(GameFace):
+class TicTacToeRenderer(GameRenderer):
     """Shows the board and whose mark the player has."""
 
     words = ("1", "2", "3", "4", "5", "6", "7", "8", "9")

@@ -24,7 +24,7 @@
     │       └── CallTimeoutError
     ├── ClusterError              the Kubernetes API refused a request, or cannot be reached
     ├── WeightSyncError           weights did not arrive, or are not those published
-    │   ├── StoreAwayError        the weight store does not answer now
+    │   ├── StoreUnavailableError        the weight store does not answer now
     │   └── CanaryError
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
     ├── TrainingStalledError      nothing that is played teaches anything any more
@@ -222,7 +222,7 @@ class WeightSyncError(LudusError):
     """Published weights did not arrive whole."""
 
 
-class StoreAwayError(WeightSyncError):
+class StoreUnavailableError(WeightSyncError):
     """The weight store does not answer now; it may a moment later."""
 
 

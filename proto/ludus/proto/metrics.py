@@ -138,8 +138,8 @@ class TrainMetric(_Metric):
         "num_groups_rolled_back",
         _count("Groups played for a learner that died since."),
     )
-    DEAD_GROUP_RATIO = (
-        "dead_group_ratio",
+    ZERO_VARIANCE_GROUP_RATIO = (
+        "zero_variance_group_ratio",
         _of_environment(
             Reduction.MEAN, "share", "Groups whose rewards were all equal.", "num_groups"
         ),
@@ -240,7 +240,7 @@ class TrainMetric(_Metric):
     )
     NUM_LEARNER_RESTARTS = (
         "num_learner_restarts",
-        Spec(Reduction.SUM, "", "Times the learner's ranks were started anew."),
+        Spec(Reduction.SUM, "", "Times the learner's ranks were restarted."),
     )
     TOKENS_PER_SECOND = (
         "tokens_per_second",

@@ -9,7 +9,7 @@ runs/<name>/
     report.html      made from the files above
     tensorboard/     event files, when metrics.tensorboard is set
     wandb/           what `wandb sync` sends, when metrics.wandb is set
-    control.json     RunControl: what the user wants changed while the run goes on
+    control.json     RunControl: what the user wants changed while the run continues
     trainer.log      what the trainer's driver logged
     environment.log  what the environment server that the run started logged; with several
                      environments each has its own, environment-<name>.log
@@ -68,7 +68,7 @@ class HeldWeights(_Record):
 
 
 class RunControl(_Record):
-    """What the user wants changed while a run goes on; the driver reads it each second."""
+    """What the user wants changed while a run continues; the driver reads it each second."""
 
     num_workers: Annotated[int, Field(ge=1)] | None = None
     """Rollout workers; null leaves their number as it is."""
@@ -193,7 +193,7 @@ class Summary(_Record):
     """Largest difference of a probe token's log-prob between worker and learner."""
     environment_restarts: int
     learner_restarts: int
-    """Times the learner's ranks were started anew, since one of them died."""
+    """Times the learner's ranks were restarted, since one of them died."""
     groups_rolled_back: int
     """Groups that were lost with a learner: trained on, waiting or played, and then void."""
     max_staleness_seen: int

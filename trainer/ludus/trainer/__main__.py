@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a policy")
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     train.add_argument("--overwrite", action="store_true", help="replace a run of this name")
     evaluate = commands.add_parser("eval", help="judge a checkpoint")
     evaluate.add_argument("--run-dir", type=Path, help="folder of the run")

@@ -1,4 +1,4 @@
-"""Checkpoints: all it takes to go on as if nothing had happened.
+"""Checkpoints: all it takes to continue as if nothing had happened.
 
     checkpoints/step-00000050/
         learner/     weights, optimizer, random state, one part per rank
@@ -141,5 +141,5 @@ def read_state(checkpoint: Path) -> RunState:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
             f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
-            "to go on from the one before, or start anew with --overwrite"
+            "to continue from the one before, or start again with --overwrite"
         ) from error

@@ -1,4 +1,4 @@
-"""What the user wants changed while a run goes on: `ludus scale` writes it, the driver reads it.
+"""What the user wants changed while a run continues: `ludus scale` writes it, the driver reads it.
 
     ludus scale --> control.json --(each second)--> `follow` --> RolloutWorkers.resize
 

@@ -30,7 +30,7 @@ than S versions) and the buffer (training needs B groups). A group that will not
 gives its place back, so the buffer always fills again: no deadlock. A failed or late delivery is
 the failure of a task, and ends the run with its error at once.
 
-When the learner is lost, everything above ends, its ranks are started anew from the newest
+When the learner is lost, everything above ends, its ranks are restarted from the newest
 checkpoint, and everything begins again as after a resume, in the same process: what had begun
 since is not trained on (`GroupBuffer.restore` holds what the checkpoint held, and refuses late
 comers), and no group index is given twice. Versions repeat with other contents; no group that an
@@ -145,14 +145,14 @@ class Controller:
         Raises:
             WeightSyncError: weights did not arrive, or a canary failed.
             LearnerLostError: the learner was lost once too often.
-            Exception: a failed step or an environment that stays away ends the run.
+            Exception: a failed step or an environment that stays unavailable ends the run.
         """
         lost = False
         try:
             while True:
                 try:
                     if lost:
-                        await self._start_learner_anew()
+                        await self._start_learner_again()
                     return await self._run_until_lost()
                 except LearnerLostError as error:
                     self._count_loss(error)
@@ -230,7 +230,7 @@ class Controller:
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
-            UnavailableError: an environment stays away for longer than it may.
+            UnavailableError: an environment stays unavailable for longer than it may.
         """
         while not self._stopping.is_set():
             taken = await self.parts.buffer.take(self.state.step, _TAKE_TIMEOUT_S)
@@ -306,7 +306,7 @@ class Controller:
         await self._delivery.settled()
         parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)
         under_way = await self._sampling.under_way()
-        # A copy: sampling goes on while the learner writes.
+        # A copy: sampling continues while the learner writes.
         state = self.state.model_copy(deep=True)
         state.unfinished_groups = under_way.unfinished
         state.buffered_groups = under_way.finished
@@ -322,14 +322,14 @@ class Controller:
         reason = getattr(error, "cause", None) or error
         if self.state.learner_restarts >= allowed:
             raise LearnerLostError(
-                f"{reason}; it was started anew {self.state.learner_restarts} times, and "
+                f"{reason}; it was restarted {self.state.learner_restarts} times, and "
                 f"training.max_learner_restarts = {allowed}; see trainer.log for what the ranks "
-                "died of, and go on with --resume"
+                "died of, and continue with --resume"
             ) from error
         self.state.learner_restarts += 1
-        _log.warning("the learner is lost (%s); starting it anew", reason)
+        _log.warning("the learner is lost (%s); restarting it", reason)
 
-    async def _start_learner_anew(self) -> None:
+    async def _start_learner_again(self) -> None:
         """Nothing; learner and state stand where the newest checkpoint does."""
         parts, state = self.parts, self.state
         checkpoint = parts.checkpoints.newest()
@@ -339,8 +339,8 @@ class Controller:
         state.num_groups_rolled_back += trained_since * parts.run.training.groups_per_step
         self._mixture.go_back_to(earlier.mixture)
         state.go_back_to(earlier)
-        # Late comers of the old index must not be taken for the group that is played anew.
+        # Late comers of the old index must not be taken for the group that is played again.
         state.unfinished_groups = [self._mixture.renewed(s) for s in earlier.unfinished_groups]
         parts.folder.rewind(state.step)
         parts.folder.happened(state.step, TrainMetric.NUM_LEARNER_RESTARTS)
-        _log.warning("training goes on from step %d", state.step)
+        _log.warning("training continues from step %d", state.step)

@@ -7,7 +7,7 @@
 
 `publish` waits for the delivery before it; nothing waits for a delivery otherwise but who asks
 for `settled` (an evaluation, a checkpoint) and admission, which counts from `held_version`. So
-with a staleness bound of 0 the next batch waits for it, and with 1 training goes on beside it.
+with a staleness bound of 0 the next batch waits for it, and with 1 training continues beside it.
 """
 
 from __future__ import annotations

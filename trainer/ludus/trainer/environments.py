@@ -21,7 +21,7 @@ from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
-from ludus.trainer.rollout.face import Face, import_object, make_face
+from ludus.trainer.rollout.renderer import ChatRenderer, import_object, make_renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Environment:
     address: str
     client: AsyncEnvClient
     description: EnvironmentDescription
-    face: Face
+    renderer: ChatRenderer
 
 
 def check_names(run: RunConfig) -> None:
@@ -98,7 +98,7 @@ async def connected(
             client = await stack.enter_async_context(await _connect(name, config, address))
             description = await client.describe()
             environments[name] = Environment(
-                config, address, client, description, make_face(config)
+                config, address, client, description, make_renderer(config)
             )
         yield environments
 
@@ -116,7 +116,7 @@ def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
 
 
 async def _connect(name: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
-    """A client; a server that is not there when a run begins is the user's to mend."""
+    """A client; a server that is not there when a run begins is the user's to fix."""
     try:
         return await AsyncEnvClient.connect(
             address,

@@ -47,8 +47,8 @@ class Evaluator:
         if all(outcome.episode_return is None for outcome in outcomes):
             raise UnavailableError(
                 f"all {num_games} games of the evaluation in '{environment}' were lost: its "
-                "server was away for longer than environment.reconnect_timeout_s; see that it "
-                "stays up"
+                "server was unavailable for longer than environment.reconnect_timeout_s; see that "
+                "it stays up"
             )
         played = self.baselines.get(environment, {})
         same = {name: of_policy[:num_games] for name, of_policy in played.items()}

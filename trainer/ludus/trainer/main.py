@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from ludus.env import PolicyProbe
+from ludus.env import PolicyChartPrompt
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.runtime import freeze_heap
 from ludus.env.serving.subprocess import LocalServer
@@ -53,7 +53,7 @@ from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.prepare import make_probe, prepare_model
 from ludus.trainer.rollout.engines import has_vllm
-from ludus.trainer.rollout.face import import_object
+from ludus.trainer.rollout.renderer import import_object
 from ludus.trainer.run_folder import RunFolder, log_to
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 
@@ -198,7 +198,7 @@ async def _parts(
             servers=infrastructure.servers,
         )
     finally:
-        # Before Ray ends: a keeper would start it anew to replace the worker that it lost.
+        # Before Ray ends: a keeper would restart it to replace the worker that it lost.
         await workers.close()
 
 
@@ -236,15 +236,15 @@ async def _finish(
 
 
 async def _write_chart(parts: Parts) -> None:
-    """Nothing; the first environment that has probes has its chart."""
+    """Nothing; the first environment that has prompts has its chart."""
     for name, environment in parts.run.environments.items():
-        if environment.probes is not None:
-            probes: Sequence[PolicyProbe] = import_object(
-                environment.probes, "environment.probes"
+        if environment.policy_chart is not None:
+            prompts: Sequence[PolicyChartPrompt] = import_object(
+                environment.policy_chart, "environment.policy_chart"
             )()
-            questions = chart_questions(probes, parts.chat)
+            questions = chart_questions(prompts, parts.chat)
             logprobs = await parts.learners.answer_logprobs(questions)
-            parts.folder.record(CHART_FILE, make_chart(name, probes, logprobs))
+            parts.folder.record(CHART_FILE, make_chart(name, prompts, logprobs))
             return
 
 

@@ -139,7 +139,7 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_DRAWS: counts.num_draws,
         TrainMetric.NUM_LOSSES: counts.num_losses,
         TrainMetric.NUM_GROUPS: counts.num_groups,
-        TrainMetric.NUM_GROUPS_DEAD: counts.num_dead_groups,
+        TrainMetric.NUM_GROUPS_DEAD: counts.num_zero_variance_groups,
         TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
         TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
         TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,
@@ -151,7 +151,9 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
     if counts.num_episodes:
         values[TrainMetric.NUM_TURNS_MEAN] = counts.num_turns / counts.num_episodes
     if counts.num_groups:
-        values[TrainMetric.DEAD_GROUP_RATIO] = counts.num_dead_groups / counts.num_groups
+        values[TrainMetric.ZERO_VARIANCE_GROUP_RATIO] = (
+            counts.num_zero_variance_groups / counts.num_groups
+        )
     if ages:
         values[TrainMetric.STALENESS_MEAN] = sum(ages) / len(ages)
         values[TrainMetric.STALENESS_MAX] = max(ages)

@@ -25,7 +25,7 @@ from ludus.trainer.learner.warm_start import (
 )
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.seat import FaceSeat, Opening
+from ludus.trainer.rollout.seat import ActionSeat, Opening
 from ludus.trainer.rollout.tools import Toolbox, ToolSeat
 from ludus.trainer.types import Probe
 
@@ -72,7 +72,7 @@ async def _opening(environment: Environment, session: AsyncSession, first: StepR
     if config.rollout is not None and first.text is None:
         # A rollout function shows what it likes; any text tells weights apart.
         return Opening([{"role": "user", "content": json.dumps(first.observation)[:1000]}])
-    return await FaceSeat(session, first, environment.face, 0.0).opening()
+    return await ActionSeat(session, first, environment.renderer, 0.0).opening()
 
 
 async def _random_games(
@@ -104,7 +104,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 async def _random_game(run: RunConfig, environment: Environment, seed: int) -> Conversation:
     choose = random.Random(seed)
-    face = environment.face
+    renderer = environment.renderer
     max_turns = environment.config.max_turns or run.rollout.max_turns
     session, result = await environment.client.open(seed=seed)
     conversation: Conversation = []
@@ -117,9 +117,9 @@ async def _random_game(run: RunConfig, environment: Environment, seed: int) -> C
                 "with an instruction-tuned model"
             )
         answer = choose.choice(answers)
-        messages = face.messages(result, first=not conversation)
+        messages = renderer.messages(result, first=not conversation)
         conversation.append(Exchange(messages, answer))
-        result = await session.step(**face.action(answer, result))
+        result = await session.step(**renderer.action(answer, result))
     await session.close()
     return conversation
 

@@ -74,14 +74,14 @@ class RunFolder:
             )
         if any(path.glob(f"{CHECKPOINTS_FOLDER}/step-*")) and not overwrite:
             raise ConfigError(
-                f"'{path}' holds a run already; go on with --resume, replace it with "
+                f"'{path}' holds a run already; continue with --resume, replace it with "
                 "--overwrite, or take another name"
             )
         shutil.rmtree(path)
 
     @classmethod
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
-        """The folder of a run that goes on from `step`; rows of later steps are dropped."""
+        """The folder of a run that continues from `step`; rows of later steps are dropped."""
         path = Path(run.output_dir) / run.name
         rows = _drop_rows_after(path, step)
         write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))

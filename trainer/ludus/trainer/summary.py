@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from ludus.env import PolicyProbe
+from ludus.env import PolicyChartPrompt
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
@@ -92,7 +92,7 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def chart_questions(probes: Sequence[PolicyProbe], chat: ChatTokenizer) -> list[Probe]:
+def chart_questions(probes: Sequence[PolicyChartPrompt], chat: ChatTokenizer) -> list[Probe]:
     """One question for each probe and each of its answers, probe by probe."""
     if not probes or any(probe.answers != probes[0].answers for probe in probes):
         raise ConfigError(
@@ -107,7 +107,7 @@ def chart_questions(probes: Sequence[PolicyProbe], chat: ChatTokenizer) -> list[
 
 
 def make_chart(
-    environment: str, probes: Sequence[PolicyProbe], logprobs: Sequence[Sequence[float]]
+    environment: str, probes: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
 ) -> PolicyChart:
     """The chart from the log-probs of `chart_questions`, normalised over each probe's answers."""
     answers = tuple(probes[0].answers)

@@ -1,12 +1,12 @@
 """Environment SDK: write an environment once, serve it on every wire, drive it from anywhere."""
 
-from ludus.env.environment import Environment, TextFace
+from ludus.env.environment import Environment, TextRenderer
 from ludus.env.types import (
     Action,
     EnvironmentDescription,
     Message,
     Observation,
-    PolicyProbe,
+    PolicyChartPrompt,
     State,
     StepResult,
     TextView,
@@ -19,10 +19,10 @@ __all__ = [
     "EnvironmentDescription",
     "Message",
     "Observation",
-    "PolicyProbe",
+    "PolicyChartPrompt",
     "State",
     "StepResult",
-    "TextFace",
+    "TextRenderer",
     "TextView",
     "Transition",
 ]

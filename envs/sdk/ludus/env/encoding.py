@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
-from ludus.env.environment import TextFace
+from ludus.env.environment import TextRenderer
 from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, InvalidCallError
 
@@ -75,14 +75,14 @@ class EncodedResult:
 
 
 def encode_transition(
-    transition: Transition[Any], face: TextFace[Any, Any] | None, step_index: int
+    transition: Transition[Any], renderer: TextRenderer[Any, Any] | None, step_index: int
 ) -> EncodedResult:
     """The transition with everything that varies turned into JSON, and its text view."""
     text = None
-    if face is not None:
+    if renderer is not None:
         observation = transition.observation
-        messages = face.render(observation, first=step_index == 0)
-        text = EncodedText(orjson.dumps(messages), face.legal_answers(observation))
+        messages = renderer.render(observation, first=step_index == 0)
+        text = EncodedText(orjson.dumps(messages), renderer.legal_answers(observation))
     observation_json, metadata = transition.encoded_observation()
     reward, info = transition.reward, transition.info
     return EncodedResult(

@@ -1,4 +1,4 @@
-"""What an environment is: one class to subclass, and its face for language models."""
+"""What an environment is: one class to subclass, and its renderer for language models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ReadActionT = TypeVar("ReadActionT", bound=Action, covariant=True)
 ShownObservationT = TypeVar("ShownObservationT", bound=Observation, contravariant=True)
 
 
-class TextFace(Protocol[ReadActionT, ShownObservationT]):
+class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
     """How a language model sees an environment and answers it."""
 
     def render(self, observation: ShownObservationT, *, first: bool) -> list[Message]:
@@ -66,7 +66,7 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     """True says that a process can hold only one at a time: making a second one is a
     CapacityError, and servers need `isolation="process"` to hold several sessions."""
 
-    text_face: TextFace[Any, Any] | None = None
+    text_renderer: TextRenderer[Any, Any] | None = None
     """Set it to let language models play."""
 
     @property
@@ -105,7 +105,7 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
         """What the tool returned, as a JSON object.
 
         Raises:
-            ToolError: there is no such tool, or it failed; the episode goes on.
+            ToolError: there is no such tool, or it failed; the episode continues.
         """
         offered = ", ".join(tool.name for tool in self.tools) or "none"
         raise ToolError(f"expected one of the tools {offered}; got {name!r}")

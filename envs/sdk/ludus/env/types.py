@@ -114,7 +114,7 @@ class StepResult:
     step_index: int = 0
     """Steps taken in this episode; 0 after a reset."""
     text: TextView | None = None
-    """Present when the environment has a text face."""
+    """Present when the environment has a text renderer."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -163,7 +163,7 @@ class EnvironmentDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyProbe:
+class PolicyChartPrompt:
     """One situation in which a policy is asked what it would do, for charts and reports."""
 
     messages: list[Message]

@@ -98,7 +98,7 @@ Correction = Annotated[
 
 
 class _PolicyGradient(Section):
-    dead_groups: Literal["replace", "keep"] = "replace"
+    zero_variance_groups: Literal["replace", "keep"] = "replace"
     """What happens to a group whose rewards are all equal: to a group's baseline it is nothing to
     learn from. Without such a baseline it is, and kept by default."""
     loss: PolicyLoss = ClipLoss()
@@ -212,10 +212,11 @@ class GrpoConfig(_PolicyGradient):
                 f"scale = '{self.scale}' divides by a deviation from the mean, but baseline = "
                 "'none' subtracts no mean; set scale = 'none' or baseline = 'mean'"
             )
-        if self.baseline == "none" and self.dead_groups == "replace":
+        if self.baseline == "none" and self.zero_variance_groups == "replace":
             raise ValueError(
-                "baseline = 'none' learns from a group of equal rewards too, but dead_groups = "
-                "'replace' takes it away; set dead_groups = 'keep' or baseline = 'mean'"
+                "baseline = 'none' learns from a group of equal rewards too, but "
+                "zero_variance_groups = 'replace' takes it away; set zero_variance_groups = "
+                "'keep' or baseline = 'mean'"
             )
         return self
 
@@ -224,7 +225,7 @@ class ReinforceConfig(_PolicyGradient):
     """REINFORCE++: discounted returns per token, whitened over the whole batch."""
 
     kind: Literal["reinforce"] = "reinforce"
-    dead_groups: Literal["replace", "keep"] = "keep"
+    zero_variance_groups: Literal["replace", "keep"] = "keep"
     """What happens to a group whose rewards are all equal: to the mean of the batch it is
     something to learn from; to the mean of the group it is not."""
     baseline: Literal["none", "mean"] = "none"
@@ -237,7 +238,7 @@ class PpoConfig(_PolicyGradient):
     """PPO: a value head predicts returns, and advantages are taken against it."""
 
     kind: Literal["ppo"] = "ppo"
-    dead_groups: Literal["replace", "keep"] = "keep"
+    zero_variance_groups: Literal["replace", "keep"] = "keep"
     """What happens to a group whose rewards are all equal: to a critic it is something to learn
     from."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -35,7 +35,7 @@ def name_of_term(term: RewardTerm) -> str:
 
 class _Environment(Section):
     render: ImportPath | None = None
-    """Replaces the environment's text face: (observation, first) -> list of messages."""
+    """Replaces the environment's text renderer: (observation, first) -> list of messages."""
     parse: ImportPath | None = None
     """Replaces the environment's parser: (text, observation) -> action."""
     tools: bool = False
@@ -50,8 +50,8 @@ class _Environment(Section):
     """The baseline at which gap_closed is 0."""
     optimal_policy: str | None = None
     """The baseline at which gap_closed is 1."""
-    probes: ImportPath | None = None
-    """Situations for the policy chart of the report: () -> list of PolicyProbe."""
+    policy_chart: ImportPath | None = None
+    """Situations for the policy chart of the report: () -> list of PolicyChartPrompt."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm(),)
     """What an episode is worth: the weighted sum of these terms."""
     weight: PositiveFloat = 1.0
@@ -70,7 +70,7 @@ class _Environment(Section):
         if (self.render is None) != (self.parse is None):
             missing = "parse" if self.parse is None else "render"
             raise ValueError(
-                "render and parse replace the text face together; "
+                "render and parse replace the text renderer together; "
                 f"set environment.{missing} too, or remove both"
             )
         if self.tools and self.render is not None:

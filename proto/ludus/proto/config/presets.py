@@ -42,7 +42,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         "algorithm": {
             **_GRPO,
-            "dead_groups": "keep",
+            "zero_variance_groups": "keep",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
             "correction": {"kind": "off"},
             "aggregation": "sequence_mean",
@@ -81,7 +81,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         "algorithm": {
             **_GRPO,
-            "dead_groups": "keep",
+            "zero_variance_groups": "keep",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
             "correction": {"kind": "sequence_mask", "cap": 3.0},
             "aggregation": "token_mean",
@@ -115,7 +115,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
         "algorithm": {
             **_GRPO,
-            "dead_groups": "replace",
+            "zero_variance_groups": "replace",
             "loss": {"kind": "clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
             "correction": {"kind": "off"},
             "aggregation": "token_mean",

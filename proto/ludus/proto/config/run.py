@@ -49,7 +49,7 @@ class TrainingConfig(Section):
     """Groups may be trained on before an older one that is still played, if they are younger by
     less than this share of all groups that may be begun."""
     max_learner_restarts: NonNegativeInt = 3
-    """How often the learner's ranks are started anew from the newest checkpoint when one dies."""
+    """How often the learner's ranks are restarted from the newest checkpoint when one dies."""
     shuffle_rewards: bool = False
     """Negative control: deals the rewards of a batch out at random, so that nothing is learned."""
 

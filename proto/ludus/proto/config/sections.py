@@ -155,7 +155,7 @@ class RolloutConfig(Section):
     num_gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs that Ray reserves for each worker."""
     min_workers: PositiveInt = 1
-    """Workers with which the run begins and goes on; others join as soon as there is room."""
+    """Workers with which the run begins and continues; others join as soon as there is room."""
     num_threads: PositiveInt = 1
     """CPU threads of each worker's generator."""
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -232,7 +232,7 @@ class _WeightStore(Section):
     """Newest versions that stay available, with all they build upon."""
     timeout_s: PositiveFloat = 120.0
     """How long a version may take to be published, and how long to be held by a worker, before
-    the run fails; a store that is away for less only delays it."""
+    the run fails; a store that is unavailable for less only delays it."""
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the tensors that travel; "learner" is learner.dtype."""
     full_every: PositiveInt = 1

@@ -39,7 +39,7 @@ AdminPort = Annotated[
 DrainGrace = Annotated[
     float | None,
     typer.Option(
-        "--drain-grace-s", min=0, help="How long SIGTERM lets sessions go on.", show_default="0"
+        "--drain-grace-s", min=0, help="How long SIGTERM lets sessions continue.", show_default="0"
     ),
 ]
 MaxSessions = Annotated[int | None, typer.Option(min=1, help="At once.", show_default="256")]

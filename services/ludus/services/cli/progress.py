@@ -84,7 +84,7 @@ class RunProgress:
             "episodes/s": _compact(self._lately(TrainMetric.EPISODES_PER_SECOND)),
             "tokens/s": _compact(self._lately(TrainMetric.TOKENS_PER_SECOND)),
             "staleness": _compact(self._lately(TrainMetric.STALENESS_MEAN)),
-            "dead groups": _percent(self._lately(TrainMetric.DEAD_GROUP_RATIO)),
+            "zero-variance groups": _percent(self._lately(TrainMetric.ZERO_VARIANCE_GROUP_RATIO)),
             "canary error": _compact(self._lately(TrainMetric.CANARY_ERROR)),
             "lost episodes": f"{self.num_episodes_lost:,}" if self.num_episodes_lost else None,
         }

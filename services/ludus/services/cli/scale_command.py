@@ -1,4 +1,4 @@
-"""`ludus scale`: says how many rollout workers a run shall have, while it goes on."""
+"""`ludus scale`: says how many rollout workers a run shall have, while it continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scale(
     ],
     workers: Annotated[int, typer.Option(min=1, help="Rollout workers that it shall have.")],
 ) -> None:
-    """Change the number of rollout workers of a run while it goes on.
+    """Change the number of rollout workers of a run while it continues.
 
     More join when they are ready; those that leave end what they play. It holds, too, when the
     run is stopped and resumed.

@@ -62,7 +62,7 @@ def train(
 ) -> None:
     """Train a policy, judge it against fixed policies and write a report.
 
-    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume goes on from it.
+    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume continues from it.
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
     """
@@ -76,7 +76,7 @@ def train(
     run_dir = Path(config.output_dir) / config.name
     flags = [flag for flag, is_set in (("--resume", resume), ("--overwrite", overwrite)) if is_set]
     end = _run_training(config, run_dir, flags)
-    _exit_unless_well(end, run_dir, f"go on with: ludus train {run_dir / CONFIG_FILE} --resume")
+    _exit_unless_well(end, run_dir, f"continue with: ludus train {run_dir / CONFIG_FILE} --resume")
     _show_results(run_dir)
 
 

@@ -144,7 +144,7 @@ class GatewayConfig(_Section):
     """Environment variable with the key that gateways and servers share."""
     max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Older gRPC connections are ended, so that clients find gateways that were added; their
-    sessions go on. 0 lets them live."""
+    sessions continue. 0 lets them live."""
     drain_grace_s: _Seconds = 600.0
     """How long a gateway that is told to end waits for its sessions."""
     tls: TlsSection | None = None

@@ -46,15 +46,15 @@ from ludus.services.gateway.fleet.endpoints import EndpointSource
 from ludus.services.gateway.fleet.fleet import Fleet
 from ludus.services.gateway.fleet.server_link import LinkOptions
 from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
-from ludus.services.gateway.sessions.routes import RouteBook
-from ludus.services.gateway.sessions.sessions import GatewaySessions, Seams, SessionOptions
+from ludus.services.gateway.sessions.routes import RouteCache
+from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions, SessionOptions
 from ludus.services.gateway.tenancy.access import Access
 from ludus.services.gateway.tenancy.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
 from ludus.services.gateway.wires.request_limits import LimitRequests, TraceRequests
-from ludus.services.gateway.wires.servicer import GatewayFace
+from ludus.services.gateway.wires.servicer import GatewayServicer
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Gateway:
                 [AuthenticateCalls(self.access)],
                 config.max_connection_age_s,
             )
-            self._grpc_server.add_generic_rpc_handlers(tuple(self._face.handlers()))
+            self._grpc_server.add_generic_rpc_handlers(tuple(self._renderer.handlers()))
         except BaseException:
             listener.close()
             await self._shut_down()
@@ -140,11 +140,11 @@ class Gateway:
 
     @property
     def num_held(self) -> int:
-        """Sessions that were opened here and go on."""
+        """Sessions that were opened here and continue."""
         return sum(one.num_held for one in self.environments.values())
 
     def drain(self) -> None:
-        """Takes no new sessions from now on; those there are go on."""
+        """Takes no new sessions from now on; those there are continue."""
         self.is_draining = True
         for sessions in self.environments.values():
             sessions.drain()
@@ -173,8 +173,8 @@ class Gateway:
         self.metrics = GatewayMetrics(config.environments, self._read_loads)
         self.access.on_failure = self.metrics.auth_failed
         session_key = SessionKey(key.encode())
-        routes = RouteBook(session_key)
-        seams = Seams(session_key, routes, self.quotas, self.metrics)
+        routes = RouteCache(session_key)
+        seams = GatewayContext(session_key, routes, self.quotas, self.metrics)
         limits = config.sessions
         for name in config.environments:
             self.environments[name] = GatewaySessions(
@@ -188,7 +188,7 @@ class Gateway:
                 ),
                 _link_options(config.servers),
             )
-        self._face = GatewayFace(self.environments, routes, self.quotas, self.metrics)
+        self._renderer = GatewayServicer(self.environments, routes, self.quotas, self.metrics)
 
     def _application(self, key: str) -> Any:
         # Of one origin, but no use as a session key to whoever learns it.
@@ -233,7 +233,7 @@ class Gateway:
             settled = [task for task in settled if not task.done()]
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
-        """Never returns; goes on after failures that are not the user's.
+        """Never returns; continues after failures that are not the user's.
 
         Raises:
             UserError: the source cannot work at all.

@@ -72,14 +72,18 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.MISMATCH_KL, "Mismatch KL", "sampler to learner, nats"),
     _TrainingCurve(TrainMetric.TOKENS_PER_SECOND, "Generation", "tokens per second"),
     _TrainingCurve(TrainMetric.GRAD_NORM, "Gradient norm", "before clipping"),
-    _TrainingCurve(TrainMetric.DEAD_GROUP_RATIO, "Dead groups", "share of groups"),
+    _TrainingCurve(
+        TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
+    ),
     _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
     _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
 ENVIRONMENT_CURVES = (
     _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
     _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
-    _TrainingCurve(TrainMetric.DEAD_GROUP_RATIO, "Dead groups", "share of groups"),
+    _TrainingCurve(
+        TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
+    ),
 )
 """What a run with several environments shows of each."""
 

@@ -28,7 +28,7 @@ class TakenGroups:
     groups: list[RolloutGroup]
     """training.groups_per_step of them, by index, or none."""
     counts: dict[str, RolloutCounts]
-    """Since the last batch, by environment; they start anew when groups are taken."""
+    """Since the last batch, by environment; they start again when groups are taken."""
     depth: int
     """Groups that still wait."""
 
@@ -41,7 +41,7 @@ class BufferActor:
             groups_per_step=run.training.groups_per_step,
             max_staleness=run.training.max_staleness,
             window_fraction=run.training.window_fraction,
-            keep_dead_groups=run.algorithm.dead_groups == "keep",
+            keep_zero_variance_groups=run.algorithm.zero_variance_groups == "keep",
         )
         self._changed = asyncio.Condition()
         self._num_restored = 0

@@ -96,7 +96,7 @@ class LearnerGroup:
         await self._all("start", address, len(self._ranks), spec, weights)
 
     async def restart(self, learner_folder: Path | None) -> None:
-        """Nothing; new ranks have met, and go on from a checkpoint or from the first model."""
+        """Nothing; new ranks have met, and continue from a checkpoint or from the first model."""
         self._end_ranks()
         await self.start(self._spec, self._weights)
         if learner_folder is not None:
@@ -121,7 +121,7 @@ class LearnerGroup:
         await self._all("save", state_folder.absolute(), model_folder.absolute())
 
     async def load(self, folder: Path) -> None:
-        """Nothing; goes on from a checkpoint."""
+        """Nothing; continues from a checkpoint."""
         await self._all("load", folder.absolute())
 
     def close(self) -> None:

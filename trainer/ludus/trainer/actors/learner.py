@@ -85,7 +85,7 @@ class LearnerActor:
             self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
-        """Nothing; goes on from a checkpoint."""
+        """Nothing; continues from a checkpoint."""
         with self._meeting_others():
             self._learner.load(folder)
 

@@ -97,7 +97,7 @@ class RolloutWorkerActor:
 
     async def load_weights(self, published: PublishedWeights) -> WorkerWeights:
         """What the worker holds now, and whether its canary sings; raises nothing by itself."""
-        # A store that is away is waited for, while the games go on.
+        # A store that is unavailable is waited for, while the games continue.
         fetched = await asyncio.to_thread(self._store.fetch, published)
         paused_before_s = self._generator.usage.pause_s
         state = fetched.state

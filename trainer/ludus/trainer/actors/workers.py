@@ -291,7 +291,7 @@ class RolloutWorkers:
     async def _await_newer_than(self, published: PublishedWeights, error: WeightSyncError) -> None:
         """Nothing; other weights are to be fetched. Raises `error` when none are in time.
 
-        Weights may be gone with the learner that published them; its successor publishes anew.
+        Weights may be gone with the learner that published them; its successor publishes again.
         """
         try:
             async with asyncio.timeout(self.spec.run.weights.timeout_s):

@@ -12,7 +12,7 @@ where nothing else stands; losses, corrections and divergence combine freely unl
     GRPO          scale = "group", aggregation = "sequence_mean", kl_coef > 0
     Dr. GRPO      aggregation = "constant"
     RLOO          baseline = "leave_one_out"
-    DAPO          scale = "group", loss.clip_high = 0.28, dead_groups = "replace"
+    DAPO          scale = "group", loss.clip_high = 0.28, zero_variance_groups = "replace"
     GSPO          loss.kind = "gspo", aggregation = "sequence_mean"
     CISPO         loss.kind = "cispo"
     REINFORCE++   kind = "reinforce", kl_placement = "reward"; with baseline = "mean" its

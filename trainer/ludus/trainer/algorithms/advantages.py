@@ -35,7 +35,8 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
 
     `scale` divides by std + 1e-4, std with n - 1: of the group (GRPO), of all rewards
     (arXiv 2508.08221), or not at all (Dr. GRPO, arXiv 2503.20783). An unscored episode gets 0
-    and enters no mean and no std. A dead group gets exact zeros, unless there is no baseline.
+    and enters no mean and no std. A zero-variance group gets exact zeros, unless there is no
+    baseline.
     """
     if baseline == "none":
         return rewards.nan_to_num(nan=0.0)
@@ -48,7 +49,7 @@ def group_advantages(rewards: Tensor, baseline: Baseline = "mean", scale: Scale 
         advantages = advantages / (_std(rewards, dim=-1) + _STD_EPS)
     elif scale == "batch":
         advantages = advantages / (_std(rewards.flatten(), dim=0) + _STD_EPS)
-    return torch.where(scored & ~is_dead_group(rewards)[:, None], advantages, 0.0)
+    return torch.where(scored & ~is_zero_variance_group(rewards)[:, None], advantages, 0.0)
 
 
 def turn_advantages(
@@ -75,7 +76,7 @@ def turn_advantages(
     return advantages.view(by_turn.shape).transpose(1, 2)
 
 
-def is_dead_group(rewards: Tensor) -> Tensor:
+def is_zero_variance_group(rewards: Tensor) -> Tensor:
     """True [num_groups] where a group of `rewards` [num_groups, G] teaches nothing.
 
     All scored rewards are equal, or fewer than two are scored (arXiv 2503.14476, section 3.2).

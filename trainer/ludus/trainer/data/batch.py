@@ -116,7 +116,7 @@ def shuffle_rewards(groups: Sequence[RolloutGroup], seed: int) -> list[RolloutGr
 def variance_explained(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """By environment, the share of the rewards' variance that the group (the deal) explains.
 
-    nan where it cannot be told. To be taken before dead groups are dropped: those that are
+    nan where it cannot be told. To be taken before zero-variance groups are dropped: those that are
     left were chosen for their variance.
     """
     return {

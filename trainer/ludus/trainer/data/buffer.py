@@ -79,13 +79,13 @@ class GroupBuffer:
         groups_per_step: int,
         max_staleness: int,
         window_fraction: float,
-        keep_dead_groups: bool,
+        keep_zero_variance_groups: bool,
     ) -> None:
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         most = (max_staleness + 1) * groups_per_step
         self._window = max(1, math.floor(window_fraction * most))
-        self._keep_dead_groups = keep_dead_groups
+        self._keep_zero_variance_groups = keep_zero_variance_groups
         self._active: dict[int, _Active] = {}
         """By index, in the order in which they began."""
         self._refused: set[int] = set()
@@ -118,7 +118,9 @@ class GroupBuffer:
             active = self._active.get(group.index)
             counts = self._judge(group, active)
             self._count(group.environment, counts)
-            if active is None or _teaches_nothing(counts, keep_dead=self._keep_dead_groups):
+            if active is None or _teaches_nothing(
+                counts, keep_dead=self._keep_zero_variance_groups
+            ):
                 self._refuse(group.index)
                 num_refused += 1
             else:
@@ -226,5 +228,5 @@ class GroupBuffer:
 
 
 def _teaches_nothing(counts: RolloutCounts, *, keep_dead: bool) -> bool:
-    dead = counts.num_dead_groups and not keep_dead
+    dead = counts.num_zero_variance_groups and not keep_dead
     return bool(dead or counts.num_void_groups or counts.num_stale_groups)

@@ -35,7 +35,7 @@ class RolloutCounts:
     num_draws: int = 0
     num_losses: int = 0
     num_groups: int = 0
-    num_dead_groups: int = 0
+    num_zero_variance_groups: int = 0
     num_void_groups: int = 0
     """Groups in which fewer than two episodes could be scored."""
     num_stale_groups: int = 0
@@ -78,7 +78,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_draws=sum(value == 0 for value in paid),
         num_losses=sum(value < 0 for value in paid),
         num_groups=1,
-        num_dead_groups=int(len(scored) >= 2 and group.is_dead),
+        num_zero_variance_groups=int(len(scored) >= 2 and group.is_dead),
         num_void_groups=int(len(scored) < 2),
         num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),

@@ -3,7 +3,7 @@
 Two ways to get nowhere, both seen in the counts since the last batch:
 
 - groups whose rewards are all equal are replaced without end: the policy is certain, or lost
-- groups whose episodes are all lost are replaced without end: an environment is away
+- groups whose episodes are all lost are replaced without end: an environment is unavailable
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Progress:
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
-            UnavailableError: an environment stays away for longer than it may.
+            UnavailableError: an environment stays unavailable for longer than it may.
         """
         for environment, now in counts.items():
             if environment not in self._run.environments:
@@ -62,13 +62,13 @@ class Progress:
             )
 
     def _refuse_to_stall(self, counts: RolloutCounts) -> None:
-        if counts.num_dead_groups < _MAX_DEAD_BATCHES * self._run.training.groups_per_step:
+        if counts.num_zero_variance_groups < _MAX_DEAD_BATCHES * self._run.training.groups_per_step:
             return
         num_scored = max(1, counts.num_scored)
         raise TrainingStalledError(
-            f"the last {counts.num_dead_groups} groups had equal rewards within each group (mean "
-            f"{counts.reward_sum / num_scored:.3g}, {counts.num_invalid / num_scored:.0%} of the "
-            "episodes ended in text that was no action), so there is nothing to learn from; lower "
+            f"the last {counts.num_zero_variance_groups} groups had equal rewards within each "
+            f"group (mean {counts.reward_sum / num_scored:.3g}, "
+            f"{counts.num_invalid / num_scored:.0%} of the episodes ended in text that was no action), so there is nothing to learn from; lower "
             "learner.learning_rate or algorithm.entropy_coef if the policy collapsed, raise "
             "rollout.group_size or rollout.temperature if it became certain"
         )

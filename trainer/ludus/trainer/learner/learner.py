@@ -204,7 +204,7 @@ class Learner:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        """Nothing; goes on from what `save` wrote, also with another number of ranks.
+        """Nothing; continues from what `save` wrote, also with another number of ranks.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model.

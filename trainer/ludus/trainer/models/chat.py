@@ -9,7 +9,7 @@ prefix of the next one.
     sampled                                       HIT<|end|>
     next_prompt                                             <|user|>19 vs 10<|end|><|assistant|>
 
-Without `keeps_thoughts` a conversation is rendered anew for every turn (`whole_prompt`), so
+Without `keeps_thoughts` a conversation is rendered again for every turn (`whole_prompt`), so
 that the template can take earlier thoughts out.
 """
 
@@ -45,7 +45,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, enable_thinking=enable_thinking)
         self.keeps_thoughts = keep_thinking
-        """Whether a conversation only grows; otherwise every turn is rendered anew."""
+        """Whether a conversation only grows; otherwise every turn is rendered again."""
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts come thousands of times.
@@ -107,7 +107,7 @@ class ChatTokenizer:
         before, found, after = text.partition(self._end_text)
         if not found or before.strip():
             after = text  # the template ends no turn: the policy's own end token does
-        # With the end token before it: some tokenizers begin a text differently than they go on.
+        # With the end token before it: some tokenizers begin a text differently than they continue.
         token_ids = self._encode(self._end_text + after)
         return token_ids[token_ids.index(self.end_token_id) + 1 :]
 

@@ -149,7 +149,7 @@ class Conversation:
         rest = self._prompt_ids()
         last = self._sequences[-1]
         fits = len(last.token_ids) + len(rest) <= self._limits.max_tokens
-        # A sequence that was begun anew for the rest alone has no turn to follow.
+        # A sequence that was begun again for the rest alone has no turn to follow.
         return rest if last.turns and fits else []
 
     def _prompt_ids(self) -> list[int]:
@@ -164,7 +164,7 @@ class Conversation:
             return chat.first_prompt(self._waiting, self._tools)
         if chat.keeps_thoughts:
             return chat.next_prompt(self._waiting, ended=last.turns[-1].completion.stopped)
-        if not last.turns:  # begun anew when somebody asked for room
+        if not last.turns:  # begun again when somebody asked for room
             self._sequences.pop()
             last = self._sequences[-1]
         whole = chat.whole_prompt(self.messages, self._tools)

@@ -23,9 +23,9 @@ from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
-from ludus.trainer.rollout.face import Face
+from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.rollout.seat import FaceSeat, Seat
+from ludus.trainer.rollout.seat import ActionSeat, Seat
 from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.tools import Toolbox, ToolSeat
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm
@@ -60,7 +60,7 @@ class Player:
     client: AsyncEnvClient
     generate: GenerateFn
     chat: ChatTokenizer
-    face: Face
+    renderer: ChatRenderer
     limits: RolloutConfig
     """Those of this environment."""
     max_sessions: int = 0
@@ -112,7 +112,7 @@ class Player:
 
         Raises:
             GroupMismatchError: the environment does not follow its seed.
-            InfrastructureError: the server is away and did not come back in time.
+            InfrastructureError: the server is unavailable and did not come back in time.
         """
         return await _when_there_is_room(
             lambda: self.client.open_group(size, seed=seed, close_when_done=True)
@@ -146,7 +146,7 @@ class Player:
         reward = self.limits.invalid_action_reward
         if self.toolbox is not None:
             return ToolSeat(session, first, self.toolbox, reward)
-        return FaceSeat(session, first, self.face, reward)
+        return ActionSeat(session, first, self.renderer, reward)
 
     def _finished(self, seed: int, conversation: Conversation, ended: Ended) -> PlayedEpisode:
         """The rollout; without a reward when it was lost or nothing was sampled."""

@@ -2,7 +2,7 @@
 
     one seed, and a server with room for G:   open_group ---> G sessions that begin alike --+
                                                                                             |
-    seeds of their own, or a stock server:    G opens, each by itself ----------------------+
+    seeds of their own, or an upstream server:    G opens, each by itself ----------------------+
                                                                                             v
                                                                G episodes, side by side, until
                                                                the last ends or time is up

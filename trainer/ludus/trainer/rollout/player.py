@@ -7,7 +7,7 @@ from ludus.proto.config import RolloutConfig, RunConfig
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import import_object, make_face
+from ludus.trainer.rollout.renderer import import_object, make_renderer
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tools import Toolbox
 
@@ -32,7 +32,7 @@ def make_player(
         client=client,
         generate=generate,
         chat=chat,
-        face=make_face(config),
+        renderer=make_renderer(config),
         limits=limits_of(run, name),
         max_sessions=max_sessions,
         run_seed=run.seed,

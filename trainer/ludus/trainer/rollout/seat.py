@@ -3,7 +3,7 @@
     opening()      what is shown first
     reply(text)    what comes of an answer: messages, a reward, or the end
 
-`FaceSeat` takes every answer as an action. `tools.py` has the seat whose answers call tools.
+`ActionSeat` takes every answer as an action. `tools.py` has the seat whose answers call tools.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
 from ludus.trainer.models.chat import spoken
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.face import Face
+from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.types import RolloutStatus
 
 
@@ -37,7 +37,7 @@ class Reply:
     """What the policy is shown next; after the rules have ended the episode, nothing."""
     reward: float = 0.0
     status: RolloutStatus | None = None
-    """How the episode has ended; None while it goes on."""
+    """How the episode has ended; None while it continues."""
 
 
 class Seat(Protocol):
@@ -61,36 +61,40 @@ class Seat(Protocol):
         ...
 
 
-class FaceSeat:
-    """Every answer is an action, in the words of the environment's face."""
+class ActionSeat:
+    """Every answer is an action, in the words of the environment's renderer."""
 
     def __init__(
-        self, session: AsyncSession, first: StepResult, face: Face, invalid_action_reward: float
+        self,
+        session: AsyncSession,
+        first: StepResult,
+        renderer: ChatRenderer,
+        invalid_action_reward: float,
     ) -> None:
         self._session = session
-        self._face = face
+        self._renderer = renderer
         self._invalid_action_reward = invalid_action_reward
         self.result = first
 
     async def opening(self) -> Opening:
-        """The face of the first result."""
-        return Opening(self._face.messages(self.result, first=True))
+        """The renderer of the first result."""
+        return Opening(self._renderer.messages(self.result, first=True))
 
     async def reply(self, text: str) -> Reply:
-        """The face of the next result; text that is no action ends the episode."""
+        """The renderer of the next result; text that is no action ends the episode."""
         try:
-            action = self._face.action(spoken(text), self.result)
+            action = self._renderer.action(spoken(text), self.result)
             self.result = await self._session.step(**action)
         except ActionError:
             return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
         reward, status = self.result.reward or 0.0, status_of(self.result)
         if status is RolloutStatus.TERMINATED:
             return Reply([], reward, status)
-        return Reply(self._face.messages(self.result, first=False), reward, status)
+        return Reply(self._renderer.messages(self.result, first=False), reward, status)
 
 
 def status_of(result: StepResult) -> RolloutStatus | None:
-    """How the environment has ended the episode; None while it goes on."""
+    """How the environment has ended the episode; None while it continues."""
     if result.terminated:
         return RolloutStatus.TERMINATED
     return RolloutStatus.TRUNCATED if result.truncated else None

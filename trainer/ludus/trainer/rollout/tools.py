@@ -2,7 +2,7 @@
 
     answer --calls?-- yes --> each tool is called --> its result is a message of role "tool"
               |
-              +------ no ---> the answer is the action; without a text face it is the last word
+              +------ no ---> the answer is the action; without a text renderer it is the last word
 
 Environments of our own are called between steps. Tools of an OpenEnv MCPEnvironment are its
 steps: they may be rewarded, and end the episode.
@@ -28,7 +28,7 @@ from ludus.proto.errors import (
     ToolError,
 )
 from ludus.trainer.models.chat import spoken
-from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.seat import Opening, Reply, status_of
 from ludus.trainer.rollout.tool_calls import ToolCall, read_calls, tool_spec
 from ludus.trainer.types import RolloutStatus
@@ -72,9 +72,9 @@ class Toolbox:
     async def _ask(self, session: AsyncSession) -> _Offer:
         description = await self._client.describe()
         tools = tuple(description.tools)
-        is_stock = not tools and not description.has_text_view
-        calls_are_steps = is_stock or _takes_calls(description)
-        if is_stock:
+        is_upstream = not tools and not description.has_text_view
+        calls_are_steps = is_upstream or _takes_calls(description)
+        if is_upstream:
             # A server of OpenEnv's own names its tools in a session only.
             listed = await session.step({"type": "list_tools"})
             tools = tuple(_tool_of(tool) for tool in listed.observation.get("tools", []))
@@ -99,7 +99,7 @@ class ToolSeat:
     ) -> None:
         self._session = session
         self._toolbox = toolbox
-        self._face = ServerFace()
+        self._renderer = ServerRenderer()
         self._invalid_action_reward = invalid_action_reward
         self._num_bad = 0
         self.result = first
@@ -174,7 +174,7 @@ class ToolSeat:
 
     def _shown(self, result: StepResult, *, first: bool) -> list[Message]:
         if result.text is not None:
-            return self._face.messages(result, first=first)
+            return self._renderer.messages(result, first=first)
         return [{"role": "user", "content": _shortened(json.dumps(result.observation))}]
 
 

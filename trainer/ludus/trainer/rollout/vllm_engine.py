@@ -110,7 +110,7 @@ class VllmEngine:
         return [self._output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
-        """Nothing; running requests go on from their tokens as if these weights had read them.
+        """Nothing; running requests continue from their tokens as if these weights had read them.
 
         Raises:
             WeightSyncError: a tensor is missing or unknown, or a layer kept its old weights.
@@ -219,7 +219,7 @@ def _reload(worker: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> list[st
     """The layers that were not renewed; runs in each worker of the engine.
 
     On a CPU a layer computes with a packed copy of its weights, `cpu_linear`, that is made
-    anew when the layer is loaded. One that was not reloaded keeps it, and nothing says so.
+    again when the layer is loaded. One that was not reloaded keeps it, and nothing says so.
     """
     model = worker.get_model()
     before = _packed_weights(model)

@@ -23,7 +23,7 @@ class MetricsSink(Protocol):
         ...
 
     def rewind(self, step: int) -> None:
-        """Nothing; what was written for later steps is void: the run goes on from `step`."""
+        """Nothing; what was written for later steps is void: the run continues from `step`."""
         ...
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def open_sinks(
 
     Args:
         folder: of the run; files go into folders of their own there.
-        resume_from: the step that the run goes on from; None for a new run.
+        resume_from: the step that the run continues from; None for a new run.
         past: the rows up to that step; sinks that keep nothing themselves take them in again.
 
     Raises:

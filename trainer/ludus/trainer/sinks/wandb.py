@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases: sent while the run goes on, or kept in its folder."""
+"""Metrics for Weights & Biases: sent while the run continues, or kept in its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP, _GAMES, _ELAPSED = "step", "num_games_trained", "elapsed_s"
 
 
 class WandbWriter:
-    """One run of a project; a resumed run goes on under its id."""
+    """One run of a project; a resumed run continues under its id."""
 
     name = "wandb"
 

@@ -21,7 +21,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
-from ludus.proto.errors import ConfigError, StoreAwayError, WeightSyncError
+from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
 from ludus.trainer.weights.patience import answer_within
 
 _PART_BYTES = 8 * 2**20
@@ -148,11 +148,11 @@ class BucketObjects:
                 f"{reason}; the bucket must exist, and a slow worker may need more "
                 "weights.keep_versions"
             )
-        return StoreAwayError(reason)
+        return StoreUnavailableError(reason)
 
 
 def _reason(error: Exception) -> str:
-    """One line; the library's own message goes on for pages."""
+    """One line; the library's own message continues for pages."""
     text = str(error)
     first = text.partition("\n")[0].partition("<?xml")[0].rstrip(" :")
     code = re.search(r"<Code>(\w+)</Code>", text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ludus.proto.errors import StoreAwayError, WeightSyncError
+from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 
 
 class FolderFiles:
@@ -34,7 +34,7 @@ class FolderFiles:
         aside = self._folder / f"{name}.partial"
         try:
             if not self._made:
-                # Only once: a folder that vanishes later is away, and will come back.
+                # Only once: a folder that vanishes later is unavailable, and will come back.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._made = True
             with aside.open("wb") as file:
@@ -88,4 +88,4 @@ class FolderFiles:
                 f"{reason}; the user that runs learner and workers must be able to read and "
                 "write weights.path"
             )
-        return StoreAwayError(reason)
+        return StoreUnavailableError(reason)

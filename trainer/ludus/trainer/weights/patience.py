@@ -1,4 +1,4 @@
-"""Waits for a store that is away, and never for ever.
+"""Waits for a store that is unavailable, and never for ever.
 
 An attempt runs in a thread of its own: a file system that hangs, or a server that accepts and
 never answers, holds up that thread and nobody else.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ludus.proto.errors import StoreAwayError, WeightSyncError
+from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 
 T = TypeVar("T")
 
@@ -35,11 +35,11 @@ class Patience:
         return time.monotonic() - self._begun
 
     def call(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns, repeated with growing pauses while the store is away.
+        """What `attempt` returns, repeated with growing pauses while the store is unavailable.
 
         Raises:
             WeightSyncError: the time is over, or the attempt failed in a way that waiting does
-                not mend.
+                not fix.
         """
         pause_s = _FIRST_PAUSE_S
         num_attempts = 0
@@ -47,7 +47,7 @@ class Patience:
             num_attempts += 1
             try:
                 return answer_within(attempt, self._timeout_s - self.spent_s)
-            except StoreAwayError as error:
+            except StoreUnavailableError as error:
                 reason = error
             if self.spent_s + pause_s >= self._timeout_s:
                 raise WeightSyncError(
@@ -64,7 +64,7 @@ def answer_within(attempt: Callable[[], T], timeout_s: float) -> T:
     """What `attempt` returns; its thread is left behind when it does not end in time.
 
     Raises:
-        StoreAwayError: it did not.
+        StoreUnavailableError: it did not.
     """
     outcome: Future[T] = Future()
 
@@ -80,4 +80,4 @@ def answer_within(attempt: Callable[[], T], timeout_s: float) -> T:
     except TimeoutError:
         if outcome.done():
             raise
-        raise StoreAwayError(f"no answer within {timeout_s:.1f} s") from None
+        raise StoreUnavailableError(f"no answer within {timeout_s:.1f} s") from None

@@ -45,8 +45,8 @@ _DROP_TIMEOUT_S = 5.0
 class Shelf(Protocol):
     """Where payloads lie: the one part in which stores differ.
 
-    Every method may be called from any thread, and raises StoreAwayError for what may pass by
-    itself, another WeightSyncError for what will not.
+    Every method may be called from any thread, and raises StoreUnavailableError for what may
+    pass by itself, another WeightSyncError for what will not.
     """
 
     @property
@@ -145,7 +145,7 @@ class VersionStore:
         except WeightSyncError as error:
             if not num_known:
                 raise
-            _log.warning("weights version %d is fetched anew from the start: %s", version, error)
+            _log.warning("weights version %d is fetched again from the start: %s", version, error)
             fetched = self._climb(published, None, 0, patience)
         if self._config.full_every > 1:
             self._last = _Held(published.manifest, fetched.state, published.location)

@@ -23,7 +23,7 @@ from pydantic import Field, create_model
 
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium_spaces import SpaceCodec, Tensors, codec_of, json_safe
-from ludus.env.adapters.gymnasium_text import KNOWN, GymnasiumFace, Play, without_colours
+from ludus.env.adapters.gymnasium_text import KNOWN, GymnasiumRenderer, Play, without_colours
 from ludus.env.environment import AnyEnvironment, Builder, Environment
 from ludus.env.types import Action, JsonObject, Observation, State, Transition
 from ludus.proto.errors import (
@@ -53,7 +53,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
 
     env_id: ClassVar[str]
     make_options: ClassVar[JsonObject]
-    face: ClassVar[GymnasiumFace]
+    renderer: ClassVar[GymnasiumRenderer]
     action_codec: ClassVar[SpaceCodec]
     observation_codec: ClassVar[SpaceCodec]
 
@@ -63,7 +63,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         self._is_text = self._gymnasium.render_mode == _ANSI
         self._is_playing = False
         self._state = GymnasiumState()
-        self.text_face = self.face
+        self.text_renderer = self.renderer
 
     @property
     def options(self) -> JsonObject:
@@ -72,7 +72,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
 
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[Observation]:
         """The first observation; options are Gymnasium's `options`."""
-        if seed is None:  # Gymnasium would go on with the last episode's generator
+        if seed is None:  # Gymnasium would continue with the last episode's generator
             seed = secrets.randbits(_SEED_BITS)
         self._is_playing = False
         self._space.seed(seed)
@@ -128,7 +128,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
             fields["legal_actions"] = [] if is_over else _legal_actions(self._space, info)
         if self._is_text:
             fields["rendered"] = without_colours(
-                str(self._gymnasium.render()), self.face.play.marks
+                str(self._gymnasium.render()), self.renderer.play.marks
             )
         return Transition(
             self.observation_type.model_validate(fields),
@@ -182,7 +182,7 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         sample.close()
     action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
     is_discrete = isinstance(space, spaces.Discrete)
-    face = GymnasiumFace(
+    renderer = GymnasiumRenderer(
         env_id,
         action_type,
         int(space.start) if isinstance(space, spaces.Discrete) else None,
@@ -200,7 +200,7 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         ),
         "env_id": env_id,
         "make_options": options,
-        "face": face,
+        "renderer": renderer,
         "action_codec": action_codec,
         "observation_codec": observation_codec,
     }

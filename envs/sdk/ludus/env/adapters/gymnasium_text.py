@@ -78,7 +78,7 @@ KNOWN: dict[str, Play] = {
 """By the environment's name without version."""
 
 
-class GymnasiumFace:
+class GymnasiumRenderer:
     """Text for one environment.
 
     Args:

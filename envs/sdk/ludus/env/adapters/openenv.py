@@ -27,7 +27,7 @@ from ludus.env.adapters.openenv_models import (
     fields_of,
 )
 from ludus.env.adapters.openenv_source import OpenEnvSource, source_of
-from ludus.env.adapters.openenv_text import OpenEnvFace
+from ludus.env.adapters.openenv_text import OpenEnvRenderer
 from ludus.env.adapters.openenv_thread import EnvironmentThread
 from ludus.env.environment import Builder, Environment
 from ludus.env.types import JsonObject, Tool, Transition
@@ -60,7 +60,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             self._leave()
             raise
         if self.source.action.schema.get("properties"):
-            self.text_face = OpenEnvFace(self.name, self.action_type)
+            self.text_renderer = OpenEnvRenderer(self.name, self.action_type)
 
     @property
     def options(self) -> JsonObject:

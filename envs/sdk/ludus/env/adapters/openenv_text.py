@@ -19,7 +19,7 @@ _MAX_SHOWN = 4000
 """Characters of one field; pixels as numbers say nothing to a reader."""
 
 
-class OpenEnvFace:
+class OpenEnvRenderer:
     """Text for one environment; `action_type` publishes the foreign schema."""
 
     def __init__(self, name: str, action_type: type[Action]) -> None:

@@ -6,7 +6,7 @@
 
 Clients of OpenEnv 0.1 keep cookies and so get a session of their own without knowing it; those
 of 0.2 and later never come back. A session nobody has come back to therefore ends soon, and
-at once when a full server needs its place (`SpareSessions`).
+at once when a full server needs its place (`EvictableSessions`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def forget_header(request: Request) -> dict[str, str]:
     return {"set-cookie": f"{SESSION_COOKIE}=; HttpOnly; SameSite=Lax; Path={path}; Max-Age=0"}
 
 
-class SpareSessions:
+class EvictableSessions:
     """Sessions that nobody has called since they were opened, oldest first.
 
     The wires of this application make room before they open; where the sessions have events,
@@ -107,7 +107,7 @@ class HttpSessions:
     def __init__(
         self,
         sessions: Sessions,
-        spare: SpareSessions,
+        spare: EvictableSessions,
         *,
         unused_timeout_s: float = UNUSED_TIMEOUT_S,
         legacy: bool = False,

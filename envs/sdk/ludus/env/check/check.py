@@ -87,7 +87,7 @@ def check_environment(
         seeds: one episode is played for each.
         num_steps: at most so many steps of an episode are played.
         choose_action: a legal action for an observation; the default draws one from the
-            text face's legal answers, the observation's `legal_actions`, or the schema.
+            text renderer's legal answers, the observation's `legal_actions`, or the schema.
         on_check: called with each rule's outcome as it comes.
     """
     name = getattr(factory, "__name__", type(factory).__name__)

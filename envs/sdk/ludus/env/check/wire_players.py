@@ -53,7 +53,7 @@ class CheckedServer:
     _opened: list[AsyncSession] = field(default_factory=list)
 
     @property
-    def is_stock(self) -> bool:
+    def is_upstream(self) -> bool:
         """True for servers that know nothing beyond OpenEnv."""
         return not self.description.server_id and not self.description.max_sessions
 
@@ -63,7 +63,7 @@ class CheckedServer:
         Raises:
             NotOfferedError: it does not.
         """
-        if self.is_stock:
+        if self.is_upstream:
             raise NotOfferedError(f"OpenEnv's protocol has no {what}")
 
     async def open(self, seed: int | None) -> tuple[AsyncSession, StepResult]:
@@ -154,7 +154,7 @@ class WirePlayer:
             try:
                 await self.take(action)
             except (ActionError, InvalidCallError, ExecutionError) as error:
-                is_refusal = self._checked.is_stock or not isinstance(error, ExecutionError)
+                is_refusal = self._checked.is_upstream or not isinstance(error, ExecutionError)
                 self.refusals.append(error)
                 if not is_refusal or attempt == MAX_TRIES - 1:
                     raise

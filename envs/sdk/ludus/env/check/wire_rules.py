@@ -29,7 +29,7 @@ _GARBAGE = "\x00 no player would ever answer this \x00"
 _NUM_TOGETHER = 8
 _NUM_MORE_SEEDS = 16
 _MALFORMED_CODES = (ErrorCode.VALIDATION_ERROR, ErrorCode.INVALID_JSON, ErrorCode.ILLEGAL_ACTION)
-_STOCK_MALFORMED_CODES = (*_MALFORMED_CODES, ErrorCode.EXECUTION_ERROR)
+_UPSTREAM_MALFORMED_CODES = (*_MALFORMED_CODES, ErrorCode.EXECUTION_ERROR)
 
 
 async def a_full_server_refuses_with_a_code(checked: CheckedServer) -> None:
@@ -89,7 +89,7 @@ async def sessions_side_by_side_do_not_disturb_each_other(checked: CheckedServer
         _expect_same(before, after, f"one of {num_together} sessions side by side")
 
 
-async def a_second_reset_starts_anew(checked: CheckedServer) -> None:
+async def a_second_reset_starts_again(checked: CheckedServer) -> None:
     """What was played before leaves no trace in the session."""
     seed = checked.seeds[0]
     player = await checked.player(seed)
@@ -131,11 +131,11 @@ async def a_step_after_the_end_is_refused(checked: CheckedServer) -> None:
 
 
 async def malformed_actions_are_refused_and_change_nothing(checked: CheckedServer) -> None:
-    """With a code for it, and the episode goes on as if nothing had been said."""
+    """With a code for it, and the episode continues as if nothing had been said."""
     seed = checked.seeds[0]
     reference = await checked.play(seed)
     session, _ = await checked.open(seed)
-    codes = _STOCK_MALFORMED_CODES if checked.is_stock else _MALFORMED_CODES
+    codes = _UPSTREAM_MALFORMED_CODES if checked.is_upstream else _MALFORMED_CODES
     required = checked.description.action_schema.get("required", [])
     malformed: list[dict[str, object]] = [{"no_field_of_any_action": 1}]
     malformed += [{name: {"not": ["this"]} for name in required}] if required else []
@@ -147,7 +147,7 @@ async def malformed_actions_are_refused_and_change_nothing(checked: CheckedServe
 
 
 async def a_wrong_step_number_is_refused(checked: CheckedServer) -> None:
-    """With the code STEP_CONFLICT, and the episode goes on."""
+    """With the code STEP_CONFLICT, and the episode continues."""
     checked.require_extras("step numbers")
     reference = await checked.play(checked.seeds[0])
     session, _ = await checked.open(checked.seeds[0])
@@ -222,7 +222,7 @@ async def flags_and_rewards_are_sound(checked: CheckedServer) -> None:
     player = await checked.play(checked.seeds[0])
     first = player.results[0]
     _expect(not first.done, "a running episode after a reset", "one that is over")
-    if not checked.is_stock:
+    if not checked.is_upstream:
         _expect(first.reward is None, "no reward after a reset", first.reward)
     early = [result for result in player.results[:-1] if result.done]
     _expect(not early, "no result after the end of an episode", early)
@@ -237,7 +237,7 @@ WIRE_RULES: dict[str, WireRule] = {
         same_seed_and_actions_give_the_same_episode,
         seeds_are_not_ignored,
         sessions_side_by_side_do_not_disturb_each_other,
-        a_second_reset_starts_anew,
+        a_second_reset_starts_again,
         a_group_begins_alike,
         a_step_before_the_reset_is_refused,
         a_step_after_the_end_is_refused,
@@ -285,7 +285,7 @@ async def _expect_error(call: Awaitable[StepResult], *codes: ErrorCode) -> None:
 async def _expect_continues(
     session: AsyncSession, reference: WirePlayer, circumstance: str
 ) -> None:
-    """The episode goes on as the reference went from its beginning."""
+    """The episode continues as the reference went from its beginning."""
     for number, action in enumerate(reference.actions[:2], 1):
         found, wanted = record_of(await _step(session, action)), reference.record[number]
         said = f"an untouched episode after {circumstance}, step {number} {wanted.decode()}"

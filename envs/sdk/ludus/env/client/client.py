@@ -146,7 +146,7 @@ class AsyncEnvClient:
         Raises:
             CapacityError: all sessions of the server are taken.
             RateLimitError: the tenant's quota or rate is used up.
-            UnavailableError: the server is away and did not come back in time.
+            UnavailableError: the server is unavailable and did not come back in time.
             ConfigError: `resume`, and the environment was not shown deterministic; or
                 `linger_s` on a wire whose sessions end with their connection.
         """
@@ -351,7 +351,7 @@ class AsyncSession:
         """What a tool of the environment returned; the episode takes no step.
 
         Raises:
-            ToolError: there is no such tool, or it failed; the episode goes on.
+            ToolError: there is no such tool, or it failed; the episode continues.
             InfrastructureError: the session is gone and its episode void.
         """
         self._begin()
@@ -414,7 +414,7 @@ def encode_action(action: Any) -> Any:
     """What travels for an action: a text or a reset as it is, anything else as JSON bytes."""
     if isinstance(action, Action):
         return action.__pydantic_serializer__.to_json(action)
-    if isinstance(action, (str, ResetArgs)):  # a union would be built anew each time
+    if isinstance(action, (str, ResetArgs)):  # a union would be built again each time
         return action
     return orjson.dumps(action, option=orjson.OPT_SERIALIZE_NUMPY)
 

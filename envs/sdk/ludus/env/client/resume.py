@@ -110,7 +110,7 @@ class ReplayingSession:
         try:
             first = await self._wire.reset(args)
         except InfrastructureError as error:
-            first = await self._bounded(error, lambda: self._begin_anew(args))
+            first = await self._bounded(error, lambda: self._begin_again(args))
         self._reset, self._first_digest, self._played = args, digest_of(first), []
         return first
 
@@ -188,7 +188,7 @@ class ReplayingSession:
             pass
         raise error
 
-    async def _begin_anew(self, args: ResetArgs) -> StepResult:
+    async def _begin_again(self, args: ResetArgs) -> StepResult:
         self._wire, first = await self._open(args)
         self.num_resumes += 1
         return first

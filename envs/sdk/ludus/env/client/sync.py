@@ -180,7 +180,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The call's value; an interrupt cancels the call before it goes on."""
+        """The call's value; an interrupt cancels the call before it continues."""
         if is_traced():
             call = _in_context(call, contextvars.copy_context())
         future = asyncio.run_coroutine_threadsafe(call, self._loop)

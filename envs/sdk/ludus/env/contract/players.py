@@ -116,10 +116,10 @@ def random_legal_action(
     Raises:
         InvalidCallError: what fits the schema does not fit the action type.
     """
-    face = environment.text_face
-    answers = face.legal_answers(observation) if face is not None else []
-    if face is not None and answers:
-        return face.parse(generator.choice(answers), observation)
+    renderer = environment.text_renderer
+    answers = renderer.legal_answers(observation) if renderer is not None else []
+    if renderer is not None and answers:
+        return renderer.parse(generator.choice(answers), observation)
     action_type = environment.action_type
     shown = observation.model_dump(mode="json")
     action = random_action(action_type.model_json_schema(), shown, generator)

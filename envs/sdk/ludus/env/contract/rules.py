@@ -62,7 +62,7 @@ def another_session_changes_nothing(checked: CheckedEnvironment) -> None:
         _expect_same(before, after, "an episode beside another one")
 
 
-def a_second_reset_starts_anew(checked: CheckedEnvironment) -> None:
+def a_second_reset_starts_again(checked: CheckedEnvironment) -> None:
     """What was played before leaves no trace."""
     player = checked.play(checked.seeds[0])
     again = record_of(player.environment.reset(seed=checked.seeds[0]))
@@ -119,27 +119,27 @@ def the_state_fits_its_schema(checked: CheckedEnvironment) -> None:
 
 
 def every_legal_answer_is_a_legal_action(checked: CheckedEnvironment) -> None:
-    """The text face reads back each answer it offers, and the environment takes it."""
-    face = checked.make().text_face
-    if face is None:
+    """The text renderer reads back each answer it offers, and the environment takes it."""
+    renderer = checked.make().text_renderer
+    if renderer is None:
         return
     for seed in checked.seeds:
         observation = checked.make().reset(seed=seed).observation
-        for answer in face.legal_answers(observation):
+        for answer in renderer.legal_answers(observation):
             environment = checked.make()
             environment.reset(seed=seed)
-            environment.step(face.parse(answer, observation))
+            environment.step(renderer.parse(answer, observation))
 
 
 def garbage_is_no_action(checked: CheckedEnvironment) -> None:
-    """The text face refuses it with ActionParseError."""
+    """The text renderer refuses it with ActionParseError."""
     environment = checked.make()
-    if environment.text_face is None:
+    if environment.text_renderer is None:
         return
     observation = environment.reset(seed=checked.seeds[0]).observation
     for text in _GARBAGE:
         try:
-            action = environment.text_face.parse(text, observation)
+            action = environment.text_renderer.parse(text, observation)
         except ActionParseError:
             continue
         _expect(False, f"ActionParseError for {text!r}", repr(action))
@@ -148,11 +148,11 @@ def garbage_is_no_action(checked: CheckedEnvironment) -> None:
 def text_is_chat_messages(checked: CheckedEnvironment) -> None:
     """Rendering gives at least one message after a reset, each a role and a text."""
     player = checked.play(checked.seeds[0])
-    face = player.environment.text_face
-    if face is None:
+    renderer = player.environment.text_renderer
+    if renderer is None:
         return
     for index, transition in enumerate(player.transitions):
-        messages = face.render(transition.observation, first=index == 0)
+        messages = renderer.render(transition.observation, first=index == 0)
         _expect(bool(messages) or index > 0, "at least one message after a reset", messages)
         for message in messages:
             is_chat = set(message) == {"role", "content"} and isinstance(message["content"], str)
@@ -173,7 +173,7 @@ RULES: dict[str, Rule] = {
         flags_and_rewards_have_their_types,
         same_seed_and_actions_give_the_same_episode,
         another_session_changes_nothing,
-        a_second_reset_starts_anew,
+        a_second_reset_starts_again,
         seeds_are_not_ignored,
         a_step_after_the_end_is_refused,
         observations_fit_their_schema,

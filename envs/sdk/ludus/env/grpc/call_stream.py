@@ -57,7 +57,7 @@ class CallStream:
     Args:
         duplex: what carries the batches.
         peer: the other side, for messages.
-        timeout_s: for one call; its future then fails, the stream goes on.
+        timeout_s: for one call; its future then fails, the stream continues.
         max_calls_per_batch: 0 sends all that gather in one.
         on_orphan: given replies that nobody waits for any more.
     """

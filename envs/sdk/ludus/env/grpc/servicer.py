@@ -1,4 +1,4 @@
-"""The gRPC face of a server: env.proto over `Sessions`."""
+"""The gRPC wire of a server: env.proto over `Sessions`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP face of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and probes.
+"""The HTTP wire of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and probes.
 
     request --RequireToken--> route --Sessions--> answer
                                 |
@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ludus.env.asgi.attachments import Attachments
 from ludus.env.asgi.sessions import (
     UNUSED_TIMEOUT_S,
+    EvictableSessions,
     HttpSessions,
-    SpareSessions,
     forget_header,
     named_session,
     session_headers,
@@ -80,7 +80,7 @@ def build_app(
     app = FastAPI(title=sessions.description.name, version="1.0.0")
     app.router.route_class = _BoundedRoute
     attachments = Attachments(sessions)
-    spare = SpareSessions(sessions, unused_timeout_s)
+    spare = EvictableSessions(sessions, unused_timeout_s)
     mcp = McpServer(sessions, attachments, spare, mcp_key)
     legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
     http = HttpSessions(sessions, spare, unused_timeout_s=unused_timeout_s, legacy=legacy)
@@ -180,7 +180,7 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
         if isinstance(error.__cause__, ValidationError):
             detail: Any = faults(error.__cause__)
         else:
-            detail = error_data(error, sessions, stock=False)
+            detail = error_data(error, sessions, upstream=False)
         headers = {}
         if error.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(error.retry_after_s)))

@@ -4,7 +4,7 @@
                 |  no
                 +--> strict message models --> Sessions ------> frame
 
-A frame is sent only as the reply to a message, because stock clients take any frame for
+A frame is sent only as the reply to a message, because upstream clients take any frame for
 their reply; the one exception is the refusal of a connection, which OpenEnv sends first.
 When its session ends while the socket is open, the close frame says why.
 `/ws?session_id=<id>` serves a session that exists already and leaves it behind; `?ludus=1`
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ludus.env.asgi.attachments import Attachments
-from ludus.env.asgi.sessions import SpareSessions
+from ludus.env.asgi.sessions import EvictableSessions
 from ludus.env.asgi.socket import AsgiSocket, SocketGone
 from ludus.env.encoding import EncodedResult
 from ludus.env.mcp.server import McpCaller, McpServer
@@ -74,7 +74,7 @@ class WebSocketWire:
     """The ASGI application behind `/ws`."""
 
     def __init__(
-        self, sessions: Sessions, attachments: Attachments, spare: SpareSessions, mcp: McpServer
+        self, sessions: Sessions, attachments: Attachments, spare: EvictableSessions, mcp: McpServer
     ) -> None:
         self._sessions = sessions
         self._attachments = attachments
@@ -84,8 +84,8 @@ class WebSocketWire:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Returns when the connection has ended and its session is freed or left behind."""
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        stock = query.get("ludus") != ["1"]
-        with_text = not stock and query.get("text") != ["0"]
+        upstream = query.get("ludus") != ["1"]
+        with_text = not upstream and query.get("text") != ["0"]
         wanted = query.get("session_id", [""])[0]
         socket = AsgiSocket(scope, receive, send)
         owner = Owner(tenant=scope.get("ludus.tenant", ""))
@@ -95,10 +95,10 @@ class WebSocketWire:
             await socket.accept()
             try:
                 session_id = wanted or await self._open(socket, owner, with_text)
-                connection = _Connection(socket, self._sessions, self._mcp, session_id, stock)
+                connection = _Connection(socket, self._sessions, self._mcp, session_id, upstream)
                 await self._serve(connection, session_id, is_attached=bool(wanted))
             except EnvError as error:
-                data = error_data(error, self._sessions, stock=stock)
+                data = error_data(error, self._sessions, upstream=upstream)
                 await socket.send(frame("error", data))
             await socket.close()
         except SocketGone:
@@ -145,14 +145,14 @@ class _Connection:
         sessions: Sessions,
         mcp: McpServer,
         session_id: str,
-        stock: bool,
+        upstream: bool,
     ) -> None:
         self._socket = socket
         self._sessions = sessions
         self._mcp = mcp
         self._session_id = session_id
-        self._stock = stock
-        self._message_types = _MESSAGE_TYPES if stock else _LUDUS_MESSAGE_TYPES
+        self._upstream = upstream
+        self._message_types = _MESSAGE_TYPES if upstream else _LUDUS_MESSAGE_TYPES
         self._is_answering = False
         self._is_over = False
         self._end: str | None = None
@@ -209,7 +209,7 @@ class _Connection:
     def _answer_now(self, text: bytes) -> bytes | None:
         """The reply to a step that can be taken at once; None for whatever takes more."""
         try:
-            plain = _plain_step(orjson.loads(text), self._stock)
+            plain = _plain_step(orjson.loads(text), self._upstream)
             if plain is None or self._mcp.understands(plain[0]):
                 return None
             result = self._step_now(self._session_id, action_json(plain[0]), plain[1])
@@ -220,7 +220,7 @@ class _Connection:
         return self._observation(result)
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
-        plain = _plain_step(raw, self._stock)
+        plain = _plain_step(raw, self._upstream)
         if plain is not None:
             return await self._step(*plain)
         kind = raw.get("type", "")
@@ -234,7 +234,7 @@ class _Connection:
             case LudusStepMessage():
                 return await self._ludus_step(message)
             case ResetMessage():
-                args = reset_args(message.data, self._sessions.description, lenient=self._stock)
+                args = reset_args(message.data, self._sessions.description, lenient=self._upstream)
                 return self._observation(await self._sessions.reset(self._session_id, args))
             case StateMessage():
                 state = await self._sessions.state(self._session_id)
@@ -261,12 +261,12 @@ class _Connection:
         return self._observation(await step)
 
     def _observation(self, result: EncodedResult) -> bytes:
-        if self._stock:
+        if self._upstream:
             return observation_frame(result)
         return frame("observation", ludus_payload(result))
 
     def _error_data(self, error: EnvError) -> JsonObject:
-        return error_data(error, self._sessions, stock=self._stock)
+        return error_data(error, self._sessions, upstream=self._upstream)
 
 
 def _read(text: str) -> JsonObject:
@@ -281,7 +281,7 @@ def _read(text: str) -> JsonObject:
     return message
 
 
-def _plain_step(message: Any, stock: bool) -> tuple[JsonObject, int] | None:
+def _plain_step(message: Any, upstream: bool) -> tuple[JsonObject, int] | None:
     """Action and number of a step that has exactly the keys it needs, else None."""
     if type(message) is not dict or message.get("type") != "step":
         return None
@@ -291,7 +291,7 @@ def _plain_step(message: Any, stock: bool) -> tuple[JsonObject, int] | None:
     if len(message) == 2:
         return action, 0
     step_index = message.get("step_index")
-    if stock or len(message) != 3 or type(step_index) is not int or step_index < 0:
+    if upstream or len(message) != 3 or type(step_index) is not int or step_index < 0:
         return None
     return action, step_index
 

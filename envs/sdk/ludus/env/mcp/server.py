@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from ludus.env.asgi.attachments import Attachments
-from ludus.env.asgi.sessions import SpareSessions
+from ludus.env.asgi.sessions import EvictableSessions
 from ludus.env.mcp.tools import (
     call_environment_tool,
     is_tool_action,
@@ -91,7 +91,7 @@ class McpServer:
         self,
         sessions: Sessions,
         attachments: Attachments,
-        spare: SpareSessions,
+        spare: EvictableSessions,
         key: bytes | None = None,
     ) -> None:
         self._sessions = sessions

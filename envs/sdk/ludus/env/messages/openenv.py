@@ -1,7 +1,7 @@
-"""OpenEnv's JSON messages, as its stock clients of 0.2 to 0.10 send and expect them.
+"""OpenEnv's JSON messages, as its upstream clients of 0.2 to 0.10 send and expect them.
 
 Our own clients ask for extras (`/ws?ludus=1`). They stand beside `observation`, never
-inside it: typed stock clients refuse unknown keys there.
+inside it: typed upstream clients refuse unknown keys there.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def reset_args(
     """The arguments of a reset.
 
     Args:
-        lenient: drops what the environment does not take, as stock servers do.
+        lenient: drops what the environment does not take, as upstream servers do.
 
     Raises:
         ValidationError: seed or episode_id is malformed.
@@ -155,7 +155,7 @@ def action_json(action: JsonObject) -> bytes:
 
 
 def observation_frame(result: EncodedResult) -> bytes:
-    """The WebSocket frame for stock clients, put together without a dictionary: the hot path."""
+    """The WebSocket frame for upstream clients, put together without a dictionary: the hot path."""
     reward = result.reward
     tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
     if result.metadata_json:
@@ -173,7 +173,7 @@ def observation_frame(result: EncodedResult) -> bytes:
 
 
 def observation_payload(result: EncodedResult) -> JsonObject:
-    """What stock clients get for a reset or step; holds JSON fragments."""
+    """What upstream clients get for a reset or step; holds JSON fragments."""
     payload: JsonObject = {
         "observation": orjson.Fragment(result.observation_json),
         "reward": result.reward,
@@ -185,7 +185,7 @@ def observation_payload(result: EncodedResult) -> JsonObject:
 
 
 def ludus_payload(result: EncodedResult) -> JsonObject:
-    """The stock payload and beside it all that OpenEnv has no key for."""
+    """The upstream payload and beside it all that OpenEnv has no key for."""
     payload = observation_payload(result)
     payload["terminated"] = result.terminated
     payload["truncated"] = result.truncated
@@ -231,10 +231,10 @@ def frame(kind: str, data: Any) -> bytes:
     return orjson.dumps({"type": kind, "data": data})
 
 
-def error_data(error: EnvError, sessions: Sessions, *, stock: bool) -> JsonObject:
-    """The `data` of an error frame; stock clients get OpenEnv's own words."""
+def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonObject:
+    """The `data` of an error frame; upstream clients get OpenEnv's own words."""
     data: JsonObject = {"message": error.message, "code": str(error.code)}
-    if error.retry_after_s > 0 and not stock:
+    if error.retry_after_s > 0 and not upstream:
         data["retry_after_s"] = error.retry_after_s
     cause = error.__cause__
     if error.code is ErrorCode.CAPACITY_REACHED:
@@ -243,11 +243,11 @@ def error_data(error: EnvError, sessions: Sessions, *, stock: bool) -> JsonObjec
     elif error.code is ErrorCode.FACTORY_ERROR:
         words = error.message.split("'", 2)
         data["factory_name"] = words[1] if len(words) > 1 else sessions.description.name
-        if stock:
+        if upstream:
             data["message"] = error.message.partition(" instance.")[0] + " instance."
     elif isinstance(cause, ValidationError):
-        data |= validation_error_data(cause) if stock else {"errors": faults(cause)}
-    elif error.code is ErrorCode.EXECUTION_ERROR and stock and cause is not None:
+        data |= validation_error_data(cause) if upstream else {"errors": faults(cause)}
+    elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
         data["message"] = str(cause)
     return data
 

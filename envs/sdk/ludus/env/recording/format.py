@@ -64,7 +64,7 @@ class RecordedStep(_Line):
     tool_hash: str | None = None
     """Of what the tool returned."""
     error: str | None = None
-    """The code of the error that the call ended with; the episode went on."""
+    """The code of the error that the call ended with; the episode continued."""
 
 
 class RecordedEpisode(_Line):

@@ -119,7 +119,7 @@ class SessionKey:
         return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
 
 
-class IdDesk:
+class SessionIdIssuer:
     """Decides under which ids sessions of one server may be opened.
 
     Args:

@@ -63,7 +63,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, default_port: int) -> 
     _add(where, "--grpc-port", int, "default: port + 10000")
     _add(where, "--admin-port", int, "probes and metrics without a token; default: none")
     _add(where, "--max-sessions", int, f"default: {defaults.max_sessions}")
-    _add(where, "--drain-grace-s", float, "how long SIGTERM lets sessions go on; default: 0")
+    _add(where, "--drain-grace-s", float, "how long SIGTERM lets sessions continue; default: 0")
     _add(where, "--idle-timeout-s", float, f"default: {defaults.idle_timeout_s:g}")
     _add(where, "--wait-for-slot-s", float, "how long an open waits when full; default: 0")
     _add(where, "--first-seed", int, "for resets without a seed, then the next; default: random")

@@ -55,7 +55,7 @@ class ServerOptions:
     tls_client_ca: Path | None = None
     """Asks clients for certificates of this authority."""
     drain_grace_s: float = 0.0
-    """How long SIGTERM lets sessions go on, none new; the server ends when the last one has.
+    """How long SIGTERM lets sessions continue, none new; the server ends when the last one has.
     In a pod, stay below its terminationGracePeriodSeconds."""
     max_sessions: int = 256
     idle_timeout_s: float = 600.0

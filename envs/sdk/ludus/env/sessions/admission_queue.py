@@ -14,7 +14,7 @@ class _Waiter:
     admitted: asyncio.Future[None]
 
 
-class WaitingLine:
+class AdmissionQueue:
     """Callers that wait until `size` of something can be taken together.
 
     Nobody overtakes: a large request at the head is not starved by small ones behind it.

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.security.session_ids import IdDesk
-from ludus.env.sessions.admission_queue import WaitingLine
+from ludus.env.security.session_ids import SessionIdIssuer
+from ludus.env.sessions.admission_queue import AdmissionQueue
 from ludus.env.sessions.hosts import (
     HostedSession,
     InlineHost,
@@ -34,7 +34,7 @@ from ludus.env.sessions.hosts import (
 from ludus.env.sessions.interface import Load, OpenArgs, Opened, Owner, SessionEvents
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.session import Session
-from ludus.env.sessions.tombstones import DepartedSessions
+from ludus.env.sessions.tombstones import Tombstones
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
     CallTimeoutError,
@@ -83,14 +83,14 @@ class SessionCore:
         self.orphans: set[str] = set()
         """Sessions that outlived their connection; what calls one may `adopt` it."""
         self._num_opening = 0
-        self._line = WaitingLine(
+        self._line = AdmissionQueue(
             self._take_slots,
             self._give_slots_back,
             timeout_s=self.options.wait_for_slot_s,
             max_waiting=self.options.max_waiting,
         )
-        self._departed = DepartedSessions()
-        self._ids = IdDesk(self.options.server_id, self.options.key)
+        self._departed = Tombstones()
+        self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
         self._next_seed = self.options.first_seed
         self._is_draining = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -257,7 +257,7 @@ class SessionCore:
     # -- the server's side -------------------------------------------------------------
 
     def drain(self) -> None:
-        """Takes no new sessions from now on; those that are open go on."""
+        """Takes no new sessions from now on; those that are open continue."""
         self._is_draining = True
         self._line.refuse_all(self._draining())
 

@@ -261,7 +261,7 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         action_schema=kind.action_type.model_json_schema(),
         observation_schema=kind.observation_type.model_json_schema(),
         state_schema=kind.state_type.model_json_schema(),
-        has_text_view=environment.text_face is not None,
+        has_text_view=environment.text_renderer is not None,
         max_sessions=0,
         options=environment.options,
         reset_options=declared_options(kind),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
-from ludus.env.environment import AnyEnvironment, TextFace
+from ludus.env.environment import AnyEnvironment, TextRenderer
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -36,8 +36,8 @@ class Session:
     __slots__ = (
         "_environment",
         "_episode_id",
-        "_face",
         "_last",
+        "_renderer",
         "_transition",
         "id",
     )
@@ -47,7 +47,9 @@ class Session:
     ) -> None:
         self.id = session_id
         self._environment = environment
-        self._face: TextFace[Any, Any] | None = environment.text_face if with_text else None
+        self._renderer: TextRenderer[Any, Any] | None = (
+            environment.text_renderer if with_text else None
+        )
         self._episode_id: str | None = None
         self._transition: Transition[Any] | None = None
         self._last: EncodedResult | None = None
@@ -145,14 +147,14 @@ class Session:
     def _typed(self, action: bytes | str) -> Any:
         if isinstance(action, bytes):
             return decode_action(self._environment.action_type, action)
-        face = self._environment.text_face
-        if face is None:
+        renderer = self._environment.text_renderer
+        if renderer is None:
             raise ActionParseError(
-                f"expected a JSON action: {type(self._environment).__name__} has no text face"
+                f"expected a JSON action: {type(self._environment).__name__} has no text renderer"
             )
         transition = self._transition
         assert transition is not None, "steps come after a reset"
-        return self._guarded("parse", lambda: face.parse(action, transition.observation))
+        return self._guarded("parse", lambda: renderer.parse(action, transition.observation))
 
     def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
         # When encoding fails the step has happened but has no answer: nothing can be
@@ -160,7 +162,7 @@ class Session:
         self._last = None
         self._transition = transition
         try:
-            self._last = encoded = encode_transition(transition, self._face, step_index)
+            self._last = encoded = encode_transition(transition, self._renderer, step_index)
         except EnvError:
             raise
         except Exception as error:  # the boundary to foreign code

@@ -17,7 +17,7 @@ class _Departed:
     last: EncodedResult | None
 
 
-class DepartedSessions:
+class Tombstones:
     """The last sessions of a server, by id; older ones are forgotten."""
 
     def __init__(self) -> None:

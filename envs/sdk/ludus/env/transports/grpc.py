@@ -113,7 +113,7 @@ class GrpcTransport:
         return read_description(await self.unary(self._stub.Describe, pb.DescribeRequest()))
 
     async def open(self, args: OpenArgs) -> Opened:
-        """A new session on the live stream, which is made anew when it broke."""
+        """A new session on the live stream, which is made again when it broke."""
         stream, reply = await self.call_anywhere(
             lambda call: fill_open_args(call.open, args), self._options.reconnect_timeout_s
         )
@@ -222,7 +222,7 @@ class GrpcTransport:
             raise
 
     async def live_stream(self, patience_s: float) -> CallStream:
-        """The stream, made anew when it broke; many callers wait for one attempt."""
+        """The stream, made again when it broke; many callers wait for one attempt."""
         async with self._connecting:
             if self._is_closed:
                 raise SessionLostError("session lost: the client was closed")

@@ -160,7 +160,7 @@ class LegacyHttpSession:
         """The result of a JSON action; a text cannot be sent."""
         if isinstance(action, str):
             raise InvalidCallError(
-                f"expected a JSON action: {self._transport.options.address} is a stock OpenEnv"
+                f"expected a JSON action: {self._transport.options.address} is an upstream OpenEnv"
                 " server and reads no text"
             )
         body = orjson.dumps({"action": orjson.Fragment(action)})

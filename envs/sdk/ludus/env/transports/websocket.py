@@ -1,7 +1,7 @@
 """The client's WebSocket wire: OpenEnv's `/ws`, one connection per session.
 
 Drives any OpenEnv server from 0.2 on. Extras (text, step numbers, `terminated` apart from
-`truncated`) are asked for only when the server's /metadata advertises `ludus`: stock
+`truncated`) are asked for only when the server's /metadata advertises `ludus`: upstream
 servers refuse unknown keys. A session ends with its connection.
 """
 
@@ -64,7 +64,7 @@ class WebSocketTransport:
             self._probed = await retry_until(HttpProbe(self._options).probe, patience_s)
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server said of its environment; stock servers know less."""
+        """What the server said of its environment; upstream servers know less."""
         metadata, schema = self._server.metadata, self._server.schema
         ludus = metadata.get("ludus") or {}
         reset_options = ludus.get("reset_options")
@@ -220,7 +220,7 @@ class WebSocketSession:
         if isinstance(action, str):
             if not self._transport.has_extras:
                 raise InvalidCallError(
-                    f"expected a JSON action: {self._options.address} is a stock OpenEnv server"
+                    f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
                     " and reads no text"
                 )
             message["text"] = action
@@ -280,7 +280,7 @@ class WebSocketSession:
         return await self._socket.recv()
 
     def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
-        """The result in a payload; stock servers send neither flags nor numbers."""
+        """The result in a payload; upstream servers send neither flags nor numbers."""
         reward: Any = data.get("reward")
         text = data.get("text") if self._with_text else None
         return StepResult(
@@ -288,15 +288,15 @@ class WebSocketSession:
             reward=None if reward is None else float(reward),
             terminated=data["terminated"] if "terminated" in data else bool(data.get("done")),
             truncated=data.get("truncated", False),
-            info=data.get("info", {}) if self._transport.has_extras else _stock_info(data),
+            info=data.get("info", {}) if self._transport.has_extras else _upstream_info(data),
             step_index=data.get("step_index", step_index),
             text=TextView(text["messages"], text["legal_answers"]) if text else None,
             tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
         )
 
 
-def _stock_info(data: JsonObject) -> JsonObject:
-    """What a stock server tells beside the observation: its metadata, wherever it put that."""
+def _upstream_info(data: JsonObject) -> JsonObject:
+    """What an upstream server tells beside the observation: its metadata, wherever it put that."""
     observation = data["observation"]
     inner = observation.get("metadata") if isinstance(observation, dict) else None
     return data.get("metadata") or inner or {}

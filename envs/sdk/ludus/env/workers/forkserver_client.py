@@ -3,7 +3,7 @@
     spawn() --order and socket--> spawner process --fork--> worker
     on_exit <--report------------ spawner process
 
-A spawner that dies is started anew with the next worker that is wanted. Its workers live
+A spawner that dies is restarted with the next worker that is wanted. Its workers live
 on as orphans: nobody will tell how they end.
 """
 

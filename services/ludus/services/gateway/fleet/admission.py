@@ -1,6 +1,6 @@
 """Who gets a new session, and where: the queue in front of a fleet.
 
-    open --take--> WaitingLine --Fleet.place--> shares of servers, set aside for the caller
+    open --take--> AdmissionQueue --Fleet.place--> shares of servers, set aside for the caller
 
 An open waits in order of arrival at most `queue_timeout_s` for room that closes, polls and
 new servers make; then it is refused with the time to come back.
@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ludus.env.sessions.admission_queue import WaitingLine
+from ludus.env.sessions.admission_queue import AdmissionQueue
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
 from ludus.services.gateway.fleet.fleet import Fleet, Share
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
@@ -50,7 +50,7 @@ class Admission:
         self.options = options
         self.is_draining = False
         self._environment = environment
-        self._line = WaitingLine(
+        self._line = AdmissionQueue(
             self._take,
             self._give_back,
             timeout_s=options.queue_timeout_s,

@@ -1,4 +1,4 @@
-"""The gateway's connection to one environment server, which is made anew when it breaks.
+"""The gateway's connection to one environment server, which is made again when it breaks.
 
     calls --call stream--> server        StepMany --unary, raw bytes--> server
     run(): connect, describe --> poll Status every second --> stream broke --> connect ...

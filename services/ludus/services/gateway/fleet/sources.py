@@ -178,7 +178,7 @@ class SubprocessSource:
         try:
             addresses = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # The thread goes on; what it starts must not be left behind.
+            # The thread continues; what it starts must not be left behind.
             while not starting.done():
                 server.stop()
                 await asyncio.wait([starting], timeout=0.2)

@@ -241,7 +241,7 @@ class KubernetesApi:
         To be closed by whoever leaves it early (`contextlib.aclosing`).
 
         Raises:
-            ClusterError: status 410 when the version is too old to go on from: list again.
+            ClusterError: status 410 when the version is too old to continue from: list again.
         """
         asked = {
             **(query or {}),
@@ -434,7 +434,7 @@ def _event_in(line: bytes, path: str) -> WatchEvent:
     if kind == "ERROR" and isinstance(found, dict):
         status = found.get("code")
         raise ClusterError(
-            f"expected to go on watching {path}, got {status}"
+            f"expected to continue watching {path}, got {status}"
             f" {str(found.get('message', ''))[:_MAX_REASON_CHARS]}",
             status if isinstance(status, int) else 0,
         )

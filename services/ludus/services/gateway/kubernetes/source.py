@@ -9,7 +9,7 @@ half of it for reading the slice (tests/gateway/test_kubernetes_source.py bounds
 
 Nothing is published before the first LIST has succeeded, so a gateway that waits for the
 first list to become ready never routes on half of one. After that an unreachable API server
-changes nothing: the last good list stays, and sessions go on. Who waits for whom: nobody
+changes nothing: the last good list stays, and sessions continue. Who waits for whom: nobody
 waits for the source; it waits for the API server.
 
 What a pod's conditions mean here:
@@ -141,7 +141,7 @@ class EndpointSliceSource:
         self._slices: dict[str, SliceEndpoints] = {}
         self._published: dict[str, Endpoint] | None = None
         self._version = ""
-        """Where a watch goes on; empty when the list has to be read anew."""
+        """Where a watch continues; empty when the list has to be read again."""
         self._retry_s = 0.0
 
     async def watch(self, publish: Publish) -> None:

@@ -46,7 +46,7 @@ class PlacedSession:
     opened: Opened
 
 
-class Openings:
+class SessionOpener:
     """Opens sessions of one environment.
 
     Args:
@@ -65,7 +65,7 @@ class Openings:
     async def open(
         self, args: OpenArgs, size: int, tenant: Tenant, *, is_group: bool
     ) -> list[PlacedSession]:
-        """New sessions, all or none; goes on to other servers when one turns out full.
+        """New sessions, all or none; continues to other servers when one turns out full.
 
         Raises:
             CapacityError: so many did not become free together in time.

@@ -24,7 +24,7 @@ class Route:
     """Unix time."""
 
 
-class RouteBook:
+class RouteCache:
     """Session ids that were verified, so that each is verified once.
 
     Args:

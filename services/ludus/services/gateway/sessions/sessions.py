@@ -1,6 +1,6 @@
 """One environment's sessions on the servers of a fleet; implements `Sessions`.
 
-    wire --Sessions--> GatewaySessions --Openings--> a server with room (open)
+    wire --Sessions--> GatewaySessions --SessionOpener--> a server with room (open)
                                        --signed id--> the session's server (every other call)
 
 Nothing that routes a call is kept here alone: whoever has the key reads the server from the
@@ -38,9 +38,9 @@ from ludus.proto.errors import (
 )
 from ludus.services.gateway.fleet.admission import Admission, AdmissionOptions
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
-from ludus.services.gateway.sessions.opener import Openings, PlacedSession
-from ludus.services.gateway.sessions.routes import Route, RouteBook
-from ludus.services.gateway.sessions.tracked import Held, HeldSessions
+from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
+from ludus.services.gateway.sessions.routes import Route, RouteCache
+from ludus.services.gateway.sessions.tracked import TrackedSession, TrackedSessions
 from ludus.services.gateway.tenancy.callers import (
     ITSELF,
     EnvironmentLoad,
@@ -70,11 +70,11 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Seams:
+class GatewayContext:
     """What the environments of a gateway share."""
 
     key: SessionKey
-    routes: RouteBook
+    routes: RouteCache
     quotas: Quotas
     metrics: GatewayMetrics
 
@@ -95,7 +95,7 @@ class GatewaySessions:
     def __init__(
         self,
         environment: str,
-        seams: Seams,
+        seams: GatewayContext,
         options: SessionOptions | None = None,
         admission: AdmissionOptions | None = None,
         links: LinkOptions | None = None,
@@ -110,13 +110,13 @@ class GatewaySessions:
             lambda seconds: seams.metrics.waited(environment, seconds),
         )
         self.fleet = self.admission.fleet
-        self._openings = Openings(
+        self._openings = SessionOpener(
             environment, seams.key, self.admission, self.options.id_lifetime_s
         )
         self._routes = seams.routes
         self._quotas = seams.quotas
         self._metrics = seams.metrics
-        self._held = HeldSessions(
+        self._held = TrackedSessions(
             seams.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
         )
         self._is_leaving = False
@@ -250,7 +250,7 @@ class GatewaySessions:
     def _hold(
         self, placed: PlacedSession, args: OpenArgs, owner: Owner | None, tenant: Tenant
     ) -> None:
-        held = Held(
+        held = TrackedSession(
             link=placed.link,
             tenant=tenant,
             owner=owner,
@@ -456,7 +456,7 @@ class GatewaySessions:
         self.admission.advance()
 
     def drain(self) -> None:
-        """Takes no new sessions from now on; those there are go on."""
+        """Takes no new sessions from now on; those there are continue."""
         self.admission.drain()
 
     def leave(self) -> None:

@@ -7,7 +7,7 @@
 Routing needs none of this. The sweep forgets sessions that their servers ended without a
 word, because nobody called them any more, so that quotas do not fill up with the dead. And
 it keeps sessions whose clients are there but silent from ending after the link to their
-server broke: for the server they linger, and each `detach` lets the linger begin anew.
+server broke: for the server they linger, and each `detach` lets the linger begin again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SWEEP_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class TrackedSession:
     """A session that was opened through this gateway."""
 
     link: ServerLink
@@ -39,7 +39,7 @@ class Held:
     """When its connection ended; a later call makes that good again."""
 
 
-class HeldSessions:
+class TrackedSessions:
     """Sessions by id, as far as this gateway knows of them.
 
     Args:
@@ -54,18 +54,18 @@ class HeldSessions:
         self._events = events
         self._idle_timeout_s = idle_timeout_s
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, TrackedSession] = {}
         self._loop = asyncio.get_running_loop()
         self._sweeping = self._loop.create_task(self._sweep_forever())
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, session_id: str) -> Held | None:
+    def get(self, session_id: str) -> TrackedSession | None:
         """What is known of a session; None of one that was opened elsewhere or is gone."""
         return self._held.get(session_id)
 
-    def add(self, session_id: str, held: Held) -> None:
+    def add(self, session_id: str, held: TrackedSession) -> None:
         """Holds a new session."""
         self._held[session_id] = held
         if held.owner is not None:
@@ -102,7 +102,7 @@ class HeldSessions:
             held.owner.session_ids.discard(session_id)
             held.owner = None
 
-    def forget(self, session_id: str, reason: str) -> Held | None:
+    def forget(self, session_id: str, reason: str) -> TrackedSession | None:
         """What was known of a session that has ended, None where that was nothing."""
         held = self._held.pop(session_id, None)
         if held is None:

@@ -1,4 +1,4 @@
-"""The HTTP face of a gateway: OpenEnv's own paths for each environment, and an API.
+"""The HTTP wire of a gateway: OpenEnv's own paths for each environment, and an API.
 
     /envs/<name>/...             what a server of that environment answers: /reset, /ws, /mcp ...
     /v1/envs                     which environments there are, and how full they are

@@ -1,4 +1,4 @@
-"""The gRPC face: EnvService of every environment, and GatewayService, on one port.
+"""The gRPC wire: EnvService of every environment, and GatewayService, on one port.
 
     metadata `ludus-env`, or the session's id --> environment --> EnvServicer, CallRelay
     StepMany ------------------------------------------------> StepManyRelay, as bytes
@@ -21,7 +21,7 @@ from ludus.env.sessions.interface import Owner
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import ENVIRONMENT_KEY, find_environment
-from ludus.services.gateway.sessions.routes import RouteBook
+from ludus.services.gateway.sessions.routes import RouteCache
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
@@ -32,13 +32,13 @@ from ludus.services.gateway.wires.step_many import StepManyContext, StepManyRela
 _TRACE_KEYS = frozenset({TRACEPARENT, REQUEST_ID})
 
 
-class GatewayFace:
+class GatewayServicer:
     """Answers the rpcs of all environments."""
 
     def __init__(
         self,
         environments: Mapping[str, GatewaySessions],
-        routes: RouteBook,
+        routes: RouteCache,
         quotas: Quotas,
         metrics: GatewayMetrics,
     ) -> None:

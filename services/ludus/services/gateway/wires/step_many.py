@@ -17,7 +17,7 @@ from ludus.env.messages.protobuf import fill_error
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InvalidCallError, RateLimitError
 from ludus.services.gateway.sessions.environments import find_environment
-from ludus.services.gateway.sessions.routes import Route, RouteBook
+from ludus.services.gateway.sessions.routes import Route, RouteCache
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
@@ -49,7 +49,7 @@ class StepManyRelay:
     def __init__(
         self,
         environments: Mapping[str, GatewaySessions],
-        routes: RouteBook,
+        routes: RouteCache,
         quotas: Quotas,
         metrics: GatewayMetrics,
     ) -> None:

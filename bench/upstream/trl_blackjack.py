@@ -46,7 +46,7 @@ class Game:
     def __init__(self, environment, seed, first_prompt):
         self.environment = environment
         self.observation = environment.reset(seed=seed).observation
-        self.prompt_ids = first_prompt(environment.text_face, self.observation)
+        self.prompt_ids = first_prompt(environment.text_renderer, self.observation)
         self.token_ids = list(self.prompt_ids)
         self.logprobs = []
         self.mask = []
@@ -58,9 +58,9 @@ class Game:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.mask += [1] * len(token_ids)
-        face = self.environment.text_face
+        renderer = self.environment.text_renderer
         try:
-            action = face.parse(text, self.observation)
+            action = renderer.parse(text, self.observation)
             result = self.environment.step(action)
         except ActionError:
             self.reward, self.is_over = INVALID_REWARD, True
@@ -70,7 +70,7 @@ class Game:
         self.is_over = result.terminated or result.truncated
         if self.is_over:
             return
-        added = next_prompt(face, self.observation)
+        added = next_prompt(renderer, self.observation)
         self.token_ids += added
         self.logprobs += [0.0] * len(added)
         self.mask += [0] * len(added)
@@ -140,13 +140,13 @@ class Rollouts:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             game.answer(token_ids, token_logprobs, text, self.next_prompt)
 
-    def first_prompt(self, face, observation):
+    def first_prompt(self, renderer, observation):
         """The tokens of a new conversation."""
-        return list(self.encoded(face.render(observation, first=True)))
+        return list(self.encoded(renderer.render(observation, first=True)))
 
-    def next_prompt(self, face, observation):
+    def next_prompt(self, renderer, observation):
         """The tokens that follow an answer; the template of this model only ever appends."""
-        return list(self.encoded(face.render(observation, first=False)))
+        return list(self.encoded(renderer.render(observation, first=False)))
 
     def encoded(self, messages):
         """The messages through the chat template; the few different ones are kept."""

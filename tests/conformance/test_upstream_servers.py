@@ -7,8 +7,8 @@ from parties import (
     SERVERS,
     START_TIMEOUT_S,
     play_with_our_client,
-    play_with_stock_client,
-    stock_server,
+    play_with_upstream_client,
+    upstream_server,
 )
 
 from ludus.env.check import check_server
@@ -22,17 +22,17 @@ pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 def test_our_client_sees_what_the_servers_own_client_sees(version):
     # Servers of 0.1.x take no seeds: each process deals from the first one again.
     seeded = version != "0.1.1"
-    with stock_server(version) as address:
-        theirs = play_with_stock_client(version, address)
-    with stock_server(version) as address:
+    with upstream_server(version) as address:
+        theirs = play_with_upstream_client(version, address)
+    with upstream_server(version) as address:
         ours = play_with_our_client(address, seeded=seeded)
     assert len(ours) == NUM_GAMES
     assert ours == theirs
 
 
-def test_our_client_says_what_a_stock_server_refuses_and_does_not_offer():
+def test_our_client_says_what_a_upstream_server_refuses_and_does_not_offer():
     with (
-        stock_server("0.10.0", max_sessions=2) as address,
+        upstream_server("0.10.0", max_sessions=2) as address,
         EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S) as client,
     ):
         assert "action_id" in client.describe().action_schema["properties"]
@@ -52,8 +52,8 @@ def test_our_client_says_what_a_stock_server_refuses_and_does_not_offer():
         assert other.step({"action_id": 1}) == last
 
 
-async def test_a_stock_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
-    with stock_server("0.10.0") as address:
+async def test_a_upstream_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
+    with upstream_server("0.10.0") as address:
         async with await AsyncEnvClient.connect(address) as client:
             report = await check_server(client, num_steps=8)
     assert {c.name: c.detail for c in report.checks if c.verdict == "broken"} == {}

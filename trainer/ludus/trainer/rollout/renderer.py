@@ -1,4 +1,4 @@
-"""How the policy sees the environment: its own text face, or one named in the configuration."""
+"""How the policy sees the environment: its own text renderer, or one named in the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ConfigError
 
 
-class Face(Protocol):
+class ChatRenderer(Protocol):
     """Turns results into messages and answers into calls."""
 
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
@@ -27,8 +27,8 @@ class Face(Protocol):
         ...
 
 
-class ServerFace:
-    """The environment's own face: it renders and parses where it runs."""
+class ServerRenderer:
+    """The environment's own renderer: it renders and parses where it runs."""
 
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
         """The messages that came with the result."""
@@ -44,7 +44,7 @@ class ServerFace:
         return {"text": text}
 
 
-class ImportedFace:
+class ImportedRenderer:
     """`render` and `parse` of the run configuration."""
 
     def __init__(self, render: str, parse: str) -> None:
@@ -60,11 +60,11 @@ class ImportedFace:
         return {"action": self._parse(text, result.observation)}
 
 
-def make_face(config: EnvironmentConfig) -> Face:
-    """The face that the configuration asks for."""
+def make_renderer(config: EnvironmentConfig) -> ChatRenderer:
+    """The renderer that the configuration asks for."""
     if config.render is None or config.parse is None:
-        return ServerFace()
-    return ImportedFace(config.render, config.parse)
+        return ServerRenderer()
+    return ImportedRenderer(config.render, config.parse)
 
 
 def import_object(path: str, field: str) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def import_object(path: str, field: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or mend "
+            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or fix "
             "the name"
         ) from error
     found = getattr(module, attribute, None)

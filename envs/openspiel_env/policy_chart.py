@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from ludus.env.types import PolicyProbe
+from ludus.env.types import PolicyChartPrompt
 
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .seat_view import SeatView
 from .solutions import BlackjackState, blackjack_states
-from .text import TextStyle, make_face
+from .text import TextStyle, make_renderer
 
 _HIT = 0
 _HOLE_CARD = 3 * 13 + 1
 """The two of spades, which no example hand holds."""
 
 
-def blackjack_probes() -> list[PolicyProbe]:
+def blackjack_chart() -> list[PolicyChartPrompt]:
     """One probe per decision, in the compact style."""
-    return _probes("compact")
+    return _prompts("compact")
 
 
-def blackjack_rules_probes() -> list[PolicyProbe]:
+def blackjack_rules_chart() -> list[PolicyChartPrompt]:
     """One probe per decision, in the style that explains the rules."""
-    return _probes("rules")
+    return _prompts("rules")
 
 
-def _probes(style: TextStyle) -> list[PolicyProbe]:
+def _prompts(style: TextStyle) -> list[PolicyChartPrompt]:
     loaded = load_game("blackjack")
-    face = make_face(loaded, 0, style)
+    renderer = make_renderer(loaded, 0, style)
     return [
-        PolicyProbe(
-            messages=face.render(_example(loaded, state), first=True),
-            answers=list(face.words),
+        PolicyChartPrompt(
+            messages=renderer.render(_example(loaded, state), first=True),
+            answers=list(renderer.words),
             reference=state.best_move,
             panel="soft" if state.is_soft else "hard",
             row=str(state.total),

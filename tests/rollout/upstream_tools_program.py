@@ -1,4 +1,4 @@
-"""Serves OpenEnv's environment of tools beside its own package: `PROGRAM ours|stock PORT_FILE`."""
+"""Serves OpenEnv's tool environment beside its own package: `PROGRAM ours|upstream PORT_FILE`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def serve_ours(port_file: Path) -> None:
     from ludus.env.serving.server import run_server_cli
     from ludus.env.targets.targets import environment_factory
 
-    factory = environment_factory("openenv:stock_tools_environment:ToolsEnvironment", {})
+    factory = environment_factory("openenv:upstream_tools_environment:ToolsEnvironment", {})
     run_server_cli(factory, argv=["--port", "0", "--ready-file", str(port_file)])
 
 
-def serve_stock(port_file: Path) -> None:
+def serve_upstream(port_file: Path) -> None:
     """Nothing; their server with their class, until it is killed."""
     import uvicorn
     from openenv.core.env_server import create_app
     from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
-    from stock_tools_environment import ToolsEnvironment
+    from upstream_tools_environment import ToolsEnvironment
 
     app = create_app(ToolsEnvironment, CallToolAction, CallToolObservation, env_name="tools")
     listening = socket.socket()
@@ -34,4 +34,4 @@ def serve_stock(port_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"ours": serve_ours, "stock": serve_stock}[sys.argv[1]](Path(sys.argv[2]))
+    {"ours": serve_ours, "upstream": serve_upstream}[sys.argv[1]](Path(sys.argv[2]))
