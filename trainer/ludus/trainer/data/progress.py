@@ -68,7 +68,8 @@ class Progress:
         raise TrainingStalledError(
             f"the last {counts.num_zero_variance_groups} groups had equal rewards within each "
             f"group (mean {counts.reward_sum / num_scored:.3g}, "
-            f"{counts.num_invalid / num_scored:.0%} of the episodes ended in text that was no action), so there is nothing to learn from; lower "
-            "learner.learning_rate or algorithm.entropy_coef if the policy collapsed, raise "
+            f"{counts.num_invalid / num_scored:.0%} of the episodes ended in text that was no "
+            "action), so there is nothing to learn from; lower learner.learning_rate or "
+            "algorithm.entropy_coef if the policy collapsed, raise "
             "rollout.group_size or rollout.temperature if it became certain"
         )
