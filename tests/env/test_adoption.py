@@ -8,31 +8,33 @@ from counting_env import CountingEnv, ThreadedCountingEnv
 from served import running
 
 from ludus.env.encoding import ResetArgs
+from ludus.env.grpc.call_server import sessions_called
 from ludus.env.recording.writer import RecordingSessions
-from ludus.env.sessions.adoption import adopt_called
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
-from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 
 
-async def test_every_call_of_an_orphan_adopts_it_and_an_open_or_an_empty_call_none(tmp_path):
+async def test_every_call_of_a_detached_session_attaches_it_and_an_open_or_an_empty_call_none(
+    tmp_path,
+):
     core = SessionCore(local_host(CountingEnv))
     recording = RecordingSessions(core, tmp_path)
-    first, second = Owner(), Owner()
+    first, second = Connection(), Connection()
     kinds = ("step", "reset", "state", "call_tool", "detach", "close")
     opening = OpenArgs(ResetArgs(seed=1), linger_s=9)
     ids = [(await core.open(opening, first)).session_id for _ in (*kinds, "open")]
     core.release(first)
-    assert recording.orphans == set(ids)
+    assert core.detached == set(ids)
     calls = [pb.Call()]
     for kind, session_id in zip((*kinds, "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    adopt_called(recording, calls, second)
+    recording.attach(sessions_called(calls), second)
     assert second.session_ids == set(ids[:-1])
-    assert core.orphans == {ids[-1]}
+    assert core.detached == {ids[-1]}
     recording.finish()
 
 
@@ -58,7 +60,7 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         session_id = opened.open.session_id
         await first.channel.close()
         async with asyncio.timeout(5):
-            while not server.core.orphans:
+            while not server.core.detached:
                 await asyncio.sleep(0.01)
         step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}', step_index=1)
         await second.ask(pb.Call(step=step))
@@ -66,4 +68,4 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         async with asyncio.timeout(5):
             while server.core.load.num_sessions:
                 await asyncio.sleep(0.01)
-        assert "0.3 s ago" in server.core.end_reason(session_id)
+        assert "0.3 s ago" in server.core.ended(session_id).reason

@@ -271,27 +271,3 @@ async def test_opens_on_other_wires_make_room_too():
         group = await core.open_group(OpenArgs(), 2)
         assert core.load.num_sessions == 2
         assert (await core.state(group[0].session_id)).startswith(b"{")
-
-
-class EventlessSessions:
-    """Sessions that tell nobody of anything, as a thin wrapper has them."""
-
-    def __init__(self, core: SessionCore) -> None:
-        self._core = core
-
-    def __getattr__(self, name: str):
-        if name in ("events", "drain", "counts", "runs_inline"):
-            raise AttributeError(name)
-        return getattr(self._core, name)
-
-
-async def test_any_sessions_will_do():
-    core = core_of(max_sessions=1)
-    async with in_process(build_app(EventlessSessions(core))) as client:
-        for _ in range(3):
-            assert (await client.post("/reset")).status_code == 200
-            client.cookies.clear()
-        await client.post("/reset")
-        assert await total_after(client, 2) == 2
-        assert (await client.get("/metrics")).status_code == 200
-        assert (await client.get("/drain")).json()["is_draining"] is False

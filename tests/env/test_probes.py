@@ -13,15 +13,15 @@ from counting_env import CountingEnv, ThreadedCountingEnv
 from prometheus_client.parser import text_string_to_metric_families
 from served import running
 
+from ludus.env.asgi.socket import close_text
 from ludus.env.encoding import ResetArgs
 from ludus.env.http.app import build_app
-from ludus.env.http.health import build_probe_app
+from ludus.env.http.health import build_admin_app
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.ends import SessionEnd, close_text, end_of
 from ludus.env.sessions.hosts import local_host
-from ludus.env.sessions.interface import OpenArgs, Owner
-from ludus.env.sessions.metrics import MeteredCore
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
 
@@ -30,8 +30,8 @@ WORKER_ENDS = "env_server_worker_ends_total"
 OF_WORKERS = {EnvServerMetric.WORKERS, EnvServerMetric.WORKER_ENDS}
 
 
-def core_of(factory=CountingEnv, **options) -> MeteredCore:
-    return MeteredCore(local_host(factory), CoreOptions(**options))
+def core_of(factory=CountingEnv, **options) -> SessionCore:
+    return SessionCore(local_host(factory), CoreOptions(**options))
 
 
 def in_process(app) -> httpx.AsyncClient:
@@ -68,14 +68,14 @@ async def test_every_series_is_there_before_anything_has_happened():
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_what_happens_is_counted(factory):
     core = core_of(factory)
-    owner = Owner()
-    session_id = (await core.open(OpenArgs(ResetArgs(1)), owner)).session_id
+    connection = Connection()
+    session_id = (await core.open(OpenArgs(ResetArgs(1)), connection)).session_id
     await core.open_group(OpenArgs(), 2)
     for add in (1, 2, 0, 13):
         with contextlib.suppress(EnvError):
             await core.step(session_id, b'{"add":%d}' % add)
     await core.reset(session_id, ResetArgs())
-    core.release(owner)
+    core.release(connection)
     async with in_process(build_app(core)) as client:
         series = await series_of(client)
     assert series["env_server_opens_total", ""] == 3
@@ -132,14 +132,6 @@ async def test_two_applications_keep_their_metrics_apart():
         assert (await series_of(other))["env_server_opens_total", ""] == 0
 
 
-async def test_sessions_that_count_nothing_have_their_load_exported():
-    core = SessionCore(local_host(CountingEnv))
-    async with in_process(build_app(core)) as client:
-        series = await series_of(client)
-        assert series["env_server_sessions", ""] == 0
-        assert ("env_server_steps_total", "") not in series
-
-
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left(method):
     core = core_of()
@@ -170,19 +162,6 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever():
             assert (await client.get(f"/drain?wait={odd}")).status_code == 422
 
 
-async def test_drain_calls_what_it_was_given():
-    calls = []
-    async with in_process(build_probe_app(core_of(), drain=lambda: calls.append(1))) as client:
-        await client.post("/drain")
-    assert calls == [1]
-
-
-async def test_readiness_is_asked_for_and_liveness_is_not():
-    async with in_process(build_probe_app(core_of(), is_ready=lambda: False)) as client:
-        assert (await client.get("/readyz")).status_code == 503
-        assert (await client.get("/healthz")).status_code == 200
-
-
 async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not():
     async with running(token="hush") as server:
         url = server.http_address
@@ -195,7 +174,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
                 assert reply.status_code == 200
                 assert not re.search("counting|session|ludus", reply.text)
             await series_of(client, {"authorization": "Bearer hush"})
-        async with in_process(build_probe_app(server.core)) as client:
+        async with in_process(build_admin_app(server.core)) as client:
             for path in ("/healthz", "/readyz", "/metrics", "/drain"):
                 assert (await client.get(path)).status_code == 200
 
@@ -218,9 +197,9 @@ async def test_every_way_a_session_ends_has_its_class():
     core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.25)
     closed = await core.open(OpenArgs())
     await core.close(closed.session_id)
-    owner = Owner()
-    await core.open(OpenArgs(), owner)
-    core.release(owner)
+    connection = Connection()
+    await core.open(OpenArgs(), connection)
+    core.release(connection)
     over = await core.open(OpenArgs(ResetArgs(), close_when_done=True))
     await core.step(over.session_id, b'{"add":7}')
     slow = await core.open(OpenArgs(ResetArgs()))
@@ -236,14 +215,21 @@ async def test_every_way_a_session_ends_has_its_class():
     await core.shut_down()
     ends = {end: count for end, count in core.counts.num_ends.items() if count}
     assert ends == dict.fromkeys(set(SessionEnd) - {SessionEnd.LOST}, 1)
-    assert end_of(core.end_reason(last.session_id)) is SessionEnd.SHUTDOWN
-    assert end_of("its worker died") is SessionEnd.LOST
+    assert core.ended(last.session_id).kind is SessionEnd.SHUTDOWN
 
 
-def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
-    assert end_of("a step took longer than 60 s") is SessionEnd.TIMEOUT
-    assert end_of("a call_tool took longer than 60 s") is SessionEnd.TIMEOUT
-    assert end_of("its worker was killed: a step took longer than 60 s") is SessionEnd.LOST
+async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
+    async with running(isolation="pool", num_workers=1, step_timeout_s=0.3) as server:
+        core = server.core
+        hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
+        with pytest.raises(EnvError):
+            await core.step(hanging, b'{"add":99}')
+        async with asyncio.timeout(10):
+            while core.load.num_sessions:
+                await asyncio.sleep(0.01)
+        assert core.ended(hanging).kind is SessionEnd.TIMEOUT
+        assert core.ended(neighbour).kind is SessionEnd.LOST
+        assert "took longer than" in core.ended(neighbour).reason
 
 
 def test_a_reason_fits_into_a_close_frame():

@@ -18,7 +18,7 @@ from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.serving.loopback import connected
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
-from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError
@@ -94,9 +94,9 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
     factory = environment_factory(f"counting_env:{factory}", {})
     core = CoreOptions(idle_timeout_s=0.05)
     sessions = recorded(tmp_path / "r.jsonl", core=core, factory=factory)
-    owner = Owner()
-    await sessions.open(OpenArgs(ResetArgs(seed=1)), owner)
-    sessions.release(owner)
+    connection = Connection()
+    await sessions.open(OpenArgs(ResetArgs(seed=1)), connection)
+    sessions.release(connection)
     opened = await sessions.open(OpenArgs(ResetArgs(seed=2)))
     await sessions.reset(opened.session_id, ResetArgs(seed=3))
     await sessions.close(opened.session_id)

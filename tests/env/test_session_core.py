@@ -11,7 +11,7 @@ from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import ThreadHost, local_host
-from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import MAX_REMEMBERED_SESSIONS
 from ludus.proto.errors import (
@@ -37,9 +37,13 @@ def core_of(factory, **options) -> SessionCore:
 
 
 async def open_in(
-    core: SessionCore, reset: ResetArgs | None = None, *, owner: Owner | None = None, **args
+    core: SessionCore,
+    reset: ResetArgs | None = None,
+    *,
+    connection: Connection | None = None,
+    **args,
 ) -> tuple[str, EncodedResult | None]:
-    opened = await core.open(OpenArgs(reset, **args), owner)
+    opened = await core.open(OpenArgs(reset, **args), connection)
     return opened.session_id, opened.first
 
 
@@ -192,28 +196,28 @@ async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory):
 
 async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
     core = core_of(ThreadedCountingEnv)
-    owner = Owner()
-    await open_in(core, owner=owner)
+    connection = Connection()
+    await open_in(core, connection=connection)
     others_id, _ = await open_in(core, ResetArgs())
-    late = asyncio.create_task(open_in(core, owner=owner))
+    late = asyncio.create_task(open_in(core, connection=connection))
     await asyncio.sleep(0)
-    core.release(owner)
+    core.release(connection)
     await late
     assert core.load.num_sessions == 1
     assert (await core.step(others_id, ADD_1)).step_index == 1
 
 
-async def test_an_orphan_that_is_adopted_lingers_again_after_its_second_connection():
+async def test_a_detached_session_that_is_attached_lingers_again_after_its_second_connection():
     core = core_of(CountingEnv, idle_timeout_s=0.4)
-    first, second = Owner(), Owner()
-    session_id, _ = await open_in(core, ResetArgs(), owner=first, linger_s=0.01)
+    first, second = Connection(), Connection()
+    session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
     core.release(first)
-    assert core.orphans == {session_id}
-    core.adopt(session_id, second)
-    assert (core.orphans, second.session_ids) == (set(), {session_id})
+    assert core.detached == {session_id}
+    core.attach([session_id], second)
+    assert (core.detached, second.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
     core.release(second)
-    assert core.orphans == {session_id}
+    assert core.detached == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(5):
         while core.load.num_sessions:
@@ -221,24 +225,24 @@ async def test_an_orphan_that_is_adopted_lingers_again_after_its_second_connecti
     sweeper.cancel()
     with pytest.raises(SessionLostError, match=r"connection that opened it ended 0\.01 s ago"):
         await core.step(session_id, ADD_1, 2)
-    assert core.orphans == set()
+    assert core.detached == set()
 
 
-async def test_nobody_adopts_what_is_not_orphaned():
+async def test_nobody_attaches_what_is_not_detached():
     core = core_of(CountingEnv)
-    first, second, gone = Owner(), Owner(), Owner()
-    owned_id, _ = await open_in(core, owner=first, linger_s=9)
+    first, second, gone = Connection(), Connection(), Connection()
+    owned_id, _ = await open_in(core, connection=first, linger_s=9)
     unowned_id, _ = await open_in(core)
     for session_id in (owned_id, unowned_id, "unknown"):
-        core.adopt(session_id, second)
+        core.attach([session_id], second)
     assert second.session_ids == set()
     await core.detach(owned_id)
     core.release(gone)
-    core.adopt(owned_id, gone)
-    assert (core.orphans, gone.session_ids) == ({owned_id}, set())
-    core.adopt(owned_id, second)
+    core.attach([owned_id], gone)
+    assert (core.detached, gone.session_ids) == ({owned_id}, set())
+    core.attach([owned_id], second)
     await core.close(owned_id)
-    assert (core.orphans, second.session_ids) == (set(), set())
+    assert (core.detached, second.session_ids) == (set(), set())
 
 
 async def test_calls_of_one_session_never_overlap():
@@ -343,7 +347,9 @@ class DyingHost(ThreadHost):
             on_lost("its worker was killed by SIGKILL")
             return result
 
-        return SimpleNamespace(last=None, reset=reset_and_die, close=hosted.close, kill=hosted.kill)
+        return SimpleNamespace(
+            last=None, direct=None, reset=reset_and_die, close=hosted.close, kill=hosted.kill
+        )
 
 
 async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
@@ -353,4 +359,4 @@ async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):
             await open_in(core, ResetArgs())
     assert core.load.num_sessions == 0
-    assert len(core._departed) <= MAX_REMEMBERED_SESSIONS
+    assert len(core._tombstones) <= MAX_REMEMBERED_SESSIONS

@@ -23,7 +23,7 @@ from gateways import (
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import (
     CapacityError,
     EnvError,
@@ -270,10 +270,10 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
 async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger():
     async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
         sessions = sessions_of(gateway)
-        owner = Owner()
+        connection = Connection()
         for _ in range(10):
-            await sessions.open(SEEDED, owner)
-        sessions.release(owner)
+            await sessions.open(SEEDED, connection)
+        sessions.release(connection)
         await asyncio.sleep(0.2)
         assert num_sessions(servers) == 10
         await until(lambda: num_sessions(servers) == 0)
@@ -282,10 +282,10 @@ async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger
 async def test_without_linger_sessions_end_with_their_connection():
     async with served(2, sessions={"linger_s": 0.0}) as (gateway, servers):
         sessions = sessions_of(gateway)
-        owner = Owner()
+        connection = Connection()
         for _ in range(10):
-            await sessions.open(SEEDED, owner)
-        sessions.release(owner)
+            await sessions.open(SEEDED, connection)
+        sessions.release(connection)
         await until(lambda: num_sessions(servers) == 0)
         assert gateway.num_held == 0
 

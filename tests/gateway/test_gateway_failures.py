@@ -19,7 +19,7 @@ from gateways import (
 )
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.sessions.interface import OpenArgs, Owner
+from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
@@ -157,12 +157,12 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             Gateway(config_of(address, sessions=lingering)) as gateway,
         ):
             sessions = sessions_of(gateway)
-            owner = Owner()
-            thinking = await sessions.open(SEEDED, owner)
+            connection = Connection()
+            thinking = await sessions.open(SEEDED, connection)
             cable.cut()
             await asyncio.sleep(3.0)
             assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
-            sessions.release(owner)
+            sessions.release(connection)
             await until(lambda: server.core.load.num_sessions == 0)
 
 

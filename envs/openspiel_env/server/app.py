@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ludus.env.http.app import build_app
 from ludus.env.serving.cli import add_server_arguments
 from ludus.env.serving.server import ServerOptions, run_server
+from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
-from ludus.env.sessions.metrics import MeteredCore
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.types import JsonObject
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> FastAPI:
     options, server_options = _parse([])
     factory = functools.partial(build_environment, **options)
     core_options = CoreOptions(max_sessions=server_options["max_sessions"])
-    return build_app(MeteredCore(local_host(factory), core_options))
+    return build_app(SessionCore(local_host(factory), core_options))
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,13 +12,12 @@ at once when a full server needs its place (`EvictableSessions`).
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 
 from starlette.requests import Request
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.sessions.interface import OpenArgs, SessionEvents, Sessions
+from ludus.env.sessions.interface import OpenArgs, Sessions
 from ludus.proto.errors import AuthenticationError, SessionLostError
 
 SESSION_COOKIE = "ludus_session"
@@ -57,41 +56,27 @@ def forget_header(request: Request) -> dict[str, str]:
 
 
 class EvictableSessions:
-    """Sessions that nobody has called since they were opened, oldest first.
+    """Sessions that nobody has called since they were opened, oldest first."""
 
-    The wires of this application make room before they open; where the sessions have events,
-    opens on other wires do so too.
-    """
-
-    def __init__(self, sessions: Sessions, unused_timeout_s: float) -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._timeout_s = unused_timeout_s
-        self._opened_s: dict[str, float] = {}
-        events: SessionEvents | None = getattr(sessions, "events", None)
-        self._is_told_of_ends = events is not None
-        if events is not None:
-            events.on_end.append(lambda session_id, reason: self.used(session_id))
-            events.before_open.append(self.make_room)
+        self._unused: dict[str, None] = {}  # keeps their order
+        sessions.events.on_end.append(lambda session_id, why: self.used(session_id))
+        sessions.events.before_open.append(self._make_room)
 
     def add(self, session_id: str) -> None:
-        """Marks a session as one that can be spared until it is used."""
-        horizon_s = time.monotonic() - 2 * self._timeout_s
-        while self._opened_s and not self._is_told_of_ends:
-            oldest = next(iter(self._opened_s))
-            if self._opened_s[oldest] > horizon_s:
-                break
-            del self._opened_s[oldest]
-        self._opened_s[session_id] = time.monotonic()
+        """Mark a session as one that can be spared until it is used."""
+        self._unused[session_id] = None
 
     def used(self, session_id: str) -> None:
-        """Marks a session as one that somebody needs."""
-        self._opened_s.pop(session_id, None)
+        """Mark a session as one that somebody needs."""
+        self._unused.pop(session_id, None)
 
-    async def make_room(self, size: int = 1) -> None:
-        """Ends as many spare sessions as a full server needs for new ones."""
+    async def _make_room(self, size: int) -> None:
+        """End as many unused sessions as a full server needs for new ones."""
         load = self._sessions.load
         excess = load.num_sessions + load.num_waiting + size - load.max_sessions
-        for session_id in list(itertools.islice(self._opened_s, max(excess, 0))):
+        for session_id in list(itertools.islice(self._unused, max(excess, 0))):
             self.used(session_id)
             await self._sessions.close(session_id)
 
@@ -130,7 +115,6 @@ class HttpSessions:
             else:
                 self.use(named)
                 return named, result
-        await self._spare.make_room()
         opened = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
@@ -151,7 +135,6 @@ class HttpSessions:
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.step(session_id, action, 0, timeout_s)
-        await self._spare.make_room()
         session_id = (await self._sessions.open(OpenArgs(ResetArgs(), with_text=False))).session_id
         try:
             return await self._sessions.step(session_id, action, 0, timeout_s)
@@ -163,7 +146,6 @@ class HttpSessions:
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.state(session_id)
-        await self._spare.make_room()
         session_id = (await self._sessions.open(OpenArgs(with_text=False))).session_id
         try:
             return await self._sessions.state(session_id)

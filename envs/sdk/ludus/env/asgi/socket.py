@@ -1,4 +1,7 @@
-"""A server's end of one WebSocket: text frames in and out, each write bounded in time."""
+"""A server's end of WebSockets: text frames in and out, each write bounded in time.
+
+session ends --SessionEvents--> SessionSockets --> its socket closes and says why
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
+from ludus.env.sessions.interface import SessionEvents
+from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 ResultT = TypeVar("ResultT")
@@ -16,13 +21,25 @@ ResultT = TypeVar("ResultT")
 DIRECT_EXTENSION = "ludus.direct"
 WRITE_TIMEOUT_S = 60.0
 _MAX_EARLY_FRAMES = 4
+_MAX_REASON_BYTES = 123
+"""What fits into a close frame."""
+_NORMAL, _GOING_AWAY, _INTERNAL_ERROR = 1000, 1001, 1011
+_CLOSE_CODES = {
+    SessionEnd.CLOSED: _NORMAL,
+    SessionEnd.EPISODE_ENDED: _NORMAL,
+    SessionEnd.CONNECTION_ENDED: _GOING_AWAY,
+    SessionEnd.IDLE: _GOING_AWAY,
+    SessionEnd.SHUTDOWN: _GOING_AWAY,
+    SessionEnd.TIMEOUT: _INTERNAL_ERROR,
+    SessionEnd.LOST: _INTERNAL_ERROR,
+}
 
 
 class DirectConnection(Protocol):
     """What a server that knows `ludus.direct` offers (asgi/uvicorn_websocket.py)."""
 
     def answer_directly(self, handler: Callable[[bytes], bytes | None]) -> None:
-        """Lets the handler see text frames first."""
+        """Let the handler see text frames first."""
         ...
 
     def write_at_once(self, frame: bytes) -> bool:
@@ -30,7 +47,7 @@ class DirectConnection(Protocol):
         ...
 
     def when_gone(self, callback: Callable[[], None]) -> None:
-        """Lets the callback know when the connection is lost."""
+        """Let the callback know when the connection is lost."""
         ...
 
 
@@ -50,7 +67,7 @@ class AsgiSocket:
         self._next: asyncio.Task[Message] | None = None
 
     async def accept(self) -> None:
-        """Returns when the handshake is answered."""
+        """Answer the handshake."""
         await self._receive()  # websocket.connect
         await self._send({"type": "websocket.accept"})
 
@@ -78,7 +95,7 @@ class AsgiSocket:
         return text
 
     async def send(self, frame: bytes) -> None:
-        """Returns when the frame is on its way.
+        """Send a text frame.
 
         Raises:
             SocketGone: the client has left, or does not read.
@@ -87,11 +104,15 @@ class AsgiSocket:
             await self._write({"type": "websocket.send", "text": frame.decode()})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        """Returns when the closing handshake has begun; a client that is gone is no error."""
+        """Begin the closing handshake; a client that is gone is no error."""
         try:
             await self._write({"type": "websocket.close", "code": code, "reason": reason})
         except SocketGone:
             return
+
+    async def close_for(self, why: Ended) -> None:
+        """Close, and say why the socket's session ended."""
+        await self.close(_CLOSE_CODES[why.kind], close_text(why.reason))
 
     async def unless_gone(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The work's value; it is cancelled when the client leaves before it is there.
@@ -116,7 +137,7 @@ class AsgiSocket:
                 await asyncio.wait({task})
 
     def abandon(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         if self._next is not None:
             self._next.cancel()
 
@@ -139,3 +160,48 @@ class AsgiSocket:
 
 async def _as_coroutine(receive: Receive) -> Message:
     return await receive()
+
+
+class SessionSocket(Protocol):
+    """A socket that serves a session."""
+
+    def session_ended(self, why: Ended) -> None:
+        """Close the socket."""
+        ...
+
+
+class SessionSockets:
+    """The sockets of one application by session, at most one for each."""
+
+    def __init__(self, events: SessionEvents) -> None:
+        self._sockets: dict[str, SessionSocket] = {}
+        self._closing: set[str] = set()
+        events.on_end.append(self._on_end)
+
+    def claim(self, session_id: str, socket: SessionSocket) -> bool:
+        """True when the session had no socket; it has this one now."""
+        return self._sockets.setdefault(session_id, socket) is socket
+
+    def leave(self, session_id: str) -> bool:
+        """True when the session was to be closed as soon as its socket had left."""
+        self._sockets.pop(session_id, None)
+        is_closing = session_id in self._closing
+        self._closing.discard(session_id)
+        return is_closing
+
+    def close_later(self, session_id: str) -> bool:
+        """True when a socket holds the session, which shall be closed when it has left."""
+        if session_id not in self._sockets:
+            return False
+        self._closing.add(session_id)
+        return True
+
+    def _on_end(self, session_id: str, why: Ended) -> None:
+        socket = self._sockets.get(session_id)
+        if socket is not None:
+            socket.session_ended(why)
+
+
+def close_text(reason: str) -> str:
+    """The reason as far as a close frame holds it."""
+    return reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")

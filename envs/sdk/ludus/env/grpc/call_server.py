@@ -8,9 +8,8 @@ take them.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable
-from typing import TypeAlias, cast
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import orjson
 
@@ -23,12 +22,10 @@ from ludus.env.messages.protobuf import (
     read_action,
     read_open_args,
     read_reset_args,
+    session_of,
 )
-from ludus.env.recording.writer import RecordingSessions
 from ludus.env.security.tracing import server_span
-from ludus.env.sessions.adoption import Adoptable, adopt_called
-from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.interface import Owner, Sessions
+from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
@@ -47,27 +44,26 @@ class CallServer:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._orphans: Collection[str] = getattr(sessions, "orphans", frozenset())
-        """Sessions that have lost their connection; the next to call one is its new one."""
-        self._inline = (
-            sessions if isinstance(sessions, SessionCore) and sessions.runs_inline else None
-        )
+        self._immediate = sessions.immediate
 
-    async def serve(self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner) -> None:
-        """Returns when the batches have ended and every call is answered."""
+    async def serve(
+        self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
+    ) -> None:
+        """Answer every call of the batches."""
         try:
-            if self._inline is not None:
-                await self._serve_inline(self._inline, batches, write, owner)
+            if self._immediate is not None:
+                await self._serve_in_order(self._immediate, batches, write, connection)
             else:
-                await self._serve_concurrently(batches, write, owner)
+                await self._serve_concurrently(batches, write, connection)
         finally:
-            self._sessions.release(owner)
+            self._sessions.release(connection)
 
     async def step_many(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
         """One reply per step, in order."""
         response = pb.StepManyResponse()
-        if self._inline is not None:
-            self._take_all(self._inline, request.steps, response.replies.add)
+        if self._immediate is not None:
+            for step in request.steps:
+                _step_now(self._immediate, step, response.replies.add())
         else:
             replies = [(step, response.replies.add()) for step in request.steps]
             await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
@@ -76,72 +72,40 @@ class CallServer:
     @property
     def answers_at_once(self) -> bool:
         """True when no answer waits for anything, so that answering side by side gains nothing."""
-        return self._inline is not None
-
-    def _take_all(
-        self,
-        core: SessionCore,
-        steps: Iterable[pb.StepRequest],
-        add_reply: Callable[[], pb.StepReply],
-    ) -> None:
-        """Answers steps and resets of environments that step on the event loop."""
-        take, num_steps, resets_s = core.take_step, 0, 0.0
-        begun_s = time.perf_counter()
-        for step in steps:
-            reply, session_id = add_reply(), step.session_id
-            kind = step.WhichOneof("action")
-            try:
-                if kind == "action_json" and not step.tensors:
-                    result = take(session_id, step.action_json, step.step_index)
-                    num_steps += 1
-                elif kind == "reset":
-                    reset_begun_s = time.perf_counter()
-                    result = core.reset_now(session_id, read_reset_args(step.reset))
-                    resets_s += time.perf_counter() - reset_begun_s
-                else:
-                    result = take(session_id, read_action(step), step.step_index)
-                    num_steps += 1
-            except EnvError as error:
-                if kind != "reset":
-                    core.count_error(error.code)
-                fill_error(reply.error, error, session_id)
-                continue
-            fill_result(reply.result, session_id, result)
-        if num_steps:
-            core.count_steps(num_steps, time.perf_counter() - begun_s - resets_s)
+        return self._immediate is not None
 
     async def open(
-        self, request: pb.OpenRequest, response: pb.OpenResponse, owner: Owner | None
+        self, request: pb.OpenRequest, response: pb.OpenResponse, connection: Connection | None
     ) -> None:
-        """Opens a session."""
-        fill_opened(response, await self._sessions.open(read_open_args(request), owner))
+        """Open a session."""
+        fill_opened(response, await self._sessions.open(read_open_args(request), connection))
 
     async def open_group(
-        self, request: pb.OpenGroupRequest, response: pb.OpenGroupResponse, owner: Owner | None
+        self,
+        request: pb.OpenGroupRequest,
+        response: pb.OpenGroupResponse,
+        connection: Connection | None,
     ) -> None:
-        """Opens a group."""
+        """Open a group."""
         size = len(request.session_ids) or request.size
         if not 1 <= size <= MAX_GROUP_SIZE:
             raise InvalidCallError(
                 f"expected a group of 1 to {MAX_GROUP_SIZE} sessions, got {size}"
             )
         args = read_open_args(request.open)
-        if request.session_ids and isinstance(self._sessions, SessionCore | RecordingSessions):
-            opened = await self._sessions.open_group_as(list(request.session_ids), args, owner)
-        else:
-            opened = await self._sessions.open_group(args, size, owner)
-        for one in opened:
+        ids = list(request.session_ids)
+        for one in await self._sessions.open_group(args, size, connection, ids):
             fill_opened(response.sessions.add(), one)
 
     async def reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
-        """Starts an episode."""
+        """Start an episode."""
         args = read_reset_args(request.args)
         fill_result(
             response, request.session_id, await self._sessions.reset(request.session_id, args)
         )
 
     async def step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
-        """Takes a step, or starts the next episode where the request says so."""
+        """Take a step, or start the next episode where the request says so."""
         session_id = request.session_id
         if request.HasField("reset"):
             args: ResetArgs = read_reset_args(request.reset)
@@ -153,12 +117,12 @@ class CallServer:
         fill_result(response, session_id, result)
 
     async def state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
-        """The state."""
+        """Read the state."""
         response.state_json = await self._sessions.state(request.session_id)
         response.session_id = request.session_id
 
     async def call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
-        """Calls a tool."""
+        """Call a tool."""
         arguments = _read_arguments(request.arguments_json)
         response.result_json = await self._sessions.call_tool(
             request.session_id, request.name, arguments
@@ -167,54 +131,55 @@ class CallServer:
 
     # -- streams -----------------------------------------------------------------------
 
-    async def _serve_inline(
+    async def _serve_in_order(
         self,
-        core: SessionCore,
+        immediate: ImmediateCalls,
         batches: AsyncIterable[pb.CallBatch],
         write: Write,
-        owner: Owner,
+        connection: Connection,
     ) -> None:
         ahead = _ReadAhead(batches)
         reading = asyncio.create_task(ahead.read())
         try:
-            while calls := await ahead.take(gathers=len(owner.session_ids) > 1):
-                await self._answer_in_order(core, calls, write, owner)
+            while calls := await ahead.take(gathers=len(connection.session_ids) > 1):
+                await self._answer_in_order(immediate, calls, write, connection)
             await reading
         finally:
             reading.cancel()
 
     async def _answer_in_order(
-        self, core: SessionCore, calls: list[pb.Call], write: Write, owner: Owner
+        self,
+        immediate: ImmediateCalls,
+        calls: list[pb.Call],
+        write: Write,
+        connection: Connection,
     ) -> None:
         response, num_bytes = pb.ReplyBatch(), 0
-        if self._orphans:
-            adopt_called(cast(Adoptable, self._sessions), calls, owner)
+        self._sessions.attach(sessions_called(calls), connection)
         for call in calls:
             if num_bytes > MAX_BATCH_BYTES:
                 await write(response)
                 response, num_bytes = pb.ReplyBatch(), 0
             reply = response.replies.add()
             reply.call_id = call.call_id
-            is_traced = call.HasField("trace")
-            if call.HasField("step") and not (is_traced or call.step.HasField("reset")):
-                num_bytes += self._step_now(core, call.step, reply)
+            if call.HasField("step") and not call.HasField("trace"):
+                num_bytes += _step_now(immediate, call.step, reply)
             else:
-                await self._answer(call, reply, owner)
+                await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
         await write(response)
 
     async def _serve_concurrently(
-        self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner
+        self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
     ) -> None:
         replies = ReplyWriter(write)
         tasks: set[asyncio.Task[None]] = set()
         writing = asyncio.create_task(replies.write_forever())
         try:
             async for batch in batches:
-                if self._orphans:
-                    adopt_called(cast(Adoptable, self._sessions), batch.calls, owner)
+                self._sessions.attach(sessions_called(batch.calls), connection)
                 for call in batch.calls:
-                    task = asyncio.create_task(self._answer_into(call, replies, owner))
+                    task = asyncio.create_task(self._answer_into(call, replies, connection))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             if tasks:
@@ -225,29 +190,32 @@ class CallServer:
             for task in tasks:
                 task.cancel()
 
-    async def _answer_into(self, call: pb.Call, replies: ReplyWriter, owner: Owner) -> None:
+    async def _answer_into(
+        self, call: pb.Call, replies: ReplyWriter, connection: Connection
+    ) -> None:
         reply = pb.Reply(call_id=call.call_id)
-        await self._answer(call, reply, owner)
+        await self._answer(call, reply, connection)
         replies.put(reply)
 
-    async def _answer(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
+    async def _answer(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         if call.HasField("trace"):
             name = f"ludus.env/{call.WhichOneof('call')}"
             with server_span(name, call.trace.traceparent, call.trace.request_id):
-                await self._answer_untraced(call, reply, owner)
+                await self._answer_untraced(call, reply, connection)
         else:
-            await self._answer_untraced(call, reply, owner)
+            await self._answer_untraced(call, reply, connection)
 
-    async def _answer_untraced(self, call: pb.Call, reply: pb.Reply, owner: Owner) -> None:
-        kind = call.WhichOneof("call")
+    async def _answer_untraced(
+        self, call: pb.Call, reply: pb.Reply, connection: Connection
+    ) -> None:
         try:
-            match kind:
+            match call.WhichOneof("call"):
                 case "step":
                     await self.step(call.step, reply.result)
                 case "open":
-                    await self.open(call.open, reply.open, owner)
+                    await self.open(call.open, reply.open, connection)
                 case "open_group":
-                    await self.open_group(call.open_group, reply.open_group, owner)
+                    await self.open_group(call.open_group, reply.open_group, connection)
                 case "reset":
                     await self.reset(call.reset, reply.result)
                 case "state":
@@ -263,8 +231,7 @@ class CallServer:
                         ErrorCode.UNKNOWN_TYPE,
                     )
         except EnvError as error:
-            session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
-            fill_error(reply.error, error, session_id)
+            fill_error(reply.error, error, session_of(call))
 
     async def _end(self, call: pb.Call, reply: pb.Reply) -> None:
         if call.HasField("close"):
@@ -273,24 +240,35 @@ class CallServer:
             await self._sessions.detach(call.detach.session_id)
         reply.close.SetInParent()
 
-    def _step_now(
-        self, core: SessionCore, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
-    ) -> int:
-        """About how many bytes it added to the reply."""
-        session_id = request.session_id
-        try:
-            result = core.step_now(session_id, read_action(request), request.step_index)
-        except EnvError as error:
-            fill_error(reply.error, error, session_id)
-            return len(error.message)
-        fill_result(reply.result, session_id, result)
-        return result.num_bytes
-
     async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
         try:
             await self.step(request, reply.result)
         except EnvError as error:
             fill_error(reply.error, error, request.session_id)
+
+
+def _step_now(
+    immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
+) -> int:
+    """About how many bytes the answer added to the reply."""
+    session_id, kind = request.session_id, request.WhichOneof("action")
+    try:
+        if kind == "reset":
+            result = immediate.reset_now(session_id, read_reset_args(request.reset))
+        else:
+            is_plain = kind == "action_json" and not request.tensors
+            action = request.action_json if is_plain else read_action(request)
+            result = immediate.step_now(session_id, action, request.step_index)
+    except EnvError as error:
+        fill_error(reply.error, error, session_id)
+        return len(error.message)
+    fill_result(reply.result, session_id, result)
+    return result.num_bytes
+
+
+def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
+    """The ids of the sessions that exist already and are called."""
+    return (session_of(call) for call in calls if not call.HasField("open"))
 
 
 class _ReadAhead:
@@ -308,7 +286,7 @@ class _ReadAhead:
         self._taken = asyncio.Event()
 
     async def read(self) -> None:
-        """Returns when the batches have ended; raises what reading raises."""
+        """Read until the batches end; raises what reading raises."""
         try:
             async for batch in self._batches:
                 self._waiting.extend(batch.calls)
@@ -353,18 +331,18 @@ class ReplyWriter:
         self._writing = asyncio.Lock()
 
     def put(self, reply: pb.Reply) -> None:
-        """Queues a reply."""
+        """Queue a reply."""
         self._waiting.append(reply)
         self._wake.set()
 
     async def write_forever(self) -> None:
-        """Never returns: writes what was put."""
+        """Write what is put, until cancelled."""
         while True:
             await self._wake.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Returns when everything that was put is written."""
+        """Write everything that was put."""
         async with self._writing:
             self._wake.clear()
             waiting, self._waiting = self._waiting, []

@@ -12,7 +12,7 @@ from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.step_stream import answer_in_order, read_ahead
 from ludus.env.messages.protobuf import CONNECTED_KEY, describe_message
 from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
-from ludus.env.sessions.interface import Owner, Sessions
+from ludus.env.sessions.interface import Connection, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError, ErrorCode
@@ -120,7 +120,7 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
-        await self._calls.serve(request_iterator, context.write, Owner())
+        await self._calls.serve(request_iterator, context.write, Connection())
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

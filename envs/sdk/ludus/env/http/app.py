@@ -1,4 +1,4 @@
-"""The HTTP wire of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and probes.
+"""The HTTP wire of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and health.
 
     request --RequireToken--> route --Sessions--> answer
                                 |
@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ludus.env.asgi.attachments import Attachments
 from ludus.env.asgi.sessions import (
     UNUSED_TIMEOUT_S,
     EvictableSessions,
@@ -30,8 +29,9 @@ from ludus.env.asgi.sessions import (
     named_session,
     session_headers,
 )
+from ludus.env.asgi.socket import SessionSockets
 from ludus.env.encoding import EncodedResult
-from ludus.env.http.health import Drain, IsReady, probe_routes
+from ludus.env.http.health import health_routes
 from ludus.env.http.websocket import WebSocketWire
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
@@ -55,7 +55,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
-"""Probes carry no token."""
+"""Health checks carry no token."""
 LEGACY_HTTP_VARIABLE = "OPENENV_LEGACY_HTTP"
 _FALSE_WORDS = frozenset({"", "0", "false", "no", "off"})
 
@@ -64,33 +64,29 @@ def build_app(
     sessions: Sessions,
     *,
     token: str | None = None,
-    drain: Drain | None = None,
-    is_ready: IsReady | None = None,
     mcp_key: bytes | None = None,
     unused_timeout_s: float = UNUSED_TIMEOUT_S,
 ) -> FastAPI:
-    """The ASGI application; with a token, every path but the probes asks for it.
+    """The ASGI application; with a token, every path but the health checks asks for it.
 
     Args:
-        drain: what `/drain` calls; None takes the sessions' own `drain`.
-        is_ready: what `/readyz` asks; None is always ready.
         mcp_key: signs MCP session ids; replicas that share sessions share it.
         unused_timeout_s: how long a session from `/reset` waits for its first call.
     """
     app = FastAPI(title=sessions.description.name, version="1.0.0")
     app.router.route_class = _BoundedRoute
-    attachments = Attachments(sessions)
-    spare = EvictableSessions(sessions, unused_timeout_s)
-    mcp = McpServer(sessions, attachments, spare, mcp_key)
+    sockets = SessionSockets(sessions.events)
+    spare = EvictableSessions(sessions)
+    mcp = McpServer(sessions, sockets, spare, mcp_key)
     legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
     http = HttpSessions(sessions, spare, unused_timeout_s=unused_timeout_s, legacy=legacy)
     _add_description_routes(app, sessions)
     _add_episode_routes(app, sessions, http, mcp)
     add_mcp_routes(app, mcp)
-    app.router.routes.extend(probe_routes(sessions, drain=drain, is_ready=is_ready))
+    app.router.routes.extend(health_routes(sessions))
     app.router.routes[:0] = [
-        WebSocketRoute("/ws", WebSocketWire(sessions, attachments, spare, mcp)),
-        WebSocketRoute("/mcp", McpSocket(mcp, sessions, attachments)),
+        WebSocketRoute("/ws", WebSocketWire(sessions, sockets, spare, mcp)),
+        WebSocketRoute("/mcp", McpSocket(mcp, sessions, sockets)),
     ]
     app.add_exception_handler(EnvError, _error_handler(sessions))
     app.add_exception_handler(RequestValidationError, _refuse_invalid)

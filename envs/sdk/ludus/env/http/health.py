@@ -2,10 +2,10 @@
 
     kubelet ----> /healthz /readyz     say nothing but yes or no
     preStop ----> /drain               no new sessions from now on; ?wait=S waits for the old
-    Prometheus -> /metrics             counts of `MeteredCore`, workers, and the load
+    Prometheus -> /metrics             what was counted, workers, and the load
 
 A draining server stays ready: its open sessions still need its address. With a token the
-main port gives `/drain` and `/metrics` to its holders only; `build_probe_app` serves all four
+main port gives `/drain` and `/metrics` to its holders only; `build_admin_app` serves all four
 without one, for a port that only the cluster reaches.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 import orjson
@@ -31,53 +31,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ludus.env.sessions.hosts import WorkerCounts
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.metrics import STEP_BUCKETS_S, SessionCounts
 from ludus.proto.metrics import EnvServerMetric
-
-Drain = Callable[[], None]
-IsReady = Callable[[], bool]
 
 MAX_DRAIN_WAIT_S = 3600.0
 _DRAIN_POLL_S = 0.1
 
 
-def build_probe_app(
-    sessions: Sessions, *, drain: Drain | None = None, is_ready: IsReady | None = None
-) -> Starlette:
-    """An ASGI application of the probes alone; it asks for no token."""
-    return Starlette(routes=probe_routes(sessions, drain=drain, is_ready=is_ready))
+def build_admin_app(sessions: Sessions) -> Starlette:
+    """An ASGI application of these routes alone; it asks for no token."""
+    return Starlette(routes=health_routes(sessions))
 
 
-def probe_routes(
-    sessions: Sessions, *, drain: Drain | None = None, is_ready: IsReady | None = None
-) -> list[Route]:
-    """The routes of the probes.
-
-    Args:
-        drain: stops admission; None takes the sessions' own `drain`.
-        is_ready: False makes `/readyz` answer 503; None is always ready.
-    """
-    stop_admission: Drain | None = drain or getattr(sessions, "drain", None)
+def health_routes(sessions: Sessions) -> list[Route]:
+    """The routes; a server is ready as soon as it listens, for its environment is built before."""
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
-    async def healthz(request: Request) -> Response:
+    async def is_well(request: Request) -> Response:
         return _json({"status": "ok"})
-
-    async def readyz(request: Request) -> Response:
-        if is_ready is None or is_ready():
-            return _json({"status": "ok"})
-        return _json({"status": "not ready"}, 503)
 
     async def drain_now(request: Request) -> Response:
         wait_s = _wait_of(request)
         if wait_s is None:
             message = f"expected wait to be 0 to {MAX_DRAIN_WAIT_S:g} seconds"
             return _json({"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422)
-        if stop_admission is not None:
-            stop_admission()
+        sessions.drain()
         deadline_s = time.monotonic() + wait_s
         while sessions.load.num_sessions and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -95,8 +75,8 @@ def probe_routes(
         return Response(encode(registry), media_type=content_type)
 
     return [
-        Route("/healthz", healthz, include_in_schema=False),
-        Route("/readyz", readyz, include_in_schema=False),
+        Route("/healthz", is_well, include_in_schema=False),
+        Route("/readyz", is_well, include_in_schema=False),
         Route("/drain", drain_now, methods=["GET", "POST"], include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]
@@ -110,7 +90,7 @@ class SessionCollector(Collector):
         self._name = sessions.description.name
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not read the sessions."""
+        """No metrics: registering must not read the sessions."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -127,10 +107,9 @@ class SessionCollector(Collector):
         yield gauge(
             EnvServerMetric.DRAINING, "1 while no new sessions are taken.", load.is_draining
         )
-        counts: SessionCounts | None = getattr(self._sessions, "counts", None)
+        counts, workers = self._sessions.counts, self._sessions.workers
         if counts is not None:
             yield from self._counted(counts)
-        workers: WorkerCounts | None = getattr(self._sessions, "workers", None)
         if workers is not None:
             text = "Worker processes that live."
             yield gauge(EnvServerMetric.WORKERS, text, workers.num_workers)

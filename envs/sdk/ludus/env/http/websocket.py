@@ -26,9 +26,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.attachments import Attachments
 from ludus.env.asgi.sessions import EvictableSessions
-from ludus.env.asgi.socket import AsgiSocket, SocketGone
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGone
 from ludus.env.encoding import EncodedResult
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
@@ -47,9 +46,8 @@ from ludus.env.messages.openenv import (
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
-from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.ends import close_code, close_text
-from ludus.env.sessions.interface import OpenArgs, Owner, Sessions
+from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
+from ludus.env.sessions.tombstones import Ended
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     AuthenticationError,
@@ -74,29 +72,31 @@ class WebSocketWire:
     """The ASGI application behind `/ws`."""
 
     def __init__(
-        self, sessions: Sessions, attachments: Attachments, spare: EvictableSessions, mcp: McpServer
+        self, sessions: Sessions, sockets: SessionSockets, spare: EvictableSessions, mcp: McpServer
     ) -> None:
         self._sessions = sessions
-        self._attachments = attachments
+        self._sockets = sockets
         self._spare = spare
         self._mcp = mcp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Returns when the connection has ended and its session is freed or left behind."""
+        """Serve the connection until it ends, then free its session or leave it behind."""
         query = parse_qs(scope["query_string"].decode("latin-1"))
         upstream = query.get("ludus") != ["1"]
         with_text = not upstream and query.get("text") != ["0"]
         wanted = query.get("session_id", [""])[0]
         socket = AsgiSocket(scope, receive, send)
-        owner = Owner(tenant=scope.get("ludus.tenant", ""))
+        connection = Connection(tenant=scope.get("ludus.tenant", ""))
         if socket.direct is not None:
-            socket.direct.when_gone(lambda: self._sessions.release(owner))
+            socket.direct.when_gone(lambda: self._sessions.release(connection))
         try:
             await socket.accept()
             try:
-                session_id = wanted or await self._open(socket, owner, with_text)
-                connection = _Connection(socket, self._sessions, self._mcp, session_id, upstream)
-                await self._serve(connection, session_id, is_attached=bool(wanted))
+                session_id = wanted or await self._open(socket, connection, with_text)
+                conversation = _Conversation(
+                    socket, self._sessions, self._mcp, session_id, upstream
+                )
+                await self._serve(conversation, session_id, is_guest=bool(wanted))
             except EnvError as error:
                 data = error_data(error, self._sessions, upstream=upstream)
                 await socket.send(frame("error", data))
@@ -105,24 +105,24 @@ class WebSocketWire:
             return
         finally:
             socket.abandon()
-            self._sessions.release(owner)
+            self._sessions.release(connection)
 
-    async def _open(self, socket: AsgiSocket, owner: Owner, with_text: bool) -> str:
-        await self._spare.make_room()
-        args = OpenArgs(with_text=with_text)
-        return (await socket.unless_gone(self._sessions.open(args, owner))).session_id
+    async def _open(self, socket: AsgiSocket, connection: Connection, with_text: bool) -> str:
+        opening = self._sessions.open(OpenArgs(with_text=with_text), connection)
+        return (await socket.unless_gone(opening)).session_id
 
-    async def _serve(self, connection: _Connection, session_id: str, *, is_attached: bool) -> None:
-        if is_attached:
+    async def _serve(self, conversation: _Conversation, session_id: str, *, is_guest: bool) -> None:
+        """Serve the conversation; a guest leaves the session behind, which was there before it."""
+        if is_guest:
             await self._check_exists(session_id)
-        if not self._attachments.attach(session_id, connection):
+        if not self._sockets.claim(session_id, conversation):
             raise SessionLostError(
                 f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
             )
         try:
-            await connection.serve()
+            await conversation.serve()
         finally:
-            must_close = self._attachments.detach(session_id) or not is_attached
+            must_close = self._sockets.leave(session_id) or not is_guest
             if must_close:
                 await self._sessions.close(session_id)
 
@@ -136,7 +136,7 @@ class WebSocketWire:
         self._spare.used(session_id)
 
 
-class _Connection:
+class _Conversation:
     """The conversation on one socket."""
 
     def __init__(
@@ -155,22 +155,21 @@ class _Connection:
         self._message_types = _MESSAGE_TYPES if upstream else _LUDUS_MESSAGE_TYPES
         self._is_answering = False
         self._is_over = False
-        self._end: str | None = None
+        self._ended: Ended | None = None
         self._closing: asyncio.Task[None] | None = None
-        direct = socket.direct
-        if direct is not None and isinstance(sessions, SessionCore) and sessions.runs_inline:
-            self._step_now = sessions.step_now
+        direct, immediate = socket.direct, sessions.immediate
+        if direct is not None and immediate is not None:
+            self._step_now = immediate.step_now
             direct.answer_directly(_within_this_context(self._answer_now))
 
-    def session_ended(self, reason: str) -> None:
-        """Closes the socket, after the reply to a call that still runs."""
-        self._end = reason
+    def session_ended(self, why: Ended) -> None:
+        """Close the socket, after the reply to a call that still runs."""
+        self._ended = why
         if not self._is_answering:
-            closing = self._socket.close(close_code(reason), close_text(reason))
-            self._closing = asyncio.get_running_loop().create_task(closing)
+            self._closing = asyncio.get_running_loop().create_task(self._socket.close_for(why))
 
     async def serve(self) -> None:
-        """Returns when the client or the session is done."""
+        """Answer frames until the client or the session is done."""
         while True:
             text = await self._receive()
             if text is None:
@@ -180,8 +179,8 @@ class _Connection:
             if reply is not None:
                 await self._socket.send(reply)
             self._is_answering = False
-            if self._end is not None:
-                await self._socket.close(close_code(self._end), close_text(self._end))
+            if self._ended is not None:
+                await self._socket.close_for(self._ended)
                 return
             if reply is None or self._is_over:
                 return

@@ -14,8 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.attachments import Attachments
-from ludus.env.asgi.socket import AsgiSocket, SocketGone
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGone
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
     McpCaller,
@@ -24,15 +23,15 @@ from ludus.env.mcp.server import (
     error_response,
     parse_error,
 )
-from ludus.env.sessions.ends import close_code, close_text
-from ludus.env.sessions.interface import Owner, Sessions
+from ludus.env.sessions.interface import Connection, Sessions
+from ludus.env.sessions.tombstones import Ended
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 TICKET_HEADER = "mcp-session-id"
 
 
 def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
-    """Adds `/mcp` over HTTP."""
+    """Add `/mcp` over HTTP."""
 
     @app.post("/mcp")
     async def call(request: Request) -> Response:
@@ -69,51 +68,50 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
 class McpSocket:
     """The ASGI application behind `WS /mcp`; its session is opened by the first need of one."""
 
-    def __init__(self, mcp: McpServer, sessions: Sessions, attachments: Attachments) -> None:
+    def __init__(self, mcp: McpServer, sessions: Sessions, sockets: SessionSockets) -> None:
         self._mcp = mcp
         self._sessions = sessions
-        self._attachments = attachments
+        self._sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Returns when the connection has ended and its session is freed."""
+        """Serve the connection until it ends, then free its session."""
         socket = AsgiSocket(scope, receive, send)
-        owner = Owner(tenant=scope.get("ludus.tenant", ""))
-        caller = McpCaller(is_managed=True, owner=owner)
+        connection = Connection(tenant=scope.get("ludus.tenant", ""))
+        caller = McpCaller(is_managed=True, connection=connection)
         if socket.direct is not None:
-            socket.direct.when_gone(lambda: self._sessions.release(owner))
-        connection = _McpConnection(socket, self._mcp, caller, self._attachments)
+            socket.direct.when_gone(lambda: self._sessions.release(connection))
+        conversation = _Conversation(socket, self._mcp, caller, self._sockets)
         try:
             await socket.accept()
-            await connection.serve()
+            await conversation.serve()
             await socket.close()
         except SocketGone:
             return
         finally:
             socket.abandon()
             if caller.session_id is not None:
-                self._attachments.detach(caller.session_id)
-            self._sessions.release(owner)
+                self._sockets.leave(caller.session_id)
+            self._sessions.release(connection)
 
 
-class _McpConnection:
+class _Conversation:
     """The conversation on one socket."""
 
     def __init__(
-        self, socket: AsgiSocket, mcp: McpServer, caller: McpCaller, attachments: Attachments
+        self, socket: AsgiSocket, mcp: McpServer, caller: McpCaller, sockets: SessionSockets
     ) -> None:
         self._socket = socket
         self._mcp = mcp
         self._caller = caller
-        self._attachments = attachments
+        self._sockets = sockets
         self._closing: asyncio.Task[None] | None = None
 
-    def session_ended(self, reason: str) -> None:
-        """Closes the socket."""
-        closing = self._socket.close(close_code(reason), close_text(reason))
-        self._closing = asyncio.get_running_loop().create_task(closing)
+    def session_ended(self, why: Ended) -> None:
+        """Close the socket."""
+        self._closing = asyncio.get_running_loop().create_task(self._socket.close_for(why))
 
     async def serve(self) -> None:
-        """Returns after a frame that is nothing this protocol knows."""
+        """Answer frames until one is nothing this protocol knows."""
         while True:
             try:
                 text = await self._socket.receive()
@@ -133,7 +131,7 @@ class _McpConnection:
             return await self._mcp.answer(request, self._caller)
         finally:
             if self._caller.session_id is not None:
-                self._attachments.attach(self._caller.session_id, self)
+                self._sockets.claim(self._caller.session_id, self)
 
 
 def _gone(message: str) -> dict[str, Any]:

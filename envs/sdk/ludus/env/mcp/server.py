@@ -20,8 +20,8 @@ from typing import Any
 
 import orjson
 
-from ludus.env.asgi.attachments import Attachments
 from ludus.env.asgi.sessions import EvictableSessions
+from ludus.env.asgi.socket import SessionSockets
 from ludus.env.mcp.tools import (
     call_environment_tool,
     is_tool_action,
@@ -30,7 +30,7 @@ from ludus.env.mcp.tools import (
     play_tools,
     step_with_tools,
 )
-from ludus.env.sessions.interface import OpenArgs, Owner, Sessions
+from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     AuthenticationError,
@@ -66,7 +66,7 @@ class McpCaller:
     """True where the client itself began the session by `initialize`."""
     is_managed: bool = False
     """True where the session belongs to the connection, which alone ends it."""
-    owner: Owner | None = None
+    connection: Connection | None = None
     """A connection that opens its session with the first call that needs one."""
 
 
@@ -90,12 +90,12 @@ class McpServer:
     def __init__(
         self,
         sessions: Sessions,
-        attachments: Attachments,
+        sockets: SessionSockets,
         spare: EvictableSessions,
         key: bytes | None = None,
     ) -> None:
         self._sessions = sessions
-        self._attachments = attachments
+        self._sockets = sockets
         self._spare = spare
         self._key = key or secrets.token_bytes(32)
         self._methods: dict[str, Callable[[JsonObject, McpCaller], Awaitable[JsonObject]]] = {
@@ -189,7 +189,7 @@ class McpServer:
     async def _initialize(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None:
             caller.may_play = True
-            if caller.owner is None:
+            if caller.connection is None:
                 caller.session_id = await self._open(OpenArgs(), None)
                 self._spare.add(caller.session_id)
         asked = params.get("protocolVersion")
@@ -237,7 +237,7 @@ class McpServer:
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None:
-            if caller.owner is None:
+            if caller.connection is None:
                 return {"session_id": await self._open(OpenArgs(with_text=False), None)}
             await self._own_session(caller)
         return {"session_id": caller.session_id}
@@ -250,7 +250,7 @@ class McpServer:
             raise McpError(
                 INVALID_REQUEST, "Cannot close active WebSocket-managed session via MCP method"
             )
-        if self._attachments.close_later(session_id):
+        if self._sockets.close_later(session_id):
             return {"session_id": session_id, "closed": False, "closing": True}
         await self._check_exists(session_id)
         await self._sessions.close(session_id)
@@ -263,7 +263,7 @@ class McpServer:
         if caller.session_id is not None:
             self._spare.used(caller.session_id)
             return caller.session_id, False
-        if caller.owner is not None:
+        if caller.connection is not None:
             return await self._own_session(caller), False
         named = params.get("session_id")
         if not named:
@@ -274,12 +274,11 @@ class McpServer:
 
     async def _own_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
-            caller.session_id = await self._open(OpenArgs(), caller.owner)
+            caller.session_id = await self._open(OpenArgs(), caller.connection)
         return caller.session_id
 
-    async def _open(self, args: OpenArgs, owner: Owner | None) -> str:
-        await self._spare.make_room()
-        return (await self._sessions.open(args, owner)).session_id
+    async def _open(self, args: OpenArgs, connection: Connection | None) -> str:
+        return (await self._sessions.open(args, connection)).session_id
 
     async def _check_exists(self, session_id: str) -> None:
         try:

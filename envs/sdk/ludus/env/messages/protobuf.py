@@ -60,6 +60,15 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
     )
 
 
+def session_of(call: pb.Call) -> str:
+    """The id of the session that a call names; empty where it names none."""
+    kind = call.WhichOneof("call")
+    if kind is None or kind == "open_group":
+        return ""
+    session_id: str = getattr(call, kind).session_id
+    return session_id
+
+
 def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
     """Writes the arguments of an open into a message in place."""
     message.SetInParent()

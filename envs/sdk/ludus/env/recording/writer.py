@@ -17,10 +17,10 @@ import datetime
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import orjson
 
@@ -33,8 +33,17 @@ from ludus.env.recording.format import (
     hash_of_json,
     hash_of_observation,
 )
-from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.interface import Load, OpenArgs, Opened, Owner, SessionEvents, Sessions
+from ludus.env.sessions.interface import (
+    Connection,
+    ImmediateCalls,
+    Load,
+    OpenArgs,
+    Opened,
+    SessionEvents,
+    Sessions,
+)
+from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
+from ludus.env.sessions.options import DefaultSeeds
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
@@ -52,7 +61,6 @@ MAX_EPISODE_BYTES = 8 * 1024 * 1024
 """What is kept of one running episode; it is written in full up to there."""
 MAX_RUNNING = 16_384
 """Episodes that run at once; the oldest beyond these is taken for abandoned."""
-_SEED_BITS = 32
 _SUFFIX = ".jsonl"
 _REPEATABLE = (ActionError, ExecutionError, ToolError)
 """Errors that come from the environment, so that playing again meets them again."""
@@ -69,7 +77,7 @@ class RecordingFile:
         self._file: IO[bytes] | None = None
 
     def append(self, line: bytes) -> None:
-        """Writes a line; a disk that refuses loses it, which is logged."""
+        """Write a line; a disk that refuses loses it, which is logged."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -83,7 +91,7 @@ class RecordingFile:
             _log.error("an episode was not recorded in %s: %s", self.path, error)
 
     def close(self) -> None:
-        """Closes the file; what was appended is in it."""
+        """Close the file; what was appended is in it."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -134,17 +142,6 @@ class RecordingOptions:
     max_episode_bytes: int = MAX_EPISODE_BYTES
 
 
-@dataclass(slots=True)
-class _Seeds:
-    next: int | None
-
-    def draw(self) -> int:
-        if self.next is None:
-            return secrets.randbits(_SEED_BITS)
-        self.next += 1
-        return self.next - 1
-
-
 class RecordingSessions:
     """The sessions of `inner`, with every episode written down; implements `Sessions`.
 
@@ -162,11 +159,10 @@ class RecordingSessions:
             path = path / f"{inner.description.server_id or 'episodes'}{_SUFFIX}"
         self.file = RecordingFile(path, self._options.max_file_bytes)
         self._running: OrderedDict[str, _Running] = OrderedDict()
-        self._seeds = _Seeds(self._options.first_seed)
+        self._seeds = DefaultSeeds(self._options.first_seed)
         self._environment = self._describe()
-        # A gateway has no events of its own: there an episode ends with the call that shows it.
-        self.events: SessionEvents = getattr(inner, "events", None) or SessionEvents()
-        self.events.on_end.append(self._end)
+        self._immediate = inner.immediate
+        inner.events.on_end.append(lambda session_id, why: self._end(session_id, why.reason))
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -179,47 +175,64 @@ class RecordingSessions:
         return self._inner.load
 
     @property
-    def counts(self) -> Any:
-        """What a metered core has counted; None where nothing counts."""
-        return getattr(self._inner, "counts", None)
+    def events(self) -> SessionEvents:
+        """Whom it tells of its sessions."""
+        return self._inner.events
 
     @property
-    def workers(self) -> Any:
-        """Worker processes; None where sessions run in the server itself."""
-        return getattr(self._inner, "workers", None)
+    def counts(self) -> SessionCounts | None:
+        """What has happened."""
+        return self._inner.counts
+
+    @property
+    def workers(self) -> WorkerCounts | None:
+        """Its worker processes."""
+        return self._inner.workers
+
+    @property
+    def immediate(self) -> ImmediateCalls | None:
+        """The short way, recorded too, where the inner sessions have one."""
+        return None if self._immediate is None else self
 
     @property
     def num_running(self) -> int:
         """Episodes that have begun and not ended."""
         return len(self._running)
 
-    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
         """A new session; see `Sessions`."""
-        args = self._seeded_open(args)
-        opened = await self._inner.open(args, owner)
+        if args.reset is not None:
+            args = replace(args, reset=self._seeds.fill(args.reset))
+        opened = await self._inner.open(args, connection)
         self._begin_opened(opened, args)
         return opened
 
     async def open_group(
-        self, args: OpenArgs, size: int, owner: Owner | None = None
+        self,
+        args: OpenArgs,
+        size: int,
+        connection: Connection | None = None,
+        session_ids: Sequence[str] = (),
     ) -> list[Opened]:
         """Sessions on one seed; see `Sessions`."""
-        args = self._seeded_open(replace(args, reset=args.reset or ResetArgs()))
-        return self._begin_group(await self._inner.open_group(args, size, owner), args)
-
-    async def open_group_as(
-        self, session_ids: list[str], args: OpenArgs, owner: Owner | None = None
-    ) -> list[Opened]:
-        """The same under given ids; for the sessions of one server."""
-        assert isinstance(self._inner, SessionCore), "a gateway gives ids, it takes none"
-        args = self._seeded_open(replace(args, reset=args.reset or ResetArgs()))
-        return self._begin_group(await self._inner.open_group_as(session_ids, args, owner), args)
+        args = replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
+        group = await self._inner.open_group(args, size, connection, session_ids)
+        for opened in group:
+            self._begin_opened(opened, args)
+        return group
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        self._end(session_id, "reset")
-        args = self._seeded(args)
+        args = self._end_and_seed(session_id, args)
         result = await self._inner.reset(session_id, args)
+        self._begin(session_id, args, result)
+        return result
+
+    def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """The same without a wait."""
+        assert self._immediate is not None, "there is no short way"
+        args = self._end_and_seed(session_id, args)
+        result = self._immediate.reset_now(session_id, args)
         self._begin(session_id, args, result)
         return result
 
@@ -230,19 +243,20 @@ class RecordingSessions:
         running = self._running.get(session_id)
         if running is None:
             return await self._inner.step(session_id, action, step_index, timeout_s)
-        with self._calling(session_id, running):
-            try:
-                result = await self._inner.step(session_id, action, step_index, timeout_s)
-            except EnvError as error:
-                self._note_error(running, _call_of(action), error)
-                raise
-            if result.step_index == running.step_index + 1:  # no repeat
-                running.step_index += 1
-                step = _call_of(action)
-                step.result = self._result(result)
-                self._note(running, step)
-                if result.done:
-                    running.end_reason = "terminated" if result.terminated else "truncated"
+        with self._noting(session_id, running, _call_of(action)) as step:
+            result = await self._inner.step(session_id, action, step_index, timeout_s)
+            self._note_result(running, step, result)
+        return result
+
+    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
+        """The same without a wait."""
+        assert self._immediate is not None, "there is no short way"
+        running = self._running.get(session_id)
+        if running is None:
+            return self._immediate.step_now(session_id, action, step_index)
+        with self._noting(session_id, running, _call_of(action)) as step:
+            result = self._immediate.step_now(session_id, action, step_index)
+            self._note_result(running, step, result)
         return result
 
     async def state(self, session_id: str) -> bytes:
@@ -254,47 +268,36 @@ class RecordingSessions:
         running = self._running.get(session_id)
         if running is None:
             return await self._inner.call_tool(session_id, name, arguments)
-        step = RecordedStep(tool=name, arguments=arguments)
-        with self._calling(session_id, running):
-            try:
-                result = await self._inner.call_tool(session_id, name, arguments)
-            except EnvError as error:
-                self._note_error(running, step, error)
-                raise
+        called = RecordedStep(tool=name, arguments=arguments)
+        with self._noting(session_id, running, called) as step:
+            result = await self._inner.call_tool(session_id, name, arguments)
             step.tool_hash = hash_of_json(orjson.loads(result))
             self._note(running, step)
         return result
 
     async def close(self, session_id: str) -> None:
-        """Ends a session; its episode is written."""
+        """End a session; its episode is written."""
         await self._inner.close(session_id)
         self._end(session_id, "closed")
 
     async def detach(self, session_id: str) -> None:
-        """Ends a session after its `linger_s` unless it is called again before."""
+        """End a session after its `linger_s` unless it is called again before."""
         await self._inner.detach(session_id)
 
-    @property
-    def orphans(self) -> Set[str]:
-        """Sessions that outlived their connection."""
-        return getattr(self._inner, "orphans", frozenset())
+    def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
+        """Give the detached among these sessions to a connection."""
+        self._inner.attach(session_ids, connection)
 
-    def adopt(self, session_id: str, owner: Owner) -> None:
-        """Gives an orphan to the connection that calls it."""
-        if isinstance(self._inner, SessionCore):
-            self._inner.adopt(session_id, owner)
-
-    def release(self, owner: Owner) -> None:
-        """Ends or detaches what the owner opened."""
-        self._inner.release(owner)
+    def release(self, connection: Connection) -> None:
+        """End or detach what goes with a connection that ended."""
+        self._inner.release(connection)
 
     def drain(self) -> None:
-        """Takes no new sessions from now on."""
-        if isinstance(self._inner, SessionCore):
-            self._inner.drain()
+        """Take no new sessions from now on."""
+        self._inner.drain()
 
     def finish(self, reason: str = "the server stopped") -> None:
-        """Writes the episodes that still run and closes the file; for the end of a server."""
+        """Write the episodes that still run and close the file; for the end of a server."""
         for session_id, running in list(self._running.items()):
             running.end_reason = running.end_reason or reason
             self._write(session_id, running)
@@ -309,20 +312,13 @@ class RecordingSessions:
             options=built_from.options if built_from else description.options,
         )
 
-    def _seeded(self, args: ResetArgs) -> ResetArgs:
-        return args if args.seed is not None else replace(args, seed=self._seeds.draw())
-
-    def _seeded_open(self, args: OpenArgs) -> OpenArgs:
-        return args if args.reset is None else replace(args, reset=self._seeded(args.reset))
+    def _end_and_seed(self, session_id: str, args: ResetArgs) -> ResetArgs:
+        self._end(session_id, "reset")
+        return self._seeds.fill(args)
 
     def _begin_opened(self, opened: Opened, args: OpenArgs) -> None:
         if args.reset is not None and opened.first is not None:
             self._begin(opened.session_id, args.reset, opened.first)
-
-    def _begin_group(self, group: list[Opened], args: OpenArgs) -> list[Opened]:
-        for opened in group:
-            self._begin_opened(opened, args)
-        return group
 
     def _begin(self, session_id: str, args: ResetArgs, first: EncodedResult) -> None:
         assert args.seed is not None, "every recorded reset has a seed"
@@ -349,11 +345,16 @@ class RecordingSessions:
         )
 
     @contextlib.contextmanager
-    def _calling(self, session_id: str, running: _Running) -> Iterator[None]:
-        """While it lasts, the end of the episode is put off."""
+    def _noting(
+        self, session_id: str, running: _Running, step: RecordedStep
+    ) -> Iterator[RecordedStep]:
+        """The step while its call is made: notes an error, and puts off the episode's end."""
         running.num_calls += 1
         try:
-            yield
+            yield step
+        except EnvError as error:
+            self._note_error(running, step, error)
+            raise
         finally:
             running.num_calls -= 1
             if running.end_reason and not running.num_calls:
@@ -366,6 +367,15 @@ class RecordingSessions:
         elif isinstance(error, InfrastructureError):
             running.end_reason = running.end_reason or f"lost: {error.code}"
 
+    def _note_result(self, running: _Running, step: RecordedStep, result: EncodedResult) -> None:
+        if result.step_index != running.step_index + 1:  # a repeat
+            return
+        running.step_index += 1
+        step.result = self._result(result)
+        self._note(running, step)
+        if result.done:
+            running.end_reason = "terminated" if result.terminated else "truncated"
+
     def _note(self, running: _Running, step: RecordedStep) -> None:
         if running.is_cut:
             return
@@ -376,7 +386,7 @@ class RecordingSessions:
             running.episode.steps.append(step)
 
     def _end(self, session_id: str, reason: str) -> None:
-        """Writes the session's episode if one runs; also called when sessions end by themselves."""
+        """Write the session's episode if one runs; also called when sessions end by themselves."""
         running = self._running.get(session_id)
         if running is None:
             return

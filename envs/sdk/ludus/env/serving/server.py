@@ -1,6 +1,6 @@
 """One process that serves an environment over HTTP, WebSocket and gRPC.
 
-    port, grpc_port --Sessions--> SessionCore <--probes-- admin_port, without token and TLS
+    port, grpc_port --Sessions--> SessionCore <--health-- admin_port, without token and TLS
 
 SIGTERM drains: no new sessions, and an end as soon as the last one has ended, at most
 `drain_grace_s` later. SIGINT and a second SIGTERM end the server at once. `/drain` stops
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from ludus.env.contract.determinism import is_deterministic
 from ludus.env.grpc.servicer import EnvServicer, TokenInterceptor
 from ludus.env.http.app import build_app
-from ludus.env.http.health import build_probe_app
+from ludus.env.http.health import build_admin_app
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.runtime import freeze_heap
 from ludus.env.serving.cli import command_of, leave_stuck_threads_behind, server_parser
@@ -32,9 +32,9 @@ from ludus.env.serving.listeners import (
     stop_grpc_server,
 )
 from ludus.env.serving.options import ServerAddresses, ServerOptions
+from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import EnvironmentFactory, SessionHost, local_host
 from ludus.env.sessions.interface import Sessions
-from ludus.env.sessions.metrics import MeteredCore
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.importable import named
 from ludus.env.targets.targets import TargetFactory
@@ -77,13 +77,13 @@ class EnvServer:
             # A port in use is found before an environment is built.
             bind(options.host, options.bound_grpc_port, "grpc_port").close()
             host = await self._new_host()
-            self.core = MeteredCore(host, self._core_options(host))
+            self.core = SessionCore(host, self._core_options(host))
             self._recording = self._new_recording()
             sessions: Sessions = self._recording or self.core
             app = build_app(sessions, token=options.token)
             self._listeners = [HttpListener(app, sockets[0], options.tls)]
             if options.admin_port is not None:
-                self._listeners.append(HttpListener(build_probe_app(sessions), sockets[1]))
+                self._listeners.append(HttpListener(build_admin_app(sessions), sockets[1]))
             grpc_port = self._build_grpc_server(sessions)
         except BaseException:
             for one in sockets:

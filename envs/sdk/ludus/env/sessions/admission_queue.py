@@ -1,4 +1,7 @@
-"""Waiting for something that is full: first come, first served, with a deadline."""
+"""Waiting for something that is full: first come, first served, with a deadline.
+
+`SessionSlots` admits to the sessions of one server; a gateway's queue admits to those of a fleet.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from ludus.env.sessions.interface import Load, SessionEvents
+from ludus.env.sessions.options import CoreOptions
+from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
+
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +78,7 @@ class AdmissionQueue:
         return True
 
     def advance(self) -> None:
-        """Admits from the head of the line; call it whenever something became free."""
+        """Admit from the head of the line; call it whenever something became free."""
         while self._waiters:
             waiter = self._waiters[0]
             if not waiter.admitted.done():
@@ -79,8 +88,77 @@ class AdmissionQueue:
             self._waiters.popleft()
 
     def refuse_all(self, error: Exception) -> None:
-        """Ends every wait with the error."""
+        """End every wait with the error."""
         for waiter in self._waiters:
             if not waiter.admitted.done():
                 waiter.admitted.set_exception(error)
         self._waiters.clear()
+
+
+class SessionSlots:
+    """Room for the sessions of a server: those that are open, being built, and waited for."""
+
+    def __init__(self, options: CoreOptions, events: SessionEvents) -> None:
+        self._capacity = options.max_sessions
+        self._events = events
+        self._num_taken = 0
+        self._is_draining = False
+        self._queue = AdmissionQueue(
+            self._take_now,
+            self.give_back,
+            timeout_s=options.wait_for_slot_s,
+            max_waiting=options.max_waiting,
+        )
+
+    @property
+    def load(self) -> Load:
+        """How many are taken, sessions that are being built included."""
+        return Load(self._num_taken, self._capacity, len(self._queue), self._is_draining)
+
+    async def take(self, size: int) -> None:
+        """Set `size` slots aside for the caller, together.
+
+        Raises:
+            CapacityError: so many did not become free in time.
+            UnavailableError: the server drains.
+        """
+        self._refuse_while_draining()
+        await self._events.make_room(size)
+        self._refuse_while_draining()
+        if size > self._capacity:
+            raise InvalidCallError(
+                f"expected a group of at most {self._capacity} sessions, which is all"
+                f" this server holds; got {size}"
+            )
+        if not await self._queue.take(size):
+            raise CapacityError(
+                f"Server at capacity: {self._num_taken}/{self._capacity} sessions active."
+                " Cannot accept new connections.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def give_back(self, size: int = 1) -> None:
+        """Free slots for whoever waits first."""
+        self._num_taken -= size
+        self._queue.advance()
+
+    def drain(self) -> None:
+        """Admit nobody any more."""
+        self._is_draining = True
+        self._queue.refuse_all(self._draining())
+
+    def _take_now(self, size: int) -> bool:
+        if self._num_taken + size > self._capacity:
+            return False
+        self._num_taken += size
+        return True
+
+    def _refuse_while_draining(self) -> None:
+        if self._is_draining:
+            raise self._draining()
+
+    def _draining(self) -> UnavailableError:
+        return UnavailableError(
+            "this server is draining and takes no new sessions; open it elsewhere",
+            ErrorCode.DRAINING,
+        )

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
+from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CapacityError, ErrorCode, ExecutionError
@@ -32,18 +33,13 @@ ResultT = TypeVar("ResultT")
 STEP_THREAD_NAME = "ludus-env-step"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
-    """The worker processes of a host."""
-
-    num_workers: int
-    """That live now."""
-    num_ends: int
-    """That died or were killed since the host was started."""
-
-
 class HostedSession(Protocol):
     """One session where it runs; `SessionCore` makes one call at a time."""
+
+    @property
+    def direct(self) -> Session | None:
+        """What may be called without a wait; None where that would take one."""
+        ...
 
     @property
     def last(self) -> EncodedResult | None:
@@ -67,11 +63,11 @@ class HostedSession(Protocol):
         ...
 
     async def close(self) -> None:
-        """Returns when the environment is freed."""
+        """Free what the environment holds."""
         ...
 
     def kill(self, reason: str) -> None:
-        """Ends it in the middle of a call, as far as the host can."""
+        """End it in the middle of a call, as far as the host can."""
         ...
 
 
@@ -89,6 +85,11 @@ class SessionHost(Protocol):
         ...
 
     @property
+    def runs_inline(self) -> bool:
+        """True when its sessions are called directly."""
+        ...
+
+    @property
     def workers(self) -> WorkerCounts | None:
         """Its worker processes; None of a host that has none."""
         ...
@@ -102,13 +103,14 @@ class SessionHost(Protocol):
         ...
 
     async def shut_down(self) -> None:
-        """Frees threads and processes; running calls are abandoned."""
+        """Free threads and processes; running calls are abandoned."""
         ...
 
 
 class InlineHost:
     """Sessions on the event loop, for environments that promise to answer at once."""
 
+    runs_inline = True
     workers = None
 
     def __init__(self, factory: EnvironmentFactory, description: EnvironmentDescription) -> None:
@@ -116,58 +118,19 @@ class InlineHost:
         self.description = description
         self._factory = factory
 
-    def build(self, session_id: str, with_text: bool) -> Session:
-        """A new session, without a wait."""
-        return build_session(self._factory, self.name, session_id, with_text)
-
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> InlineSession:
+    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
         """A new session, to be reset."""
-        return InlineSession(self.build(session_id, with_text))
+        session = build_session(self._factory, self.name, session_id, with_text)
+        return LocalSession(session, None)
 
     async def shut_down(self) -> None:
-        """Nothing is held."""
-
-
-class InlineSession:
-    """A session that is called directly."""
-
-    __slots__ = ("session",)
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    @property
-    def last(self) -> EncodedResult | None:
-        """The latest answer, None before the first reset."""
-        return self.session.last
-
-    async def reset(self, args: ResetArgs) -> EncodedResult:
-        """The first answer of a new episode."""
-        return self.session.reset(args)
-
-    async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
-        """The answer to one action."""
-        return self.session.step(action, step_index)
-
-    async def state_json(self) -> bytes:
-        """The environment's state."""
-        return self.session.state_json()
-
-    async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
-        """What a tool returned, as JSON."""
-        return self.session.call_tool(name, arguments)
-
-    async def close(self) -> None:
-        """Returns when the environment is freed."""
-        self.session.close()
-
-    def kill(self, reason: str) -> None:
-        """Nothing: a call on the event loop cannot be interrupted."""
+        """Do nothing: nothing is held."""
 
 
 class ThreadHost:
     """Sessions in the server's threads; a thread cannot be stopped, only left behind."""
 
+    runs_inline = False
     workers = None
 
     def __init__(
@@ -181,30 +144,30 @@ class ThreadHost:
         self._factory = factory
         self._threads = ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
 
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> ThreadSession:
+    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
         """A new session, to be reset."""
-        session = await self.run(
-            lambda: build_session(self._factory, self.name, session_id, with_text)
-        )
-        return ThreadSession(session, self)
-
-    async def run(self, call: Callable[[], ResultT]) -> ResultT:
-        """The call's value, from a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        build = partial(build_session, self._factory, self.name, session_id, with_text)
+        session = await asyncio.get_running_loop().run_in_executor(self._threads, build)
+        return LocalSession(session, self._threads)
 
     async def shut_down(self) -> None:
-        """Lets go of the threads; steps that still run are abandoned."""
+        """Let go of the threads; steps that still run are abandoned."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class ThreadSession:
-    """A session whose calls run in threads, one at a time."""
+class LocalSession:
+    """A session in this process.
 
-    __slots__ = ("_host", "_session")
+    Args:
+        threads: where its calls run; None is the event loop.
+    """
 
-    def __init__(self, session: Session, host: ThreadHost) -> None:
+    __slots__ = ("_session", "_threads", "direct")
+
+    def __init__(self, session: Session, threads: Executor | None) -> None:
         self._session = session
-        self._host = host
+        self._threads = threads
+        self.direct = session if threads is None else None
 
     @property
     def last(self) -> EncodedResult | None:
@@ -213,26 +176,31 @@ class ThreadSession:
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        return await self._host.run(lambda: self._session.reset(args))
+        return await self._run(lambda: self._session.reset(args))
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """The answer to one action."""
-        return await self._host.run(lambda: self._session.step(action, step_index))
+        return await self._run(lambda: self._session.step(action, step_index))
 
     async def state_json(self) -> bytes:
         """The environment's state."""
-        return await self._host.run(self._session.state_json)
+        return await self._run(self._session.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned, as JSON."""
-        return await self._host.run(lambda: self._session.call_tool(name, arguments))
+        return await self._run(lambda: self._session.call_tool(name, arguments))
 
     async def close(self) -> None:
-        """Returns when the environment is freed."""
-        await self._host.run(self._session.close)
+        """Free what the environment holds."""
+        await self._run(self._session.close)
 
     def kill(self, reason: str) -> None:
-        """Nothing: a thread cannot be stopped; its session is not entered again."""
+        """Do nothing: neither a thread nor the event loop can be stopped in a call."""
+
+    async def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        if self._threads is None:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> InlineHost | ThreadHost:

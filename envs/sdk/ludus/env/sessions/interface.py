@@ -10,17 +10,19 @@ a gateway's sessions live on other servers. The wires cannot tell them apart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
+from ludus.env.sessions.tombstones import Ended
 from ludus.env.types import EnvironmentDescription, JsonObject
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
-    """A connection, the sessions that were opened on it, and who is behind it."""
+class Connection:
+    """A client's connection over any wire: the sessions that go with it, and who is behind it."""
 
     session_ids: set[str] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -32,18 +34,18 @@ class Owner:
 class SessionEvents:
     """Whom a process tells of its sessions; wires add themselves to the lists."""
 
-    on_end: list[Callable[[str, str], None]] = field(default_factory=list)
-    """Called with id and reason when a session has ended, whoever ended it."""
+    on_end: list[Callable[[str, Ended], None]] = field(default_factory=list)
+    """Called with the id and why, when a session has ended, whoever ended it."""
     before_open: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
     """Called with how many sessions are wanted; may end sessions that can be spared."""
 
-    def ended(self, session_id: str, reason: str) -> None:
-        """Tells that a session has ended."""
+    def ended(self, session_id: str, why: Ended) -> None:
+        """Tell that a session has ended."""
         for tell in self.on_end:
-            tell(session_id, reason)
+            tell(session_id, why)
 
     async def make_room(self, size: int) -> None:
-        """Returns when what can be spared for `size` new sessions is ended."""
+        """End what can be spared for `size` new sessions."""
         for spare in self.before_open:
             await spare(size)
 
@@ -72,6 +74,13 @@ class Opened:
     first: EncodedResult | None
     """Its first answer, when a reset was asked for."""
 
+    @property
+    def view(self) -> tuple[bytes, bytes]:
+        """What a player sees first, for comparison within a group."""
+        assert self.first is not None, "a group is opened with a reset"
+        text = self.first.text
+        return self.first.observation_json, text.messages_json if text is not None else b""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -83,6 +92,18 @@ class Load:
     """Opens that wait for a free session."""
     is_draining: bool = False
     """It takes no new sessions and ends when the last one has."""
+
+
+class ImmediateCalls(Protocol):
+    """Calls whose answer needs no wait: to environments that step on this event loop."""
+
+    def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
+        """What `Sessions.reset` answers."""
+        ...
+
+    def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
+        """What `Sessions.step` answers."""
+        ...
 
 
 class Sessions(Protocol):
@@ -101,7 +122,27 @@ class Sessions(Protocol):
         """How full it is."""
         ...
 
-    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+    @property
+    def events(self) -> SessionEvents:
+        """Whom it tells of its sessions."""
+        ...
+
+    @property
+    def counts(self) -> SessionCounts | None:
+        """What has happened; None where others count, as the servers of a gateway."""
+        ...
+
+    @property
+    def workers(self) -> WorkerCounts | None:
+        """Its worker processes; None where it has none."""
+        ...
+
+    @property
+    def immediate(self) -> ImmediateCalls | None:
+        """The short way for steps and resets; None where answers have to be waited for."""
+        ...
+
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
         """A new session; it waits for a free one as long as the server is told to.
 
         Raises:
@@ -110,9 +151,16 @@ class Sessions(Protocol):
         ...
 
     async def open_group(
-        self, args: OpenArgs, size: int, owner: Owner | None = None
+        self,
+        args: OpenArgs,
+        size: int,
+        connection: Connection | None = None,
+        session_ids: Sequence[str] = (),
     ) -> list[Opened]:
         """Sessions on one seed, all or none, whose first answers are the same.
+
+        Args:
+            session_ids: ids signed by a gateway, one for each; none lets the server choose.
 
         Raises:
             CapacityError: so many did not become free together.
@@ -145,13 +193,25 @@ class Sessions(Protocol):
         ...
 
     async def close(self, session_id: str) -> None:
-        """Ends a session; one that is gone already is no error."""
+        """End a session; one that is gone already is no error."""
         ...
 
     async def detach(self, session_id: str) -> None:
-        """Ends a session after its `linger_s` unless it is called again before."""
+        """End a session after its `linger_s` unless it is called again before."""
         ...
 
-    def release(self, owner: Owner) -> None:
-        """Ends or detaches what the owner opened, also what is still being built."""
+    def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
+        """Give the detached among these sessions to the connection that calls them now.
+
+        Without that they would not end with it, only when idle. Other sessions stay whose
+        they are.
+        """
+        ...
+
+    def release(self, connection: Connection) -> None:
+        """End or detach what goes with a connection that ended, also what is being built."""
+        ...
+
+    def drain(self) -> None:
+        """Take no new sessions from now on; those that are open continue."""
         ...

@@ -20,7 +20,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ludus.env.sessions.hosts import OnLost, WorkerCounts
+from ludus.env.sessions.hosts import OnLost
+from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.targets.importable import FactoryName
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import memory_mb
@@ -74,6 +75,8 @@ class WorkerOptions:
 
 class WorkerHost:
     """Sessions in worker processes; implements `SessionHost`. `start` makes one."""
+
+    runs_inline = False
 
     def __init__(self, name: FactoryName, options: WorkerOptions, spawning: WorkerSpawning) -> None:
         self.name = name.target

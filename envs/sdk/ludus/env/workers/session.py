@@ -44,6 +44,7 @@ class WorkerSession:
     """One session; `SessionCore` makes one call at a time."""
 
     __slots__ = ("_begun_s", "_call", "_host", "_last", "id", "worker")
+    direct = None
 
     def __init__(self, session_id: str, worker: Worker, host: SessionPlace) -> None:
         self.id = session_id

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.messages.protobuf import fill_open_args, read_opened
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.sessions.interface import OpenArgs, Opened
+from ludus.env.sessions.options import DefaultSeeds
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     AuthenticationError,
@@ -60,6 +60,7 @@ class SessionOpener:
         self._key = key
         self._admission = admission
         self._id_lifetime_s = id_lifetime_s
+        self._seeds = DefaultSeeds()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(
@@ -78,7 +79,7 @@ class SessionOpener:
         if size < 1:
             raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
         if is_group:
-            args = _with_seed(args)
+            args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
         open_on = self._open_group if is_group else self._open_one
         deadline_s = self._admission.deadline_s()
         refused: set[ServerLink] = set()
@@ -113,7 +114,7 @@ class SessionOpener:
         )
         failure = next((o for o in outcomes if isinstance(o, BaseException)), None)
         placed = [one for o in outcomes if not isinstance(o, BaseException) for one in o]
-        if failure is None and len({_view_of(one.opened) for one in placed}) == 1:
+        if failure is None and len({one.opened.view for one in placed}) == 1:
             return placed
         for one in placed:
             one.link.send_close(one.opened.session_id)
@@ -183,17 +184,3 @@ async def _ask(link: ServerLink, write: Callable[[pb.Call], None]) -> pb.Reply:
     except (AuthenticationError, SessionLostError) as error:
         link.refuse(error.message)
         raise
-
-
-def _with_seed(args: OpenArgs) -> OpenArgs:
-    reset = args.reset or ResetArgs()
-    if reset.seed is None:
-        reset = dataclasses.replace(reset, seed=secrets.randbits(63))
-    return dataclasses.replace(args, reset=reset)
-
-
-def _view_of(opened: Opened) -> tuple[bytes, bytes]:
-    """What a player sees first, for comparison."""
-    first = opened.first
-    assert first is not None, "a group is opened with a reset"
-    return first.observation_json, first.text.messages_json if first.text is not None else b""

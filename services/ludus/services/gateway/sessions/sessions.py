@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -25,7 +25,8 @@ import orjson
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
 from ludus.env.security.session_ids import OPEN_WITHIN_S, SessionKey
-from ludus.env.sessions.interface import Load, OpenArgs, Opened, Owner, SessionEvents
+from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
+from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
@@ -52,6 +53,9 @@ from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
 _DIRECT_HOLD_S = 5.0
+_CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
+_CONNECTION_ENDED = Ended(SessionEnd.CONNECTION_ENDED, "the connection that opened it ended")
+_EPISODE_ENDED = Ended(SessionEnd.EPISODE_ENDED, "its episode ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,14 @@ class Placement:
 class GatewaySessions:
     """The sessions of one environment, wherever they are."""
 
+    counts = None
+    workers = None
+    immediate = None
+
     def __init__(
         self,
         environment: str,
-        seams: GatewayContext,
+        context: GatewayContext,
         options: SessionOptions | None = None,
         admission: AdmissionOptions | None = None,
         links: LinkOptions | None = None,
@@ -107,17 +115,17 @@ class GatewaySessions:
             environment,
             admission or AdmissionOptions(),
             links or LinkOptions(),
-            lambda seconds: seams.metrics.waited(environment, seconds),
+            lambda seconds: context.metrics.waited(environment, seconds),
         )
         self.fleet = self.admission.fleet
         self._openings = SessionOpener(
-            environment, seams.key, self.admission, self.options.id_lifetime_s
+            environment, context.key, self.admission, self.options.id_lifetime_s
         )
-        self._routes = seams.routes
-        self._quotas = seams.quotas
-        self._metrics = seams.metrics
+        self._routes = context.routes
+        self._quotas = context.quotas
+        self._metrics = context.metrics
         self._held = TrackedSessions(
-            seams.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
+            context.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
         )
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
@@ -180,15 +188,24 @@ class GatewaySessions:
 
     # -- opening -----------------------------------------------------------------------
 
-    async def open(self, args: OpenArgs, owner: Owner | None = None) -> Opened:
+    async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
         """A new session; see `Sessions`."""
-        return (await self._open(args, 1, owner, is_group=False))[0]
+        return (await self._open(args, 1, connection, is_group=False))[0]
 
     async def open_group(
-        self, args: OpenArgs, size: int, owner: Owner | None = None
+        self,
+        args: OpenArgs,
+        size: int,
+        connection: Connection | None = None,
+        session_ids: Sequence[str] = (),
     ) -> list[Opened]:
         """Sessions on one seed, all or none, together on one server if it has the room."""
-        return await self._open(args, size, owner, is_group=True)
+        if session_ids:
+            raise InvalidCallError(
+                f"expected no session ids in an open, got {len(session_ids)}: the gateway"
+                " chooses them"
+            )
+        return await self._open(args, size, connection, is_group=True)
 
     async def place(self, num_sessions: int) -> Placement:
         """Room on one server, for a client that opens its sessions there itself.
@@ -216,7 +233,7 @@ class GatewaySessions:
         return Placement(endpoint.grpc_address, endpoint.http_address, ids, OPEN_WITHIN_S)
 
     async def _open(
-        self, args: OpenArgs, size: int, owner: Owner | None, *, is_group: bool
+        self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool
     ) -> list[Opened]:
         tenant = self._enter()
         if self.events.before_open and not self.fleet.has_room(size):
@@ -235,9 +252,9 @@ class GatewaySessions:
             raise
         self._metrics.opened(self.environment, size, self._loop.time() - started_s)
         for one in placed:
-            self._hold(one, args, owner, tenant)
-        if owner is not None and owner.ended.is_set():
-            self.release(owner)
+            self._hold(one, args, connection, tenant)
+        if connection is not None and connection.ended.is_set():
+            self.release(connection)
         return [one.opened for one in placed]
 
     def _take_quota(self, tenant: Tenant, num_sessions: int) -> None:
@@ -248,12 +265,12 @@ class GatewaySessions:
             raise
 
     def _hold(
-        self, placed: PlacedSession, args: OpenArgs, owner: Owner | None, tenant: Tenant
+        self, placed: PlacedSession, args: OpenArgs, connection: Connection | None, tenant: Tenant
     ) -> None:
         held = TrackedSession(
             link=placed.link,
             tenant=tenant,
-            owner=owner,
+            connection=connection,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
             used_s=self._loop.time(),
@@ -320,7 +337,7 @@ class GatewaySessions:
         return reply.call_tool.result_json
 
     async def close(self, session_id: str) -> None:
-        """Ends a session; one that is gone already is no error."""
+        """End a session; one that is gone already is no error."""
 
         def write(call: pb.Call) -> None:
             call.close.session_id = session_id
@@ -328,7 +345,7 @@ class GatewaySessions:
         held = self._held.get(session_id)
         try:
             self.route(session_id)
-            self._held.forget(session_id, "it was closed")
+            self._held.forget(session_id, _CLOSED)
             await self.call("close", session_id, write, is_repeatable=True)
         except InfrastructureError:
             pass  # it is gone, or ends after its linger
@@ -338,7 +355,7 @@ class GatewaySessions:
             self.admission.advance()
 
     async def detach(self, session_id: str) -> None:
-        """Ends a session after its linger unless it is called again before."""
+        """End a session after its linger unless it is called again before."""
 
         def write(call: pb.Call) -> None:
             call.detach.session_id = session_id
@@ -349,22 +366,27 @@ class GatewaySessions:
             return  # it is gone, or its linger has begun with the broken connection
         self._held.disown(session_id)
 
-    def release(self, owner: Owner) -> None:
-        """Detaches what the owner opened or called; where nothing lingers it is closed."""
-        owner.ended.set()
-        for session_id in list(owner.session_ids):
+    def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
+        """Note that a connection calls these; what was opened elsewhere goes with it, too."""
+        for session_id in session_ids:
+            self._held.attach(session_id, connection)
+
+    def release(self, connection: Connection) -> None:
+        """Detach what the connection opened or called; where nothing lingers it is closed."""
+        connection.ended.set()
+        for session_id in list(connection.session_ids):
             held = self._held.get(session_id)
             link = held.link if held is not None else self._known_link(session_id)
             if link is None or self._is_leaving:
                 continue  # the server detaches it when this gateway's own stream ends
             if held is not None and held.linger_s <= 0:
-                self._held.forget(session_id, "the connection that opened it ended")
+                self._held.forget(session_id, _CONNECTION_ENDED)
                 link.send_close(session_id)
                 link.closed(1)
                 continue
             link.send_detach(session_id)
             self._held.disown(session_id)
-        owner.session_ids.clear()
+        connection.session_ids.clear()
         self.admission.advance()
 
     # -- for the gateway's own wires ---------------------------------------------------
@@ -410,7 +432,7 @@ class GatewaySessions:
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
         route = self.route(session_id)
-        self._held.touch(session_id, None)
+        self._held.touch((session_id,))
         code: str = OK
         started_s = self._loop.time()
         try:
@@ -426,45 +448,43 @@ class GatewaySessions:
             took_s = self._loop.time() - started_s
             self._metrics.called(self.environment, kind, code, took_s)
 
-    def touch(self, session_id: str, owner: Owner | None) -> None:
-        """Notes a call that goes to the session's server by another way."""
-        self._held.touch(session_id, owner)
-
-    def touch_all(self, session_ids: list[str]) -> None:
-        """The same for many."""
-        self._held.touch_all(session_ids)
+    def touch(self, session_ids: Iterable[str]) -> None:
+        """Note calls that go to the sessions' server by another way, outside any stream."""
+        self._held.touch(session_ids)
 
     def note_result(self, session_id: str, result: pb.StepResult) -> None:
-        """Forgets a session that ended with its episode."""
+        """Forget a session that ended with its episode."""
         if result.terminated or result.truncated:
             held = self._held.get(session_id)
             if held is not None and held.close_when_done:
-                self._held.forget(session_id, "its episode ended")
+                self._held.forget(session_id, _EPISODE_ENDED)
                 held.link.closed(1)
                 self.admission.advance()
 
     def note_failure(self, session_id: str, error: EnvError) -> None:
-        """Forgets a session that is gone; one whose call timed out is ended for good."""
+        """Forget a session that is gone; one whose call timed out is ended for good."""
         held = self._held.get(session_id)
         if held is None or not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
-        self._held.forget(session_id, error.message)
-        if isinstance(error, CallTimeoutError):
+        timed_out = isinstance(error, CallTimeoutError)
+        kind = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
+        self._held.forget(session_id, Ended(kind, error.message))
+        if timed_out:
             held.link.send_close(session_id)
         held.link.closed(1)
         self._metrics.lost(self.environment, 1)
         self.admission.advance()
 
     def drain(self) -> None:
-        """Takes no new sessions from now on; those there are continue."""
+        """Take no new sessions from now on; those there are continue."""
         self.admission.drain()
 
     def leave(self) -> None:
-        """From now on connections that end leave their sessions to other gateways."""
+        """Leave the sessions of connections that end from now on to other gateways."""
         self._is_leaving = True
 
     async def shut_down(self) -> None:
-        """Ends the links; the sessions stay on their servers for their linger."""
+        """End the links; the sessions stay on their servers for their linger."""
         self.drain()
         self.leave()
         self._held.close()
@@ -478,7 +498,7 @@ class GatewaySessions:
         return tenant
 
     async def _spare(self, size: int) -> None:
-        """Ends sessions that can be spared, whoever's they are."""
+        """End sessions that can be spared, whoever's they are."""
         context = copy_context()
         context.run(enter_tenant, ITSELF)
         await self._loop.create_task(self.events.make_room(size), context=context)

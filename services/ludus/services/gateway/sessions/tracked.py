@@ -2,7 +2,7 @@
 
     opened --add--> held --touch at each call--> ... --forget--> quota and events are told
                       |  its connection ends
-                      +--disown--> lingers; the next call makes it its caller's
+                      +--disown--> lingers; the next call attaches it to its caller
 
 Routing needs none of this. The sweep forgets sessions that their servers ended without a
 word, because nobody called them any more, so that quotas do not fill up with the dead. And
@@ -13,15 +13,18 @@ server broke: for the server they linger, and each `detach` lets the linger begi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ludus.env.sessions.interface import Owner, SessionEvents
+from ludus.env.sessions.interface import Connection, SessionEvents
+from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Tenant
 
 _MIN_SWEEP_S = 0.1
 _MAX_SWEEP_S = 5.0
+_UNCALLED = Ended(SessionEnd.IDLE, "nobody called it any more")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +33,7 @@ class TrackedSession:
 
     link: ServerLink
     tenant: Tenant
-    owner: Owner | None
+    connection: Connection | None
     close_when_done: bool
     linger_s: float
     used_s: float
@@ -66,26 +69,24 @@ class TrackedSessions:
         return self._held.get(session_id)
 
     def add(self, session_id: str, held: TrackedSession) -> None:
-        """Holds a new session."""
+        """Hold a new session."""
         self._held[session_id] = held
-        if held.owner is not None:
-            held.owner.session_ids.add(session_id)
+        if held.connection is not None:
+            held.connection.session_ids.add(session_id)
 
-    def touch(self, session_id: str, owner: Owner | None) -> None:
-        """Notes a call; a session whose own connection ended belongs to the caller's now."""
+    def attach(self, session_id: str, connection: Connection) -> None:
+        """Note a call; a session whose own connection ended goes with the caller's now."""
         held = self._held.get(session_id)
         if held is None:
-            if owner is not None:
-                owner.session_ids.add(session_id)
+            connection.session_ids.add(session_id)
             return
-        held.used_s = self._loop.time()
-        held.detached_s = 0.0
-        if held.owner is None and owner is not None:
-            held.owner = owner
-            owner.session_ids.add(session_id)
+        held.used_s, held.detached_s = self._loop.time(), 0.0
+        if held.connection is None:
+            held.connection = connection
+            connection.session_ids.add(session_id)
 
-    def touch_all(self, session_ids: list[str]) -> None:
-        """Notes calls that came outside any stream."""
+    def touch(self, session_ids: Iterable[str]) -> None:
+        """Note calls that came outside any stream."""
         get, now_s = self._held.get, self._loop.time()
         for session_id in session_ids:
             held = get(session_id)
@@ -93,38 +94,38 @@ class TrackedSessions:
                 held.used_s, held.detached_s = now_s, 0.0
 
     def disown(self, session_id: str) -> None:
-        """Notes that the session's connection has ended."""
+        """Note that the session's connection has ended."""
         held = self._held.get(session_id)
         if held is None:
             return
         held.detached_s = self._loop.time()
-        if held.owner is not None:
-            held.owner.session_ids.discard(session_id)
-            held.owner = None
+        if held.connection is not None:
+            held.connection.session_ids.discard(session_id)
+            held.connection = None
 
-    def forget(self, session_id: str, reason: str) -> TrackedSession | None:
+    def forget(self, session_id: str, why: Ended) -> TrackedSession | None:
         """What was known of a session that has ended, None where that was nothing."""
         held = self._held.pop(session_id, None)
         if held is None:
             return None
         self._quotas.closed(held.tenant, 1)
-        if held.owner is not None:
-            held.owner.session_ids.discard(session_id)
-        self._events.ended(session_id, reason)
+        if held.connection is not None:
+            held.connection.session_ids.discard(session_id)
+        self._events.ended(session_id, why)
         return held
 
     def close(self) -> None:
-        """Ends the sweep."""
+        """End the sweep."""
         self._sweeping.cancel()
 
     async def _sweep_forever(self) -> None:
-        """Never returns."""
+        """Sweep until cancelled."""
         while True:
             await asyncio.sleep(self._sweep_each_s)
             now_s = self._loop.time()
             for session_id, held in list(self._held.items()):
                 lingered = held.detached_s and held.detached_s + held.linger_s < now_s
                 if lingered or held.used_s + self._idle_timeout_s < now_s:
-                    self.forget(session_id, "nobody called it any more")
+                    self.forget(session_id, _UNCALLED)
                 elif not held.detached_s and held.used_s < held.link.connected_s:
                     held.link.send_detach(session_id)

@@ -16,8 +16,8 @@ from typing import Any
 
 from ludus.env.grpc.call_server import CallServer, ReplyWriter, Write
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.messages.protobuf import fill_error
-from ludus.env.sessions.interface import Owner
+from ludus.env.messages.protobuf import fill_error, session_of
+from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 from ludus.services.gateway.sessions.sessions import GatewaySessions
@@ -37,15 +37,17 @@ class CallRelay:
         self._quotas = quotas
         self._metrics = metrics
 
-    async def serve(self, batches: AsyncIterable[pb.CallBatch], write: Write, owner: Owner) -> None:
+    async def serve(
+        self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
+    ) -> None:
         """Returns when the batches have ended and every call is answered."""
-        conversation = _Conversation(self, ReplyWriter(write), owner)
+        conversation = _Conversation(self, ReplyWriter(write), connection)
         try:
             await conversation.serve(batches)
         finally:
-            self._sessions.release(owner)
+            self._sessions.release(connection)
 
-    def stream_for(self, session_id: str, owner: Owner) -> CallStream | None:
+    def stream_for(self, session_id: str, connection: Connection) -> CallStream | None:
         """The live stream to the session's server; None where that takes a wait.
 
         Raises:
@@ -53,7 +55,7 @@ class CallRelay:
         """
         sessions = self._sessions
         route = sessions.route(session_id)
-        sessions.touch(session_id, owner)
+        sessions.attach((session_id,), connection)
         link = sessions.fleet.link_of(route.server_id)
         return link.live_stream(route.server_id) if link is not None else None
 
@@ -81,7 +83,7 @@ class CallRelay:
             sessions.note_result(call.step.session_id, outcome.result)
         self._metrics.called(sessions.environment, kind, code, took_s)
 
-    async def answer(self, call: pb.Call, kind: str | None, owner: Owner) -> pb.Reply:
+    async def answer(self, call: pb.Call, kind: str | None, connection: Connection) -> pb.Reply:
         """The reply to a call that may have to wait.
 
         Raises:
@@ -90,9 +92,9 @@ class CallRelay:
         reply = pb.Reply()
         match kind:
             case "open":
-                await self._calls.open(call.open, reply.open, owner)
+                await self._calls.open(call.open, reply.open, connection)
             case "open_group":
-                await self._calls.open_group(call.open_group, reply.open_group, owner)
+                await self._calls.open_group(call.open_group, reply.open_group, connection)
             case "close":
                 await self._sessions.close(call.close.session_id)
                 reply.close.SetInParent()
@@ -122,10 +124,10 @@ class CallRelay:
 class _Conversation:
     """One client's stream: its calls on the way, and the replies that wait to be written."""
 
-    def __init__(self, relay: CallRelay, replies: ReplyWriter, owner: Owner) -> None:
+    def __init__(self, relay: CallRelay, replies: ReplyWriter, connection: Connection) -> None:
         self._relay = relay
         self._replies = replies
-        self._owner = owner
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_on_the_way = 0
@@ -162,7 +164,7 @@ class _Conversation:
         try:
             if kind == "step":
                 self._relay.count_step()
-            stream = self._relay.stream_for(message.session_id, self._owner)
+            stream = self._relay.stream_for(message.session_id, self._connection)
         except EnvError as error:
             self._refuse(call, message.session_id, error)
             return
@@ -201,10 +203,9 @@ class _Conversation:
 
     async def _answer(self, call: pb.Call, kind: str | None) -> None:
         try:
-            reply = await self._relay.answer(call, kind, self._owner)
+            reply = await self._relay.answer(call, kind, self._connection)
         except EnvError as error:
-            session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
-            self._refuse(call, session_id, error)
+            self._refuse(call, session_of(call), error)
             return
         reply.call_id = call.call_id
         self._replies.put(reply)

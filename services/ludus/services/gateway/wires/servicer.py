@@ -17,7 +17,7 @@ from ludus.env.grpc.servicer import Context, EnvServicer, abort, or_abort
 from ludus.env.grpc.step_stream import answer_in_order
 from ludus.env.messages.protobuf import CONNECTED_KEY
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT
-from ludus.env.sessions.interface import Owner
+from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import ENVIRONMENT_KEY, find_environment
@@ -112,8 +112,8 @@ class GatewayServicer:
         except EnvError as error:
             await abort(context, error)
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
-        owner = Owner(tenant=current_tenant().name)
-        await self._relays[sessions.environment].serve(batches, context.write, owner)
+        connection = Connection(tenant=current_tenant().name)
+        await self._relays[sessions.environment].serve(batches, context.write, connection)
 
     async def _place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceResponse:
         try:

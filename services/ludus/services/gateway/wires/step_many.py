@@ -127,7 +127,7 @@ class StepManyRelay:
     ) -> bytes:
         """The server's answer; if it cannot be had, an error for each step."""
         sessions = find_environment(self._environments, part.route.environment)
-        sessions.touch_all(part.session_ids)
+        sessions.touch(part.session_ids)
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:
