@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from counting_env import CountingEnv
+from counting_env import CountingEnv, ThreadedCountingEnv
 from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
@@ -205,6 +205,24 @@ async def test_a_recording_replays_without_a_difference_and_a_change_is_named(tm
     changed = path.read_text().replace('{"text":"ADD 2"', '{"text":"ADD 1"', 1)
     path.write_text(changed)
     assert await replays_of(path) == ["step 1: expected reward 2.0, got 1.0", ""]
+
+
+async def test_steps_that_need_no_wait_are_recorded_like_the_others(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl")
+    immediate = sessions.immediate
+    assert immediate is not None
+    assert recorded(tmp_path / "t", factory=ThreadedCountingEnv).immediate is None
+    session_id = (await sessions.open(OpenArgs())).session_id
+    immediate.reset_now(session_id, ResetArgs(seed=2))
+    immediate.step_now(session_id, b'{"add":2}', 1)
+    immediate.step_now(session_id, b'{"add":2}', 1)
+    with pytest.raises(EnvError):
+        immediate.step_now(session_id, b'{"add":0}', 2)
+    immediate.step_now(session_id, b'{"add":7}', 2)
+    (episode,) = episodes_of(tmp_path / "r.jsonl")
+    assert (episode.seed, episode.end_reason) == (2, "truncated")
+    assert [step.error for step in episode.steps] == [None, "ILLEGAL_ACTION", None]
+    assert sessions.counts.num_steps == 3
 
 
 @pytest.mark.parametrize("wire", WIRES)
