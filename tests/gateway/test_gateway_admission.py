@@ -53,7 +53,7 @@ async def test_a_full_fleet_refuses_at_once_and_says_when_to_come_back_without_a
             await sessions.open(SEEDED)
         assert caught.value.retry_after_s > 0
         async with httpx.AsyncClient() as http:
-            answer = await http.post(f"{gateway.http_address}/v1/envs/{NAME}/sessions", json={})
+            answer = await http.post(f"{gateway.http_address}/envs/{NAME}/reset", json={})
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
         assert num_sessions(servers) == 4

@@ -154,9 +154,9 @@ def test_refused_calls_reach_the_metrics() -> None:
     metrics = GatewayMetrics(["chess"])
     access = Access.single("0123456789abcdef0123")
     access.on_failure = metrics.auth_failed
-    for authorization in (None, "Bearer wrong", "nonsense"):
+    for authorization in ([], ["Bearer wrong"], ["nonsense"]):
         with pytest.raises(Exception, match="expected a token"):
-            access.authenticate(authorization)
+            access.authenticate(*authorization)
     found = samples(metrics)
     for kind in ("missing", "unknown", "malformed"):
         assert found["ludus_gateway_auth_failures_total", kind] == 1

@@ -6,6 +6,7 @@ import json
 import grpc
 import httpx
 import pytest
+import requests
 import websockets
 from gateways import (
     NAME,
@@ -26,6 +27,7 @@ from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 
+TOKEN = "token-of-the-whole-gateway"
 ACTIONS = [{"add": 1}, {"add": 8}, {"add": 2}, {"add": 3}, {"add": 1}]
 
 
@@ -72,17 +74,21 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
         await until(lambda: gateway.num_held == 0)
 
 
-async def test_the_token_in_the_path_reaches_the_same_environment(monkeypatch):
-    monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", "token-of-the-whole-gateway")
+async def test_a_token_in_the_address_is_enough(monkeypatch):
+    monkeypatch.setenv("LUDUS_GATEWAY_TOKEN", TOKEN)
     async with served() as (gateway, _):
-        base = f"{gateway.http_address}/t/token-of-the-whole-gateway/envs/{NAME}"
+        base = f"{gateway.http_address}/envs/{NAME}".replace("://", f"://me:{TOKEN}@")
         async with await AsyncEnvClient.connect(base) as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 3})).reward == 3.0
+        async with websockets.connect(f"{base.replace('http', 'ws')}/ws") as socket:
+            await socket.send('{"type": "reset", "data": {}}')
+            assert '"observation"' in str(await socket.recv())
+        plain = await asyncio.to_thread(requests.get, f"{base}/metadata", timeout=10)
+        assert plain.json()["name"] == NAME
         async with httpx.AsyncClient() as http:
             refused = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata")
             assert refused.status_code == 401
-            assert (await http.get(f"{base}/metadata")).json()["name"] == NAME
 
 
 async def test_step_many_over_two_servers_answers_in_order():
@@ -165,30 +171,15 @@ def two_environments(one, other):
     )
 
 
-async def test_the_api_serves_clients_that_speak_nothing_but_http():
-    async with served() as (gateway, servers), http_of(gateway) as http:
+async def test_what_environments_there_are_is_told_over_http():
+    async with served(2) as (gateway, _), http_of(gateway) as http:
         listed = (await http.get("/v1/envs")).json()["environments"]
-        assert [one["name"] for one in listed] == [NAME]
-        sessions = f"/v1/envs/{NAME}/sessions"
-        opened = await http.post(sessions, json={"seed": 3, "group_size": 2})
-        assert opened.status_code == 201
-        ids = [one["session_id"] for one in opened.json()["sessions"]]
-        step = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
-        assert (step.json()["reward"], step.json()["step_index"]) == (2.0, 1)
-        both = await http.post(f"{sessions}/{ids[0]}/step", json={})
-        assert both.status_code == 422
-        state = await http.get(f"{sessions}/{ids[0]}/state")
-        assert state.json()["total"] == 2
-        again = await http.post(f"{sessions}/{ids[1]}/reset", json={"seed": 4})
-        assert again.json()["step_index"] == 0
-        for session_id in ids:
-            assert (await http.delete(f"{sessions}/{session_id}")).status_code == 204
-        assert num_sessions(servers) == 0
-        lost = await http.post(f"{sessions}/{ids[0]}/step", json={"text": "ADD 2"})
-        assert (lost.status_code, lost.json()["detail"]["code"]) == (410, "SESSION_LOST")
+        assert [(one["name"], one["num_servers"]) for one in listed] == [(NAME, 2)]
+        shown = (await http.get(f"/v1/envs/{NAME}")).json()
+        assert shown["environment"] == NAME and shown["action_schema"]["type"] == "object"
 
 
-@pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope/sessions", "/v1/envs/nope"])
+@pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope"])
 async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(path):
     async with served() as (gateway, _), httpx.AsyncClient() as http:
         method = "GET" if path.endswith("nope") else "POST"

@@ -62,12 +62,13 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
 ) -> None:
     async with http_of(gateway, ca_file) as http:
         assert (await http.get("/v1/envs")).status_code == 401
-        assert (await http.get(f"/t/{ALICE}/v1/envs")).status_code == 200
-    url = gateway.http_address.replace("https", "wss")
+        assert (await http.get("/v1/envs", auth=("alice", ALICE))).status_code == 200
+    url = f"{gateway.http_address}/envs/{NAME}/ws".replace("https", "wss")
     context = client_ssl_context(ca_file)
     with pytest.raises(websockets.InvalidStatus):
-        await websockets.connect(f"{url}/envs/{NAME}/ws", ssl=context)
-    async with websockets.connect(f"{url}/t/{ALICE}/envs/{NAME}/ws", ssl=context) as socket:
+        await websockets.connect(url, ssl=context)
+    with_token = url.replace("://", f"://alice:{ALICE}@")
+    async with websockets.connect(with_token, ssl=context) as socket:
         await socket.send('{"type": "reset", "data": {}}')
         assert '"observation"' in str(await socket.recv())
     with pytest.raises(AuthenticationError):
@@ -134,11 +135,14 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
         outcomes = await client.step_many([(session, {"add": 1})])
         assert isinstance(outcomes[0], RateLimitError)
         refused = await http.post(
-            f"/t/{ALICE}/v1/envs/{NAME}/sessions/{session.id}/step", json={"action": {"add": 1}}
+            f"/envs/{NAME}/step",
+            json={"action": {"add": 1}},
+            headers={"x-session-id": session.id},
+            auth=("alice", ALICE),
         )
         assert (refused.status_code, refused.json()["detail"]["code"]) == (429, "RATE_LIMITED")
         assert int(refused.headers["retry-after"]) > 100
-        text = (await http.get(f"/t/{BOB}/metrics")).text
+        text = (await http.get("/metrics", auth=("bob", BOB))).text
     assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 3.0' in text
     for secret in (ALICE, BOB, "alice", "bob", session.id):
         assert secret not in text

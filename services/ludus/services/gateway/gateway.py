@@ -49,11 +49,11 @@ from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.routes import RouteCache
 from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions, SessionOptions
 from ludus.services.gateway.tenancy.access import Access
-from ludus.services.gateway.tenancy.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
-from ludus.services.gateway.wires.request_limits import LimitRequests, TraceRequests
+from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies
 from ludus.services.gateway.wires.servicer import GatewayServicer
 
 _log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Gateway:
         mcp_key = hmac.digest(key.encode(), b"ludus mcp sessions", "sha256")
         probes = Probes(is_ready=lambda: self.is_ready, drain=self.drain)
         app = build_gateway_app(self.environments, probes, self.metrics, mcp_key)
-        return TraceRequests(LimitRequests(Authenticate(app, access=self.access)))
+        return AddRequestIds(Authenticate(LimitBodies(app), self.access))
 
     def _read_loads(self) -> list[Any]:
         return [sessions.environment_load for sessions in self.environments.values()]

@@ -1,14 +1,13 @@
 """Who calls a gateway: tokens in, tenants out, on HTTP, WebSocket and gRPC.
 
     Authorization: Bearer TOKEN            newer clients, and ours
-    Authorization: Basic NAME:TOKEN        older clients, from http://NAME:TOKEN@gateway/...
-    /t/TOKEN/envs/...                      clients that can set nothing but an address
-              |
+    Authorization: Basic NAME:TOKEN        clients that can set nothing but an address:
+              |                            http://NAME:TOKEN@gateway/...
         Authenticate (ASGI), AuthenticateCalls (gRPC) --> Access --> current_tenant()
 
-Tokens are compared as SHA-256 digests, each with every known one in constant time. An address
-that keeps failing is refused for a while; tokens that worked from there before still do, so
-that one wrong client behind a proxy does not lock out the others. No token reaches a log.
+Tokens are compared as SHA-256 digests, each with every known one in constant time. Nobody is
+locked out for wrong ones: tokens are too long to guess, and behind an ingress all clients share
+one address. No token reaches a log.
 """
 
 from __future__ import annotations
@@ -18,50 +17,28 @@ import binascii
 import hmac
 import ipaddress
 import logging
-import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from ludus.proto.errors import (
-    AuthenticationError,
-    ConfigError,
-    EnvError,
-    RateLimitError,
-    UserError,
-)
+from ludus.proto.errors import AuthenticationError, ConfigError, EnvError, UserError
 from ludus.services.gateway.tenancy.callers import ANYONE
 from ludus.services.gateway.tenancy.tenants import (
     Scope,
     Tenant,
-    TenantLimits,
     Tenants,
     TenantsFile,
     check_token,
     token_digest,
 )
 
-__all__ = [
-    "Access",
-    "AuthFailure",
-    "Scope",
-    "Tenant",
-    "TenantLimits",
-]
-
 _log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 4096
-_MAX_ADDRESSES = 4096
-_MAX_FAILURES = 20
-"""So many wrong tokens an address may send at once, and then one each `_PER_FAILURE_S`."""
-_PER_FAILURE_S = 3.0
 _WAY_OUT = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
-    " http://name:<token>@gateway/... or http://gateway/t/<token>/..."
+    " http://name:<token>@gateway/..."
 )
 
 
@@ -71,7 +48,6 @@ class AuthFailure(StrEnum):
     MISSING = "missing"
     MALFORMED = "malformed"
     UNKNOWN = "unknown"
-    BLOCKED = "blocked"
     SCOPE = "scope"
 
 
@@ -103,7 +79,6 @@ class Access:
         self._check_every_s = check_every_s
         self._clock = clock
         self._next_check_s = clock() + check_every_s
-        self._addresses = _Addresses(clock)
 
     @classmethod
     def open(cls) -> Access:
@@ -145,7 +120,7 @@ class Access:
         return self._tenants is None
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
-        """Returns when a gateway with this access may listen on the host.
+        """Refuse a host on which a gateway with this access must not listen.
 
         Raises:
             ConfigError: other machines reach it, and anybody would be let in.
@@ -156,44 +131,26 @@ class Access:
                 " reach, got none; give one, listen on 127.0.0.1, or allow it as insecure"
             )
 
-    def authenticate(
-        self, authorization: str | bytes | None, path_token: str | None = None, peer: str = ""
-    ) -> Tenant:
-        """The tenant whose token this is.
+    def authenticate(self, *authorization: str | bytes) -> Tenant:
+        """The tenant whose token the call's Authorization header holds.
 
         Args:
-            authorization: the header's value; when it is there, a token in the path is not
-                looked at.
-            path_token: from `/t/<token>/...`.
-            peer: the address of whoever calls; failures are counted by it.
+            authorization: every header of that name; two could mean two people.
 
         Raises:
             AuthenticationError: no token, or none that is known.
-            RateLimitError: the address has failed too often.
         """
         self._refresh()
         if self._tenants is None:
             return ANYONE
-        if authorization is None and path_token is None:
-            raise self._refusal(AuthFailure.MISSING, peer, "none")
-        if authorization is not None:
-            tokens = read_authorization(authorization)
-        else:
-            tokens = [(path_token or "").encode("utf-8", "replace")]
-        tenant = _find(self._tenants.digests, tokens)
-        wait_s = self._addresses.blocked_for_s(peer, tenant)
-        if wait_s > 0:
-            self.on_failure(AuthFailure.BLOCKED)
-            raise RateLimitError(
-                "expected a right token, got too many wrong ones from this address;"
-                f" try again in {wait_s:.0f} s",
-                retry_after_s=wait_s,
-            )
+        if not authorization:
+            raise self._refusal(AuthFailure.MISSING, "none")
+        token = read_authorization(authorization[0]) if len(authorization) == 1 else None
+        if token is None:
+            raise self._refusal(AuthFailure.MALFORMED, "a header that holds none")
+        tenant = _find(self._tenants.digests, token)
         if tenant is None:
-            kind = AuthFailure.UNKNOWN if tokens else AuthFailure.MALFORMED
-            found = "one that no tenant has" if tokens else "a header that holds none"
-            raise self._refusal(kind, peer, found)
-        self._addresses.remember(peer, tenant)
+            raise self._refusal(AuthFailure.UNKNOWN, "one that no tenant has")
         return tenant
 
     def renew(self, tenant: Tenant) -> Tenant:
@@ -213,7 +170,7 @@ class Access:
         return now
 
     def require(self, tenant: Tenant, scope: Scope) -> None:
-        """Returns when the tenant has the scope; counts it when not.
+        """Refuse a tenant without the scope, and count it.
 
         Raises:
             PermissionDeniedError: it has not.
@@ -224,9 +181,7 @@ class Access:
             self.on_failure(AuthFailure.SCOPE)
             raise
 
-    def _refusal(self, kind: AuthFailure, peer: str, found: str) -> AuthenticationError:
-        if kind is not AuthFailure.MISSING:  # nothing was guessed
-            self._addresses.add_failure(peer)
+    def _refusal(self, kind: AuthFailure, found: str) -> AuthenticationError:
         self.on_failure(kind)
         return AuthenticationError(f"expected a token of this gateway, got {found}; {_WAY_OUT}")
 
@@ -244,111 +199,30 @@ class Access:
             _log.info("%d tenants read from %s", len(self._tenants.by_name), self._source.path)
 
 
-def read_authorization(value: str | bytes) -> list[bytes]:
-    """The tokens that an Authorization header may mean; none when it is malformed."""
+def read_authorization(value: str | bytes) -> bytes | None:
+    """The token in an Authorization header; None when it is malformed."""
     raw = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
     if len(raw) > _MAX_HEADER_BYTES:
-        return []
+        return None
     scheme, _, rest = raw.strip().partition(b" ")
     rest = rest.strip()
-    if not rest:
-        return []
     if scheme.lower() == b"bearer":
-        return [rest]
+        return rest or None
     if scheme.lower() != b"basic":
-        return []
+        return None
     try:
-        decoded = base64.b64decode(rest, validate=True)
+        user, colon, password = base64.b64decode(rest, validate=True).partition(b":")
     except binascii.Error:
-        return []
-    user, colon, password = decoded.partition(b":")
-    token = password or user
-    return [token] if colon and token else []
+        return None
+    return (password or user or None) if colon else None
 
 
-def address_of(peer: str) -> str:
-    """What failures are counted by: an IPv4 address, or an IPv6 network of 64 bits.
-
-    Args:
-        peer: a host, or gRPC's `ipv4:host:port`, `ipv6:[host]:port`, `unix:path`.
-    """
-    kind, _, rest = peer.partition(":")
-    if kind in ("ipv4", "ipv6"):
-        host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    else:
-        host = peer
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return peer[:64]
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        # One machine usually has a whole network of them.
-        return str(ipaddress.IPv6Network((address, 64), strict=False))
-    return str(address)
-
-
-@dataclass(slots=True)
-class _Address:
-    failures: float = 0.0
-    """Leaks away by one each `_PER_FAILURE_S`."""
-    at_s: float = 0.0
-    seen: set[str] = field(default_factory=set)
-    """Tenants that have authenticated from here."""
-
-
-class _Addresses:
-    """What is remembered of those who call; the longest silent are forgotten first."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._known: OrderedDict[str, _Address] = OrderedDict()
-
-    def blocked_for_s(self, peer: str, tenant: Tenant | None) -> float:
-        """How long the address has to wait; 0 lets it try."""
-        known = self._known.get(address_of(peer))
-        if known is None or (tenant is not None and tenant.name in known.seen):
-            return 0.0
-        self._leak(known)
-        if known.failures <= _MAX_FAILURES - 1:
-            return 0.0
-        return math.ceil((known.failures - _MAX_FAILURES + 1) * _PER_FAILURE_S)
-
-    def add_failure(self, peer: str) -> None:
-        """Counts a wrong token."""
-        known = self._touch(peer)
-        self._leak(known)
-        known.failures += 1
-
-    def remember(self, peer: str, tenant: Tenant) -> None:
-        """Notes that the tenant calls from there."""
-        self._touch(peer).seen.add(tenant.name)
-
-    def _touch(self, peer: str) -> _Address:
-        address = address_of(peer)
-        known = self._known.get(address)
-        if known is None:
-            known = self._known[address] = _Address(at_s=self._clock())
-            if len(self._known) > _MAX_ADDRESSES:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(address)
-        return known
-
-    def _leak(self, known: _Address) -> None:
-        now_s = self._clock()
-        known.failures = max(0.0, known.failures - (now_s - known.at_s) / _PER_FAILURE_S)
-        known.at_s = now_s
-
-
-def _find(digests: tuple[tuple[bytes, Tenant], ...], tokens: list[bytes]) -> Tenant | None:
+def _find(digests: tuple[tuple[bytes, Tenant], ...], token: bytes) -> Tenant | None:
     found: Tenant | None = None
-    for token in tokens:
-        given = token_digest(token)
-        for digest, tenant in digests:  # all of them: the time must not tell which it was
-            if hmac.compare_digest(digest, given):
-                found = tenant
+    given = token_digest(token)
+    for digest, tenant in digests:  # all of them: the time must not tell which it was
+        if hmac.compare_digest(digest, given):
+            found = tenant
     return found
 
 

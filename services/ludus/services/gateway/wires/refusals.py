@@ -1,0 +1,38 @@
+"""An error as an HTTP answer: typed JSON, and a WebSocket gets it instead of its handshake."""
+
+from __future__ import annotations
+
+import math
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from ludus.env.messages.openenv import HTTP_STATUS_OF_CODE
+from ludus.env.types import JsonObject
+from ludus.proto.errors import EnvError
+from ludus.services.gateway.sessions.environments import UnknownEnvironmentError
+
+
+def error_response(error: EnvError, status: int | None = None) -> JSONResponse:
+    """The error with the status of its code, unless another is given."""
+    if status is None:
+        is_unknown = isinstance(error, UnknownEnvironmentError)
+        status = 404 if is_unknown else HTTP_STATUS_OF_CODE[error.code]
+    detail: JsonObject = {"message": error.message, "code": str(error.code)}
+    headers: dict[str, str] = {}
+    if error.retry_after_s > 0:
+        detail["retry_after_s"] = error.retry_after_s
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if status == 401:
+        headers["www-authenticate"] = 'Bearer, Basic realm="ludus"'
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+async def refuse(error: EnvError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request or a handshake with the error."""
+    response = error_response(error)
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(response)
+    else:
+        await response(scope, receive, send)
