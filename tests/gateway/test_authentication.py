@@ -25,7 +25,7 @@ from ludus.proto.errors import AuthenticationError
 from ludus.services.gateway.tenancy.access import Access, AuthFailure
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
-from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
+from ludus.services.gateway.wires.http_app import build_gateway_app
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 ADMIN = "adm1n-adm1n-adm1n-adm1n"
@@ -180,7 +180,11 @@ async def test_an_open_gateway_serves_everybody() -> None:
 async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
     async with served() as (gateway, servers):
         bare = build_gateway_app(
-            gateway.environments, Probes(lambda: True, gateway.drain), gateway.metrics, b"k" * 32
+            gateway.environments,
+            gateway.metrics,
+            mcp_key=b"k" * 32,
+            is_ready=lambda: True,
+            drain=gateway.drain,
         )
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(bare), base_url="http://test"

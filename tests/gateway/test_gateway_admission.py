@@ -121,7 +121,7 @@ async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
             await asyncio.gather(opening, return_exceptions=True)
         await asyncio.sleep(0.2)
         await until(lambda: num_sessions(servers) == 0)
-        assert gateway.num_held == 0
+        assert gateway.num_tracked == 0
         await until(lambda: sessions.load.num_sessions == 0)
 
 
@@ -287,7 +287,7 @@ async def test_without_linger_sessions_end_with_their_connection():
             await sessions.open(SEEDED, connection)
         sessions.release(connection)
         await until(lambda: num_sessions(servers) == 0)
-        assert gateway.num_held == 0
+        assert gateway.num_tracked == 0
 
 
 async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
@@ -322,4 +322,4 @@ async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
         await until(lambda: num_sessions(servers) == 0, timeout_s=15)
         sessions = sessions_of(gateway)
         await until(lambda: sessions.load.num_sessions == 0)
-        await until(lambda: gateway.num_held == 0, timeout_s=15)
+        await until(lambda: gateway.num_tracked == 0, timeout_s=15)

@@ -8,14 +8,15 @@ from gateways import NAME, config_of, env_server, sessions_of, until
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import SessionLostError
+from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.kubernetes.cluster import ClusterPlace, ClusterSource
+from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
 
 pytestmark = pytest.mark.asyncio
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
-PLACE = ClusterPlace(NAMESPACE, "blackjack", lease="gateway")
+FLEET = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")
 
 
 def slice_of(pod: str, server, **conditions):
@@ -40,7 +41,7 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
                 }
             )
         loads: dict = {}
-        source = ClusterSource(client_of(cluster), PLACE, lambda: loads)
+        source = ClusterSource(client_of(cluster), FLEET, lambda: loads)
         async with Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway:
             sessions = sessions_of(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(8)]

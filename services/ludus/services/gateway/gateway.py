@@ -41,18 +41,17 @@ from ludus.services.gateway.config import (
     SubprocessEnvironment,
     value_of,
 )
-from ludus.services.gateway.fleet.admission import AdmissionOptions
 from ludus.services.gateway.fleet.endpoints import EndpointSource
 from ludus.services.gateway.fleet.fleet import Fleet
 from ludus.services.gateway.fleet.server_link import LinkOptions
 from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.routes import RouteCache
-from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions, SessionOptions
+from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions
 from ludus.services.gateway.tenancy.access import Access
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
-from ludus.services.gateway.wires.http_app import Probes, build_gateway_app
+from ludus.services.gateway.wires.http_app import build_gateway_app
 from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies
 from ludus.services.gateway.wires.servicer import GatewayServicer
 
@@ -109,7 +108,7 @@ class Gateway:
                 [AuthenticateCalls(self.access)],
                 config.max_connection_age_s,
             )
-            self._grpc_server.add_generic_rpc_handlers(tuple(self._renderer.handlers()))
+            self._grpc_server.add_generic_rpc_handlers(tuple(self._servicer.handlers()))
         except BaseException:
             listener.close()
             await self._shut_down()
@@ -139,9 +138,9 @@ class Gateway:
         return all(one.fleet.is_published for one in self.environments.values())
 
     @property
-    def num_held(self) -> int:
+    def num_tracked(self) -> int:
         """Sessions that were opened here and continue."""
-        return sum(one.num_held for one in self.environments.values())
+        return sum(one.num_tracked for one in self.environments.values())
 
     def drain(self) -> None:
         """Takes no new sessions from now on; those there are continue."""
@@ -153,7 +152,7 @@ class Gateway:
         """True when no session is left that was opened here; waits at most so long."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.num_held:
+                while self.num_tracked:
                     await asyncio.sleep(_DRAIN_POLL_S)
         except TimeoutError:
             return False
@@ -174,27 +173,24 @@ class Gateway:
         self.access.on_failure = self.metrics.auth_failed
         session_key = SessionKey(key.encode())
         routes = RouteCache(session_key)
-        seams = GatewayContext(session_key, routes, self.quotas, self.metrics)
-        limits = config.sessions
+        links = _link_options(config.servers)
+        context = GatewayContext(
+            session_key, routes, self.quotas, self.metrics, config.sessions, links
+        )
         for name in config.environments:
-            self.environments[name] = GatewaySessions(
-                name,
-                seams,
-                SessionOptions(linger_s=limits.linger_s, id_lifetime_s=limits.id_lifetime_s),
-                AdmissionOptions(
-                    queue_size=limits.queue_size,
-                    queue_timeout_s=limits.queue_timeout_s,
-                    max_group_size=limits.max_group_size,
-                ),
-                _link_options(config.servers),
-            )
-        self._renderer = GatewayServicer(self.environments, routes, self.quotas, self.metrics)
+            self.environments[name] = GatewaySessions(name, context)
+        self._servicer = GatewayServicer(self.environments, routes, self.quotas, self.metrics)
 
     def _application(self, key: str) -> Any:
         # Of one origin, but no use as a session key to whoever learns it.
         mcp_key = hmac.digest(key.encode(), b"ludus mcp sessions", "sha256")
-        probes = Probes(is_ready=lambda: self.is_ready, drain=self.drain)
-        app = build_gateway_app(self.environments, probes, self.metrics, mcp_key)
+        app = build_gateway_app(
+            self.environments,
+            self.metrics,
+            mcp_key=mcp_key,
+            is_ready=lambda: self.is_ready,
+            drain=self.drain,
+        )
         return AddRequestIds(Authenticate(LimitBodies(app), self.access))
 
     def _read_loads(self) -> list[Any]:
@@ -290,10 +286,10 @@ async def _serve_until_signal(gateway: Gateway, on_ready: OnReady | None) -> Non
             asyncio.create_task(told.wait()),
             asyncio.create_task(gateway.wait_empty(gateway.config.drain_grace_s)),
         ]
-        if gateway.num_held:
+        if gateway.num_tracked:
             _log.warning(
                 "waiting for %d sessions to end, at most %g s; a second signal ends the wait",
-                gateway.num_held,
+                gateway.num_tracked,
                 gateway.config.drain_grace_s,
             )
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -346,10 +342,9 @@ def _source_of(
         case KubernetesEnvironment():
             # The cluster's client is loaded where there is a cluster only.
             from ludus.services.gateway.kubernetes.api import KubernetesApi
-            from ludus.services.gateway.kubernetes.cluster import ClusterPlace, ClusterSource
+            from ludus.services.gateway.kubernetes.cluster import ClusterSource
 
-            place = ClusterPlace(environment.namespace, environment.service, environment.lease)
-            return ClusterSource(KubernetesApi(), place, fleet.loads_of_pods)
+            return ClusterSource(KubernetesApi(), environment, fleet.loads_of_pods)
 
 
 def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:

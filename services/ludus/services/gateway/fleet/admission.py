@@ -11,25 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from ludus.env.sessions.admission_queue import AdmissionQueue
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
+from ludus.services.gateway.config import SessionsSection
 from ludus.services.gateway.fleet.fleet import Fleet, Share
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 
-
-@dataclass(frozen=True, slots=True)
-class AdmissionOptions:
-    """Limits of what waits and of what is admitted."""
-
-    queue_size: int = 1024
-    """Opens that may wait at once; more are refused right away."""
-    queue_timeout_s: float = 30.0
-    """How long an open waits; 0 refuses at once."""
-    max_group_size: int = 1024
-    retry_after_s: float = 1.0
-    """What refused callers are told."""
+RETRY_AFTER_S = 1.0
+"""What refused callers are told."""
 
 
 class Admission:
@@ -42,19 +32,19 @@ class Admission:
     def __init__(
         self,
         environment: str,
-        options: AdmissionOptions,
+        limits: SessionsSection,
         links: LinkOptions,
         on_wait: Callable[[float], None],
     ) -> None:
         self._on_wait = on_wait
-        self.options = options
+        self._limits = limits
         self.is_draining = False
         self._environment = environment
         self._line = AdmissionQueue(
             self._take,
             self._give_back,
-            timeout_s=options.queue_timeout_s,
-            max_waiting=options.queue_size,
+            timeout_s=limits.queue_timeout_s,
+            max_waiting=limits.queue_size,
         )
         self.num_undescribed = 0
         """Callers that wait for the first server of all."""
@@ -93,9 +83,9 @@ class Admission:
         """
         if self.is_draining:
             raise self._draining()
-        if size > self.options.max_group_size:
+        if size > self._limits.max_group_size:
             raise InvalidCallError(
-                f"expected a group of at most {self.options.max_group_size} sessions, got {size}"
+                f"expected a group of at most {self._limits.max_group_size} sessions, got {size}"
             )
         if excluded and not self._line:
             shares = self.fleet.place(size, excluded)
@@ -130,7 +120,7 @@ class Admission:
 
     def deadline_s(self) -> float:
         """When an open that begins now is refused, by the event loop's clock."""
-        return asyncio.get_running_loop().time() + self.options.queue_timeout_s
+        return asyncio.get_running_loop().time() + self._limits.queue_timeout_s
 
     async def describe(self) -> None:
         """Returns when a server has said what the environment is.
@@ -142,14 +132,14 @@ class Admission:
             return
         self.num_undescribed += 1
         try:
-            is_described = await self.fleet.wait_described(max(self.options.queue_timeout_s, 5.0))
+            is_described = await self.fleet.wait_described(max(self._limits.queue_timeout_s, 5.0))
         finally:
             self.num_undescribed -= 1
         if not is_described:
             raise UnavailableError(
                 f"expected a server of environment '{self._environment}' to answer, none has yet;"
                 " see that its servers run",
-                retry_after_s=self.options.retry_after_s,
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def check_keys(self) -> None:
@@ -174,19 +164,19 @@ class Admission:
             return CapacityError(
                 f"expected a server of environment '{self._environment}' that takes sessions, found"
                 " none; try again when one has started",
-                retry_after_s=self.options.retry_after_s,
+                retry_after_s=RETRY_AFTER_S,
             )
         return CapacityError(
             f"Server at capacity: {num_sessions}/{capacity} sessions active."
             " Cannot accept new connections.",
-            retry_after_s=self.options.retry_after_s,
+            retry_after_s=RETRY_AFTER_S,
         )
 
     def _draining(self) -> UnavailableError:
         return UnavailableError(
             "this gateway is draining and takes no new sessions; open it through another",
             ErrorCode.DRAINING,
-            retry_after_s=self.options.retry_after_s,
+            retry_after_s=RETRY_AFTER_S,
         )
 
     def _take(self, size: int) -> bool:

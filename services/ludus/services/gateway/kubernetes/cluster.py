@@ -10,23 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import dataclass
 
+from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.fleet.endpoints import Publish
 from ludus.services.gateway.kubernetes.api import KubernetesApi
 from ludus.services.gateway.kubernetes.deletion_cost import DeletionCost, Loads
 from ludus.services.gateway.kubernetes.leadership import Leadership
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource, SourceOptions
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterPlace:
-    """Where the pods of an environment are."""
-
-    namespace: str
-    service: str
-    lease: str = ""
-    """Shared by the gateways that may write deletion costs; empty writes none."""
 
 
 class ClusterSource:
@@ -40,14 +30,14 @@ class ClusterSource:
     def __init__(
         self,
         api: KubernetesApi,
-        place: ClusterPlace,
+        environment: KubernetesEnvironment,
         loads: Loads,
         options: SourceOptions | None = None,
     ) -> None:
         self._api = api
         self._loads = loads
-        self._place = place
-        self._source = EndpointSliceSource(api, place.namespace, place.service, options)
+        self._namespace, self._lease = environment.namespace, environment.lease
+        self._source = EndpointSliceSource(api, environment.namespace, environment.service, options)
 
     async def watch(self, publish: Publish) -> None:
         """Never returns: publishes the pods, and keeps their deletion costs while it leads.
@@ -55,12 +45,11 @@ class ClusterSource:
         Raises:
             ConfigError: the Service cannot be that of environment servers.
         """
-        place = self._place
-        if not place.lease:
+        if not self._lease:
             await self._source.watch(publish)
             return
-        leadership = Leadership(self._api, place.namespace, place.lease, socket.gethostname())
-        costs = DeletionCost(self._api, place.namespace, self._loads, lambda: leadership.is_leader)
+        leadership = Leadership(self._api, self._namespace, self._lease, socket.gethostname())
+        costs = DeletionCost(self._api, self._namespace, self._loads, lambda: leadership.is_leader)
         async with leadership:
             writing = asyncio.create_task(costs.run())
             try:

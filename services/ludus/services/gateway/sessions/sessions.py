@@ -37,7 +37,8 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
-from ludus.services.gateway.fleet.admission import Admission, AdmissionOptions
+from ludus.services.gateway.config import SessionsSection
+from ludus.services.gateway.fleet.admission import Admission
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
 from ludus.services.gateway.sessions.routes import Route, RouteCache
@@ -53,24 +54,15 @@ from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
 _DIRECT_HOLD_S = 5.0
+_MAX_LINGER_S = 600.0
+"""The most that a client may ask for."""
+_IDLE_TIMEOUT_S = 600.0
+"""A session without a call for so long counts as ended; what the servers do."""
+_SETTLE_TIMEOUT_S = 5.0
+"""How long a call waits after a start for the first list of servers."""
 _CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
 _CONNECTION_ENDED = Ended(SessionEnd.CONNECTION_ENDED, "the connection that opened it ended")
 _EPISODE_ENDED = Ended(SessionEnd.EPISODE_ENDED, "its episode ended")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How sessions live."""
-
-    linger_s: float = 30.0
-    """How long a session outlives a gateway, or a client on gRPC, that went away."""
-    max_linger_s: float = 600.0
-    """The most that a client may ask for."""
-    idle_timeout_s: float = 600.0
-    """A session without a call for so long counts as ended; what the servers do."""
-    id_lifetime_s: float = 86_400.0
-    settle_timeout_s: float = 5.0
-    """How long a call waits after a start for the first list of servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +73,8 @@ class GatewayContext:
     routes: RouteCache
     quotas: Quotas
     metrics: GatewayMetrics
+    limits: SessionsSection
+    links: LinkOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +94,24 @@ class GatewaySessions:
     workers = None
     immediate = None
 
-    def __init__(
-        self,
-        environment: str,
-        context: GatewayContext,
-        options: SessionOptions | None = None,
-        admission: AdmissionOptions | None = None,
-        links: LinkOptions | None = None,
-    ) -> None:
+    def __init__(self, environment: str, context: GatewayContext) -> None:
+        limits = context.limits
         self.environment = environment
-        self.options = options or SessionOptions()
         self.events = SessionEvents()
         self.admission = Admission(
             environment,
-            admission or AdmissionOptions(),
-            links or LinkOptions(),
+            limits,
+            context.links,
             lambda seconds: context.metrics.waited(environment, seconds),
         )
         self.fleet = self.admission.fleet
-        self._openings = SessionOpener(
-            environment, context.key, self.admission, self.options.id_lifetime_s
-        )
+        self._linger_s = limits.linger_s
+        self._opener = SessionOpener(environment, context.key, self.admission, limits.id_lifetime_s)
         self._routes = context.routes
         self._quotas = context.quotas
         self._metrics = context.metrics
-        self._held = TrackedSessions(
-            context.quotas, self.events, self.options.idle_timeout_s, self.options.linger_s
+        self._tracked = TrackedSessions(
+            context.quotas, self.events, _IDLE_TIMEOUT_S, limits.linger_s
         )
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
@@ -149,7 +135,7 @@ class GatewaySessions:
             description,
             max_sessions=self.environment_load.capacity,
             server_id="gateway",
-            linger_s=self.options.linger_s,
+            linger_s=self._linger_s,
         )
 
     @property
@@ -182,9 +168,9 @@ class GatewaySessions:
         )
 
     @property
-    def num_held(self) -> int:
+    def num_tracked(self) -> int:
         """Sessions that were opened through this gateway and are not known to have ended."""
-        return len(self._held)
+        return len(self._tracked)
 
     # -- opening -----------------------------------------------------------------------
 
@@ -228,7 +214,7 @@ class GatewaySessions:
 
         # The server has the last word; this keeps the gateway from overbooking meanwhile.
         self._loop.call_later(_DIRECT_HOLD_S, give_back)
-        ids = [self._openings.sign(link, tenant) for _ in range(num_sessions)]
+        ids = [self._opener.sign(link, tenant) for _ in range(num_sessions)]
         endpoint = link.endpoint
         return Placement(endpoint.grpc_address, endpoint.http_address, ids, OPEN_WITHIN_S)
 
@@ -238,12 +224,12 @@ class GatewaySessions:
         tenant = self._enter()
         if self.events.before_open and not self.fleet.has_room(size):
             await self._spare(size)
-        linger_s = min(args.linger_s or self.options.linger_s, self.options.max_linger_s)
+        linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
         self._take_quota(tenant, size)
         started_s = self._loop.time()
         try:
-            placed = await self._openings.open(args, size, tenant, is_group=is_group)
+            placed = await self._opener.open(args, size, tenant, is_group=is_group)
         except BaseException as error:
             self._quotas.closed(tenant, size)
             if isinstance(error, EnvError):
@@ -252,7 +238,7 @@ class GatewaySessions:
             raise
         self._metrics.opened(self.environment, size, self._loop.time() - started_s)
         for one in placed:
-            self._hold(one, args, connection, tenant)
+            self._track(one, args, connection, tenant)
         if connection is not None and connection.ended.is_set():
             self.release(connection)
         return [one.opened for one in placed]
@@ -264,10 +250,10 @@ class GatewaySessions:
             self._metrics.refused(self.environment, error.code, num_sessions)
             raise
 
-    def _hold(
+    def _track(
         self, placed: PlacedSession, args: OpenArgs, connection: Connection | None, tenant: Tenant
     ) -> None:
-        held = TrackedSession(
+        tracked = TrackedSession(
             link=placed.link,
             tenant=tenant,
             connection=connection,
@@ -275,7 +261,7 @@ class GatewaySessions:
             linger_s=args.linger_s,
             used_s=self._loop.time(),
         )
-        self._held.add(placed.opened.session_id, held)
+        self._tracked.add(placed.opened.session_id, tracked)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -342,16 +328,16 @@ class GatewaySessions:
         def write(call: pb.Call) -> None:
             call.close.session_id = session_id
 
-        held = self._held.get(session_id)
+        tracked = self._tracked.get(session_id)
         try:
             self.route(session_id)
-            self._held.forget(session_id, _CLOSED)
+            self._tracked.forget(session_id, _CLOSED)
             await self.call("close", session_id, write, is_repeatable=True)
         except InfrastructureError:
             pass  # it is gone, or ends after its linger
         finally:
-            if held is not None:
-                held.link.closed(1)
+            if tracked is not None:
+                tracked.link.closed(1)
             self.admission.advance()
 
     async def detach(self, session_id: str) -> None:
@@ -364,28 +350,28 @@ class GatewaySessions:
             await self.call("detach", session_id, write, is_repeatable=True)
         except InfrastructureError:
             return  # it is gone, or its linger has begun with the broken connection
-        self._held.disown(session_id)
+        self._tracked.disown(session_id)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
         """Note that a connection calls these; what was opened elsewhere goes with it, too."""
         for session_id in session_ids:
-            self._held.attach(session_id, connection)
+            self._tracked.attach(session_id, connection)
 
     def release(self, connection: Connection) -> None:
         """Detach what the connection opened or called; where nothing lingers it is closed."""
         connection.ended.set()
         for session_id in list(connection.session_ids):
-            held = self._held.get(session_id)
-            link = held.link if held is not None else self._known_link(session_id)
+            tracked = self._tracked.get(session_id)
+            link = tracked.link if tracked is not None else self._known_link(session_id)
             if link is None or self._is_leaving:
                 continue  # the server detaches it when this gateway's own stream ends
-            if held is not None and held.linger_s <= 0:
-                self._held.forget(session_id, _CONNECTION_ENDED)
+            if tracked is not None and tracked.linger_s <= 0:
+                self._tracked.forget(session_id, _CONNECTION_ENDED)
                 link.send_close(session_id)
                 link.closed(1)
                 continue
             link.send_detach(session_id)
-            self._held.disown(session_id)
+            self._tracked.disown(session_id)
         connection.session_ids.clear()
         self.admission.advance()
 
@@ -414,7 +400,7 @@ class GatewaySessions:
         """
         link = self.fleet.link_of(route.server_id)
         if link is None:
-            await self.fleet.wait_settled(self.options.settle_timeout_s)
+            await self.fleet.wait_settled(_SETTLE_TIMEOUT_S)
             link = self.fleet.link_of(route.server_id)
         if link is None:
             reason = self.fleet.reason_gone(route.server_id)
@@ -432,7 +418,7 @@ class GatewaySessions:
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
         route = self.route(session_id)
-        self._held.touch((session_id,))
+        self._tracked.touch((session_id,))
         code: str = OK
         started_s = self._loop.time()
         try:
@@ -450,28 +436,28 @@ class GatewaySessions:
 
     def touch(self, session_ids: Iterable[str]) -> None:
         """Note calls that go to the sessions' server by another way, outside any stream."""
-        self._held.touch(session_ids)
+        self._tracked.touch(session_ids)
 
     def note_result(self, session_id: str, result: pb.StepResult) -> None:
         """Forget a session that ended with its episode."""
         if result.terminated or result.truncated:
-            held = self._held.get(session_id)
-            if held is not None and held.close_when_done:
-                self._held.forget(session_id, _EPISODE_ENDED)
-                held.link.closed(1)
+            tracked = self._tracked.get(session_id)
+            if tracked is not None and tracked.close_when_done:
+                self._tracked.forget(session_id, _EPISODE_ENDED)
+                tracked.link.closed(1)
                 self.admission.advance()
 
     def note_failure(self, session_id: str, error: EnvError) -> None:
         """Forget a session that is gone; one whose call timed out is ended for good."""
-        held = self._held.get(session_id)
-        if held is None or not isinstance(error, (SessionLostError, CallTimeoutError)):
+        tracked = self._tracked.get(session_id)
+        if tracked is None or not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
         timed_out = isinstance(error, CallTimeoutError)
         kind = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
-        self._held.forget(session_id, Ended(kind, error.message))
+        self._tracked.forget(session_id, Ended(kind, error.message))
         if timed_out:
-            held.link.send_close(session_id)
-        held.link.closed(1)
+            tracked.link.send_close(session_id)
+        tracked.link.closed(1)
         self._metrics.lost(self.environment, 1)
         self.admission.advance()
 
@@ -487,7 +473,7 @@ class GatewaySessions:
         """End the links; the sessions stay on their servers for their linger."""
         self.drain()
         self.leave()
-        self._held.close()
+        self._tracked.close()
         await self.fleet.close("this gateway is stopping")
 
     # -- parts -------------------------------------------------------------------------

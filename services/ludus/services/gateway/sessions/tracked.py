@@ -1,8 +1,8 @@
 """The sessions that were opened through this gateway: whose they are, and until when.
 
-    opened --add--> held --touch at each call--> ... --forget--> quota and events are told
-                      |  its connection ends
-                      +--disown--> lingers; the next call attaches it to its caller
+    opened --add--> tracked --touch at each call--> ... --forget--> quota and events are told
+                         |  its connection ends
+                         +--disown--> lingers; the next call attaches it to its caller
 
 Routing needs none of this. The sweep forgets sessions that their servers ended without a
 word, because nobody called them any more, so that quotas do not fill up with the dead. And
@@ -57,62 +57,62 @@ class TrackedSessions:
         self._events = events
         self._idle_timeout_s = idle_timeout_s
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
-        self._held: dict[str, TrackedSession] = {}
+        self._by_id: dict[str, TrackedSession] = {}
         self._loop = asyncio.get_running_loop()
         self._sweeping = self._loop.create_task(self._sweep_forever())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._by_id)
 
     def get(self, session_id: str) -> TrackedSession | None:
         """What is known of a session; None of one that was opened elsewhere or is gone."""
-        return self._held.get(session_id)
+        return self._by_id.get(session_id)
 
-    def add(self, session_id: str, held: TrackedSession) -> None:
-        """Hold a new session."""
-        self._held[session_id] = held
-        if held.connection is not None:
-            held.connection.session_ids.add(session_id)
+    def add(self, session_id: str, tracked: TrackedSession) -> None:
+        """Track a new session."""
+        self._by_id[session_id] = tracked
+        if tracked.connection is not None:
+            tracked.connection.session_ids.add(session_id)
 
     def attach(self, session_id: str, connection: Connection) -> None:
         """Note a call; a session whose own connection ended goes with the caller's now."""
-        held = self._held.get(session_id)
-        if held is None:
+        tracked = self._by_id.get(session_id)
+        if tracked is None:
             connection.session_ids.add(session_id)
             return
-        held.used_s, held.detached_s = self._loop.time(), 0.0
-        if held.connection is None:
-            held.connection = connection
+        tracked.used_s, tracked.detached_s = self._loop.time(), 0.0
+        if tracked.connection is None:
+            tracked.connection = connection
             connection.session_ids.add(session_id)
 
     def touch(self, session_ids: Iterable[str]) -> None:
         """Note calls that came outside any stream."""
-        get, now_s = self._held.get, self._loop.time()
+        get, now_s = self._by_id.get, self._loop.time()
         for session_id in session_ids:
-            held = get(session_id)
-            if held is not None:
-                held.used_s, held.detached_s = now_s, 0.0
+            tracked = get(session_id)
+            if tracked is not None:
+                tracked.used_s, tracked.detached_s = now_s, 0.0
 
     def disown(self, session_id: str) -> None:
         """Note that the session's connection has ended."""
-        held = self._held.get(session_id)
-        if held is None:
+        tracked = self._by_id.get(session_id)
+        if tracked is None:
             return
-        held.detached_s = self._loop.time()
-        if held.connection is not None:
-            held.connection.session_ids.discard(session_id)
-            held.connection = None
+        tracked.detached_s = self._loop.time()
+        if tracked.connection is not None:
+            tracked.connection.session_ids.discard(session_id)
+            tracked.connection = None
 
     def forget(self, session_id: str, why: Ended) -> TrackedSession | None:
         """What was known of a session that has ended, None where that was nothing."""
-        held = self._held.pop(session_id, None)
-        if held is None:
+        tracked = self._by_id.pop(session_id, None)
+        if tracked is None:
             return None
-        self._quotas.closed(held.tenant, 1)
-        if held.connection is not None:
-            held.connection.session_ids.discard(session_id)
+        self._quotas.closed(tracked.tenant, 1)
+        if tracked.connection is not None:
+            tracked.connection.session_ids.discard(session_id)
         self._events.ended(session_id, why)
-        return held
+        return tracked
 
     def close(self) -> None:
         """End the sweep."""
@@ -123,9 +123,9 @@ class TrackedSessions:
         while True:
             await asyncio.sleep(self._sweep_each_s)
             now_s = self._loop.time()
-            for session_id, held in list(self._held.items()):
-                lingered = held.detached_s and held.detached_s + held.linger_s < now_s
-                if lingered or held.used_s + self._idle_timeout_s < now_s:
+            for session_id, tracked in list(self._by_id.items()):
+                lingered = tracked.detached_s and tracked.detached_s + tracked.linger_s < now_s
+                if lingered or tracked.used_s + self._idle_timeout_s < now_s:
                     self.forget(session_id, _UNCALLED)
-                elif not held.detached_s and held.used_s < held.link.connected_s:
-                    held.link.send_detach(session_id)
+                elif not tracked.detached_s and tracked.used_s < tracked.link.connected_s:
+                    tracked.link.send_detach(session_id)

@@ -77,14 +77,6 @@ class OpenOutcome(StrEnum):
     FAILED = "failed"
 
 
-class LostReason(StrEnum):
-    """Why sessions end through no doing of their callers."""
-
-    SERVER_LOST = "server_lost"
-    DRAIN_DEADLINE = "drain_deadline"
-    REPLAY_FAILED = "replay_failed"
-
-
 _OUTCOME_OF_CODE: dict[str, OpenOutcome] = {
     ErrorCode.CAPACITY_REACHED: OpenOutcome.NO_CAPACITY,
     ErrorCode.RATE_LIMITED: OpenOutcome.RATE_LIMITED,
@@ -129,7 +121,7 @@ class _Environment:
     )
     wait: _Histogram = field(default_factory=lambda: _Histogram(WAIT_BUCKETS_S))
     opens: dict[OpenOutcome, int] = field(default_factory=lambda: dict.fromkeys(OpenOutcome, 0))
-    lost: dict[LostReason, int] = field(default_factory=lambda: dict.fromkeys(LostReason, 0))
+    num_lost: int = 0
     num_rate_limited: int = 0
 
 
@@ -197,28 +189,22 @@ class GatewayMetrics:
         """An open has left the queue, with a session or without."""
         self._environments[environment].wait.observe(seconds)
 
-    def lost(
-        self, environment: str, num_sessions: int, reason: LostReason = LostReason.SERVER_LOST
-    ) -> None:
+    def lost(self, environment: str, num_sessions: int) -> None:
         """Sessions ended through no doing of their callers."""
-        self._environments[environment].lost[reason] += num_sessions
+        self._environments[environment].num_lost += num_sessions
 
     def auth_failed(self, failure: AuthFailure) -> None:
         """A call was refused; for `Access.on_failure`."""
         self._auth_failures[failure] += 1
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The body of `/metrics` and its content type; belongs to the event loop.
+    async def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The body of `/metrics` and its content type.
+
+        It is made in a thread, since it takes some ms per environment.
 
         Args:
             accept: the scraper's `Accept` header, which may ask for OpenMetrics.
         """
-        self._loads = self._read_loads()
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-    async def render_aside(self, accept: str = "") -> tuple[bytes, str]:
-        """The same, without holding up the event loop: it takes some ms per environment."""
         self._loads = self._read_loads()
         encode, content_type = choose_encoder(accept)
         return await asyncio.to_thread(encode, self._registry), content_type
@@ -302,8 +288,7 @@ class GatewayMetrics:
         for name, counters in self._environments.items():
             for outcome, num in counters.opens.items():
                 opens.add_metric([name, outcome], num)
-            for reason, num in counters.lost.items():
-                lost.add_metric([name, reason], num)
+            lost.add_metric([name, "server_lost"], counters.num_lost)
             limited.add_metric([name], counters.num_rate_limited)
             wait.add_metric([name], *counters.wait.sample())
         yield from (opens, lost, limited, wait)

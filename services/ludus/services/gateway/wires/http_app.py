@@ -12,7 +12,6 @@ an upstream, and nothing is answered with a redirect. Who calls is decided befor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import orjson
@@ -34,27 +33,24 @@ _OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
 _Name = Annotated[str, Path(max_length=63)]
 
 
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """What the gateway as a whole says of itself."""
-
-    is_ready: Callable[[], bool]
-    drain: Callable[[], None]
-
-
 def build_gateway_app(
     environments: Mapping[str, GatewaySessions],
-    probes: Probes,
     metrics: GatewayMetrics,
+    *,
     mcp_key: bytes,
+    is_ready: Callable[[], bool],
+    drain: Callable[[], None],
 ) -> FastAPI:
     """The ASGI application of a gateway.
 
     Args:
         mcp_key: signs ids of MCP sessions; the same on every gateway.
+        is_ready: what `/readyz` asks.
+        drain: what `/drain` calls.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
-    _add_probes(app, environments, probes, metrics)
+    _add_health_routes(app, environments, is_ready, drain)
+    _add_metrics_route(app, metrics)
     _add_environment_routes(app, environments)
     app.router.routes.append(Mount("/envs/{name}", app=EnvironmentMounts(environments, mcp_key)))
     app.add_exception_handler(EnvError, _answer_error)
@@ -99,11 +95,11 @@ class EnvironmentMounts:
         return self._apps[key]
 
 
-def _add_probes(
+def _add_health_routes(
     app: FastAPI,
     environments: Mapping[str, GatewaySessions],
-    probes: Probes,
-    metrics: GatewayMetrics,
+    is_ready: Callable[[], bool],
+    drain: Callable[[], None],
 ) -> None:
     @app.get("/health", include_in_schema=False)
     @app.get("/healthz", include_in_schema=False)
@@ -113,20 +109,22 @@ def _add_probes(
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
         # A draining gateway stays ready: its sessions still need its address.
-        if probes.is_ready():
+        if is_ready():
             return _json({"status": "ok"})
         return _json({"status": "waiting for the first list of servers"}, 503)
 
     @app.get("/drain", include_in_schema=False)  # a preStop hook can send nothing but GET
     @app.post("/drain", include_in_schema=False)
-    async def drain() -> Response:
-        probes.drain()
-        num_held = sum(sessions.num_held for sessions in environments.values())
-        return _json({"is_draining": True, "num_sessions": num_held})
+    async def drain_now() -> Response:
+        drain()
+        num_tracked = sum(sessions.num_tracked for sessions in environments.values())
+        return _json({"is_draining": True, "num_sessions": num_tracked})
 
+
+def _add_metrics_route(app: FastAPI, metrics: GatewayMetrics) -> None:
     @app.get("/metrics", include_in_schema=False)
     async def scrape(request: Request) -> Response:
-        body, content_type = await metrics.render_aside(request.headers.get("accept", ""))
+        body, content_type = await metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
 
