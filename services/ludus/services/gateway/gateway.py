@@ -88,7 +88,7 @@ class Gateway:
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Returns when both ports listen and the servers that answer are known.
+        """Listen on both ports, and wait until the servers that answer are known.
 
         Raises:
             PortInUseError: something else listens there; nothing was started.
@@ -125,7 +125,7 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Returns when everything is closed; sessions stay on their servers for their linger."""
+        """Close everything; sessions stay on their servers for their linger."""
         for sessions in self.environments.values():
             sessions.drain()
             sessions.leave()
@@ -143,7 +143,7 @@ class Gateway:
         return sum(one.num_tracked for one in self.environments.values())
 
     def drain(self) -> None:
-        """Takes no new sessions from now on; those there are continue."""
+        """Take no new sessions from now on; those there are continue."""
         self.is_draining = True
         for sessions in self.environments.values():
             sessions.drain()
@@ -197,7 +197,7 @@ class Gateway:
         return [sessions.environment_load for sessions in self.environments.values()]
 
     async def _begin_watching(self, key: str) -> None:
-        """Returns when the first servers are known, or not known in time.
+        """Follow the sources, and wait until the first servers are known, or not in time.
 
         Raises:
             UserError: of a source that cannot work.
@@ -219,7 +219,7 @@ class Gateway:
                 task.cancel()
 
     async def _wait_all(self, settled: list[asyncio.Task[bool]]) -> None:
-        """Returns when all have ended; a source that fails meanwhile raises its error."""
+        """Wait until all have ended; a source that fails meanwhile raises its error."""
         while not all(task.done() for task in settled):
             watching = list(self._watching.values())
             await asyncio.wait([*settled, *watching], return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +229,7 @@ class Gateway:
             settled = [task for task in settled if not task.done()]
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
-        """Never returns; continues after failures that are not the user's.
+        """Follow a source for ever, also after failures that are not the user's.
 
         Raises:
             UserError: the source cannot work at all.
@@ -255,7 +255,7 @@ class Gateway:
 
 
 def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> None:
-    """Returns after SIGTERM or SIGINT, when the gateway has drained and stopped.
+    """Serve until SIGTERM or SIGINT; then drain and stop.
 
     A second signal ends the wait for its sessions.
 

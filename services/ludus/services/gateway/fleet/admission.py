@@ -58,11 +58,11 @@ class Admission:
         return len(self._line) + self.num_undescribed
 
     def advance(self) -> None:
-        """Admits who waits; call it when a session has ended."""
+        """Admit who waits; call it when a session has ended."""
         self._line.advance()
 
     def drain(self) -> None:
-        """Refuses all opens from now on, also those that wait."""
+        """Refuse all opens from now on, also those that wait."""
         self.is_draining = True
         self._line.refuse_all(self._draining())
 
@@ -123,7 +123,7 @@ class Admission:
         return asyncio.get_running_loop().time() + self._limits.queue_timeout_s
 
     async def describe(self) -> None:
-        """Returns when a server has said what the environment is.
+        """Wait until a server has said what the environment is.
 
         Raises:
             UnavailableError: none did within the queue's timeout.
@@ -143,7 +143,7 @@ class Admission:
             )
 
     def check_keys(self) -> None:
-        """Returns unless every server refuses what this gateway signs.
+        """Refuse when every server refuses what this gateway signs.
 
         Raises:
             UnavailableError: they do; waiting would not help.

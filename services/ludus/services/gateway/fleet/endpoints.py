@@ -39,9 +39,9 @@ class EndpointSource(Protocol):
     """Where a gateway learns of the servers of one environment."""
 
     async def watch(self, publish: Publish) -> None:
-        """Never returns: publishes the whole list when it is first known and on each change."""
+        """Publish the whole list when it is first known and on each change, for ever."""
         ...
 
     async def close(self) -> None:
-        """Stops what the source itself started."""
+        """Stop what the source itself started."""
         ...

@@ -79,7 +79,7 @@ class Fleet:
         return self._published.is_set()
 
     def publish(self, endpoints: Sequence[Endpoint]) -> None:
-        """Takes over the source's whole list."""
+        """Take over the source's whole list."""
         listed = {endpoint.key: endpoint for endpoint in endpoints}
         for key in [key for key in self._links if key not in listed]:
             self._remove(key)
@@ -160,7 +160,7 @@ class Fleet:
         return True
 
     async def close(self, reason: str) -> None:
-        """Ends every link; the servers keep their sessions for their linger."""
+        """End every link; the servers keep their sessions for their linger."""
         for key in list(self._links):
             self._remove(key, reason)
         if self._closing:

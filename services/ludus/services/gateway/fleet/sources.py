@@ -1,6 +1,6 @@
 """Servers at fixed addresses, and servers that the gateway runs on this machine.
 
-    scale(n) --> one keeper task per server: start, watch, start again --publish--> Fleet
+    scale(n) --> a task supervises each server: start, watch, start again --publish--> Fleet
 
 A server that dies is taken off the list at once, its sessions end with it, and another is
 started in its place; failures in a row make the pauses longer. A server that is scaled away
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ludus.env.backoff import doubling
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.errors import ConfigError, LudusError, UserError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
@@ -43,17 +44,17 @@ class StaticSource:
         self._endpoints = [Endpoint(address, address, "") for address in addresses]
 
     async def watch(self, publish: Publish) -> None:
-        """Never returns: publishes the addresses once."""
+        """Publish the addresses once."""
         publish(self._endpoints)
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 @dataclass(slots=True, eq=False)
 class _Child:
-    """One place for a server, and the server that has it now."""
+    """One slot for a server, and the server that is in it now."""
 
     key: str
     server: LocalServer | None = None
@@ -84,7 +85,7 @@ class SubprocessSource:
         self._drain_grace_s = drain_grace_s
         self._num_sessions_of = num_sessions_of
         self._children: dict[str, _Child] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._supervising: dict[str, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
         self._publish: Publish | None = None
         # Threads of its own: the kernel ends a child with the thread that started it.
@@ -104,7 +105,7 @@ class SubprocessSource:
         return {key: one.pid for key, one in servers.items() if one is not None and one.pid}
 
     async def watch(self, publish: Publish) -> None:
-        """Never returns: runs the servers, and publishes those that listen.
+        """Run the servers, and publish those that listen, for ever.
 
         Raises:
             UserError: the first server refused its target, options or arguments.
@@ -115,7 +116,7 @@ class SubprocessSource:
         await self._failed
 
     def scale(self, num_servers: int) -> None:
-        """Runs so many servers from now on; fewer lets the emptiest finish and leave.
+        """Run so many servers from now on; fewer lets the emptiest finish and leave.
 
         Raises:
             ConfigError: it is less than 0.
@@ -127,32 +128,32 @@ class SubprocessSource:
         for _ in range(num_servers - len(staying)):
             child = _Child(f"server-{next(self._numbers)}")
             self._children[child.key] = child
-            self._keepers[child.key] = asyncio.create_task(self._keep(child))
+            self._supervising[child.key] = asyncio.create_task(self._supervise(child))
         by_load = sorted(staying, key=lambda one: self._num_sessions_of(one.key))
         for child in by_load[: max(len(staying) - num_servers, 0)]:
             child.is_leaving = True
-        self._tell()
+        self._publish_listening()
 
     async def close(self) -> None:
-        """Stops every server."""
-        for keeper in self._keepers.values():
-            keeper.cancel()
-        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        """Stop every server."""
+        for task in self._supervising.values():
+            task.cancel()
+        await asyncio.gather(*self._supervising.values(), return_exceptions=True)
         self._threads.shutdown(wait=False)
 
     def _staying(self) -> list[_Child]:
         return [child for child in self._children.values() if not child.is_leaving]
 
-    def _tell(self) -> None:
+    def _publish_listening(self) -> None:
         if self._publish is None or not self._has_started:
             return
         listening = [one for one in self._children.values() if one.endpoint is not None]
         self._publish([_seen(one) for one in listening])
 
-    async def _keep(self, child: _Child) -> None:
-        """Returns when the child has left; runs a server in its place until then."""
+    async def _supervise(self, child: _Child) -> None:
+        """Run a server in the child's slot until the child has left."""
         loop = asyncio.get_running_loop()
-        backoff_s = _FIRST_BACKOFF_S
+        pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         try:
             while not child.is_leaving:
                 started_s = loop.time()
@@ -161,14 +162,13 @@ class SubprocessSource:
                 if child.is_leaving:
                     break
                 if loop.time() - started_s > _STEADY_S:
-                    backoff_s = _FIRST_BACKOFF_S
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+                    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
+                await asyncio.sleep(next(pauses))
         finally:
             child.endpoint = None
             del self._children[child.key]
-            self._keepers.pop(child.key, None)
-            self._tell()
+            self._supervising.pop(child.key, None)
+            self._publish_listening()
             await self._stop(child)
 
     async def _start(self, child: _Child) -> bool:
@@ -188,7 +188,7 @@ class SubprocessSource:
             return False
         child.endpoint = Endpoint(child.key, addresses.grpc, addresses.http)
         self._has_started = True
-        self._tell()
+        self._publish_listening()
         return True
 
     def _note_failure(self, error: LudusError) -> None:
@@ -200,7 +200,7 @@ class SubprocessSource:
             _log.error("an environment server did not start: %s", error)
 
     async def _watch_one(self, child: _Child) -> None:
-        """Returns when the child's server has died, or may be stopped."""
+        """Wait until the child's server has died, or may be stopped."""
         loop = asyncio.get_running_loop()
         must_leave_s = empty_since_s = 0.0
         server = child.server
@@ -218,7 +218,7 @@ class SubprocessSource:
                 return
         _log.warning("environment server %s died; another is started", child.key)
         child.endpoint = None
-        self._tell()
+        self._publish_listening()
 
     async def _stop(self, child: _Child) -> None:
         server = child.server

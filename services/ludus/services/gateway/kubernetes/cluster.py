@@ -40,7 +40,7 @@ class ClusterSource:
         self._source = EndpointSliceSource(api, environment.namespace, environment.service, options)
 
     async def watch(self, publish: Publish) -> None:
-        """Never returns: publishes the pods, and keeps their deletion costs while it leads.
+        """Publish the pods, and keep their deletion costs while it leads, for ever.
 
         Raises:
             ConfigError: the Service cannot be that of environment servers.
@@ -59,6 +59,6 @@ class ClusterSource:
                 await asyncio.gather(writing, return_exceptions=True)
 
     async def close(self) -> None:
-        """Ends all requests to the cluster."""
+        """End all requests to the cluster."""
         await self._source.close()
         await self._api.close()

@@ -83,7 +83,7 @@ class DeletionCost:
         self._written: dict[str, _Written] = {}
 
     async def run(self) -> None:
-        """Never returns: sweeps at intervals."""
+        """Sweep at intervals, for ever."""
         while True:
             await self.sweep()
             await asyncio.sleep(self._options.sweep_s)

@@ -28,11 +28,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.alias_generators import to_camel
+from pydantic import ValidationError
 
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.gateway.kubernetes.api import JsonObject, KubernetesApi, resource_path
+from ludus.services.gateway.kubernetes.api import (
+    JsonObject,
+    KubernetesApi,
+    ObjectPart,
+    resource_path,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -59,22 +63,18 @@ class LeaseOptions:
             )
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
-
-
-class _Metadata(_Part):
+class _Metadata(ObjectPart):
     resource_version: str
 
 
-class _Spec(_Part):
+class _Spec(ObjectPart):
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
     acquire_time: str | None = None
     lease_transitions: int | None = None
 
 
-class _Lease(_Part):
+class _Lease(ObjectPart):
     metadata: _Metadata
     spec: _Spec = _Spec()
 
@@ -86,7 +86,6 @@ class Leadership:
         name: the Lease's; the same for all contenders.
         contender: who this is, for people: the pod's name. A random part is added, because
             two contenders of one name would both lead.
-        on_change: called with True when this one begins to lead and with False when it ends.
     """
 
     def __init__(
@@ -97,14 +96,12 @@ class Leadership:
         contender: str,
         *,
         options: LeaseOptions | None = None,
-        on_change: Callable[[bool], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = f"{contender}_{secrets.token_hex(4)}"
         self._api = api
         self._namespace, self._name = namespace, name
         self._options = options or LeaseOptions()
-        self._on_change = on_change
         self._clock = clock
         self._leading_until_s = -math.inf
         self._seen_version = ""
@@ -142,18 +139,18 @@ class Leadership:
                 reason = str(error) or f"no answer within {limit_s:.1f} s"
                 _log.warning("the lease %s/%s: %s", self._namespace, self._name, reason)
             self._is_healthy = False
-        self._tell()
+        self._log_change()
         return self.is_leader
 
     async def release(self) -> None:
-        """Stops leading, and lets the others take over at once if the API server answers."""
+        """Stop leading, and let the others take over at once if the API server answers."""
         self._leading_until_s = -math.inf
-        self._tell()
+        self._log_change()
         with contextlib.suppress(ClusterError, ConfigError, TimeoutError):  # else it runs out
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                held = await self._read()
-                if held is not None and held.spec.holder_identity == self.identity:
-                    await self._api.replace(self._path(self._name), self._body(held, free=True))
+                found = await self._read()
+                if found is not None and found.spec.holder_identity == self.identity:
+                    await self._api.replace(self._path(self._name), self._body(found, free=True))
 
     async def _compete_forever(self) -> None:
         while True:
@@ -166,7 +163,6 @@ class Leadership:
             return renew_s * random.uniform(0.9, 1.1)
         if not self._is_healthy:
             renew_s /= 5  # the deadline is near
-        # On time for the deadline, so that `on_change` is called when it passes.
         return min(renew_s, max(0.0, self._leading_until_s - self._clock()))
 
     async def _attempt(self) -> None:
@@ -238,14 +234,11 @@ class Leadership:
     def _path(self, name: str = "") -> str:
         return resource_path(_API_VERSION, self._namespace, "leases", name)
 
-    def _tell(self) -> None:
-        is_leader = self.is_leader
-        if is_leader == self._was_leader:
-            return
-        self._was_leader = is_leader
-        _log.info("%s %s", self.identity, "leads" if is_leader else "does not lead any more")
-        if self._on_change is not None:
-            self._on_change(is_leader)
+    def _log_change(self) -> None:
+        if self.is_leader != self._was_leader:
+            self._was_leader = not self._was_leader
+            what = "leads" if self._was_leader else "does not lead any more"
+            _log.info("%s %s", self.identity, what)
 
 
 def _read_lease(found: JsonObject) -> _Lease:

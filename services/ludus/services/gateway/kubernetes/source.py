@@ -5,7 +5,7 @@
 A Service's endpoints are spread over EndpointSlices of about 100 pods each; while they are
 rebalanced, a pod stands in two slices or, for an instant, with old conditions. Each change
 therefore rebuilds the whole list from all slices: for 2,000 pods that is about a millisecond,
-half of it for reading the slice (tests/gateway/test_kubernetes_source.py bounds it).
+half of it for reading the slice.
 
 Nothing is published before the first LIST has succeeded, so a gateway that waits for the
 first list to become ready never routes on half of one. After that an unreachable API server
@@ -26,13 +26,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.alias_generators import to_camel
+from pydantic import Field, ValidationError
 
+from ludus.env.backoff import doubling
 from ludus.env.security.session_ids import server_id_of
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
@@ -40,6 +40,7 @@ from ludus.services.gateway.kubernetes.api import (
     EventType,
     JsonObject,
     KubernetesApi,
+    ObjectPart,
     WatchEvent,
     resource_path,
 )
@@ -47,6 +48,8 @@ from ludus.services.gateway.kubernetes.api import (
 _log = logging.getLogger(__name__)
 
 _API_VERSION = "discovery.k8s.io/v1"
+_HTTP, _GRPC = "http", "grpc"
+"""The names of a Service's ports."""
 _GRPC_PORT_OFFSET = 10_000
 """What an environment server adds to its HTTP port unless told otherwise."""
 _FAMILIES = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
@@ -57,10 +60,8 @@ _STEADY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """Names of ports, and how patient the source is."""
+    """How patient the source is."""
 
-    http_port_name: str = "http"
-    grpc_port_name: str = "grpc"
     watch_timeout_s: int = 300
     """The server is asked to end a watch after 80 to 100 % of this, so that gateways which
     started together do not come back together."""
@@ -68,39 +69,35 @@ class SourceOptions:
     max_retry_s: float = 30.0
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
-
-
-class _Reference(_Part):
+class _Reference(ObjectPart):
     kind: str = ""
     name: str = ""
     uid: str = ""
 
 
-class _Conditions(_Part):
+class _Conditions(ObjectPart):
     ready: bool | None = None
     serving: bool | None = None
     terminating: bool | None = None
 
 
-class _Member(_Part):
+class _Member(ObjectPart):
     addresses: list[str] = Field(min_length=1)
     conditions: _Conditions = _Conditions()
     target_ref: _Reference | None = None
 
 
-class _Port(_Part):
+class _Port(ObjectPart):
     name: str | None = None
     port: int | None = None
 
 
-class _Metadata(_Part):
+class _Metadata(ObjectPart):
     name: str
     resource_version: str = ""
 
 
-class _EndpointSlice(_Part):
+class _EndpointSlice(ObjectPart):
     metadata: _Metadata
     address_type: str = "IPv4"
     endpoints: list[_Member] | None = None
@@ -124,6 +121,7 @@ class EndpointSliceSource:
     Args:
         api: shared with others, and closed by whoever made it.
         service: the environment's (headless) Service, in `namespace`.
+        sleep: what waits between two tries.
     """
 
     def __init__(
@@ -132,6 +130,7 @@ class EndpointSliceSource:
         namespace: str,
         service: str,
         options: SourceOptions | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._api = api
         self._options = options or SourceOptions()
@@ -142,17 +141,19 @@ class EndpointSliceSource:
         self._published: dict[str, Endpoint] | None = None
         self._version = ""
         """Where a watch continues; empty when the list has to be read again."""
-        self._retry_s = 0.0
+        self._sleep = sleep
 
     async def watch(self, publish: Publish) -> None:
-        """Never returns: publishes the whole list after the first LIST and on each change.
+        """Publish the whole list after the first LIST and on each change, for ever.
 
         Raises:
             ConfigError: from the start, none of the Service's ports can be the servers'. Later
                 on, a slice that cannot be read is logged and keeps its last readable state.
         """
+        options = self._options
+        pauses = doubling(options.first_retry_s, options.max_retry_s)
         while True:
-            started_s, heard = time.monotonic(), self._version
+            started_s, before = time.monotonic(), self._version
             failed: ClusterError | None = None
             try:
                 if not self._version:
@@ -161,12 +162,16 @@ class EndpointSliceSource:
             except ClusterError as error:
                 failed = error
                 self._note(error)
-            if self._version != heard or time.monotonic() - started_s >= _STEADY_S:
-                self._retry_s = 0.0
-            await self._pause(failed)
+            if self._version != before or time.monotonic() - started_s >= _STEADY_S:
+                pauses = doubling(options.first_retry_s, options.max_retry_s)
+                if failed is None:
+                    continue
+            asked_s = failed.retry_after_s if failed is not None else 0.0
+            pause_s = min(max(next(pauses), asked_s), options.max_retry_s)
+            await self._sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def close(self) -> None:
-        """Nothing outlives `watch`, which ends when it is cancelled."""
+        """Do nothing: what runs is `watch`, which ends when it is cancelled."""
 
     async def _list(self, publish: Publish) -> None:
         found = await self._api.read(self._path, self._query)
@@ -174,7 +179,7 @@ class EndpointSliceSource:
         problems: list[ConfigError] = []
         for item in found.get("items") or ():
             try:
-                read = slice_endpoints(item, self._options)
+                read = slice_endpoints(item)
                 slices[read.name] = read
             except ConfigError as error:
                 problems.append(error)
@@ -210,7 +215,7 @@ class EndpointSliceSource:
             self._slices.pop(_name_of(event.object), None)
             return
         try:
-            read = slice_endpoints(event.object, self._options)
+            read = slice_endpoints(event.object)
         except ConfigError as error:
             _log.error("%s: %s", self._service, error)
             return
@@ -229,16 +234,8 @@ class EndpointSliceSource:
         else:
             _log.warning("%s keeps its last known endpoints: %s", self._service, error)
 
-    async def _pause(self, failed: ClusterError | None) -> None:
-        """Waits before the next try: not at all after a good watch, ever longer after bad ones."""
-        options = self._options
-        least_s = 0.0 if failed is None else max(options.first_retry_s, failed.retry_after_s)
-        delay_s = min(options.max_retry_s, max(self._retry_s, least_s))
-        self._retry_s = min(options.max_retry_s, max(options.first_retry_s, 2 * self._retry_s))
-        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
-
-def slice_endpoints(found: JsonObject, options: SourceOptions) -> SliceEndpoints:
+def slice_endpoints(found: JsonObject) -> SliceEndpoints:
     """The endpoints that an EndpointSlice object speaks of.
 
     Raises:
@@ -254,7 +251,7 @@ def slice_endpoints(found: JsonObject, options: SourceOptions) -> SliceEndpoints
         ) from error
     endpoints: tuple[Endpoint, ...] = ()
     if read.endpoints:
-        http_port, grpc_port = _ports_of(read, options)
+        http_port, grpc_port = _ports_of(read)
         endpoints = tuple(_endpoint(member, http_port, grpc_port) for member in read.endpoints)
     version = read.metadata.resource_version
     return SliceEndpoints(
@@ -285,21 +282,20 @@ def merged(slices: Iterable[SliceEndpoints]) -> dict[str, Endpoint]:
     return found
 
 
-def _ports_of(read: _EndpointSlice, options: SourceOptions) -> tuple[int, int]:
+def _ports_of(read: _EndpointSlice) -> tuple[int, int]:
     """The HTTP and the gRPC port: by name, else as an environment server chooses them."""
     ports = {port.name or "": port.port for port in read.ports or () if port.port}
-    http_port = ports.get(options.http_port_name)
+    http_port = ports.get(_HTTP)
     if http_port is None and len(ports) == 1:
         http_port = ports.get("")  # the one port of a Service needs no name
-    grpc_port = ports.get(options.grpc_port_name)
+    grpc_port = ports.get(_GRPC)
     if grpc_port is None and http_port is not None:
         grpc_port = http_port + _GRPC_PORT_OFFSET
     if http_port is None or grpc_port is None or grpc_port > 65_535:
         names = ", ".join(f"{name or 'unnamed'}={port}" for name, port in ports.items())
         raise ConfigError(
-            f"expected ports named {options.http_port_name!r} and {options.grpc_port_name!r} in"
-            f" EndpointSlice {read.metadata.name}, got {names or 'none'}; name the Service's"
-            " ports so"
+            f"expected ports named {_HTTP!r} and {_GRPC!r} in EndpointSlice"
+            f" {read.metadata.name}, got {names or 'none'}; name the Service's ports so"
         )
     return http_port, grpc_port
 

@@ -66,5 +66,5 @@ def current_tenant() -> Tenant:
 
 
 def enter_tenant(tenant: Tenant) -> None:
-    """Makes it the current one, for this task and the tasks it starts."""
+    """Make it the current one, for this task and the tasks it starts."""
     _CURRENT.set(tenant)

@@ -98,7 +98,7 @@ class _Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, num: int = 1) -> None:
-        """Counts a value so many times."""
+        """Count a value so many times."""
         self._counts[bisect_left(self._bounds, value)] += num
         self._sum += value * num
 

@@ -69,7 +69,7 @@ class Quotas:
         return usage.num_sessions if usage else 0
 
     def opening(self, tenant: Tenant, num_sessions: int = 1) -> None:
-        """Takes sessions from the tenant's quota, all or none; `closed` gives them back.
+        """Take sessions from the tenant's quota, all or none; `closed` gives them back.
 
         Raises:
             RateLimitError: so many are not left, or they were opened too fast.
@@ -86,13 +86,13 @@ class Quotas:
         usage.num_sessions += num_sessions
 
     def closed(self, tenant: Tenant, num_sessions: int = 1) -> None:
-        """Gives sessions back."""
+        """Give sessions back."""
         usage = self._usage.get(tenant.name)
         if usage is not None:
             usage.num_sessions = max(0, usage.num_sessions - num_sessions)
 
     def stepping(self, tenant: Tenant, num_steps: int = 1) -> None:
-        """Counts steps, once for a whole batch, all or none.
+        """Count steps, once for a whole batch, all or none.
 
         Raises:
             RateLimitError: too fast; says when to try again.

@@ -62,7 +62,7 @@ class Tenant:
     limits: TenantLimits = NO_LIMITS
 
     def require(self, scope: Scope) -> None:
-        """Returns when the tenant has the scope.
+        """Refuse a tenant without the scope.
 
         Raises:
             PermissionDeniedError: it has not.
