@@ -30,9 +30,9 @@ class ResetArgs:
             raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodedText:
-    """A text view whose messages are JSON already."""
+    """A text view whose messages are JSON already; nobody changes one (see `EncodedResult`)."""
 
     messages_json: bytes
     legal_answers: list[str]

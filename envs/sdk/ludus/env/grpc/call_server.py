@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import orjson
 
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.messages.protobuf import (
     MAX_BATCH_BYTES,
     fill_error,
@@ -62,8 +62,9 @@ class CallServer:
         """One reply per step, in order."""
         response = pb.StepManyResponse()
         if self._immediate is not None:
+            add_reply = response.replies.add
             for step in request.steps:
-                _step_now(self._immediate, step, response.replies.add())
+                _step_now(self._immediate, step, add_reply())
         else:
             replies = [(step, response.replies.add()) for step in request.steps]
             await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
@@ -163,7 +164,8 @@ class CallServer:
             reply = response.replies.add()
             reply.call_id = call.call_id
             if call.HasField("step") and not call.HasField("trace"):
-                num_bytes += _step_now(immediate, call.step, reply)
+                result = _step_now(immediate, call.step, reply)
+                num_bytes += reply.ByteSize() if result is None else result.num_bytes
             else:
                 await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
@@ -249,8 +251,8 @@ class CallServer:
 
 def _step_now(
     immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
-) -> int:
-    """About how many bytes the answer added to the reply."""
+) -> EncodedResult | None:
+    """What the reply is filled with; None where that is an error."""
     session_id, kind = request.session_id, request.WhichOneof("action")
     try:
         if kind == "reset":
@@ -261,9 +263,9 @@ def _step_now(
             result = immediate.step_now(session_id, action, request.step_index)
     except EnvError as error:
         fill_error(reply.error, error, session_id)
-        return len(error.message)
+        return None
     fill_result(reply.result, session_id, result)
-    return result.num_bytes
+    return result
 
 
 def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:

@@ -36,8 +36,9 @@ def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) 
     if result.info_json:
         message.info_json = result.info_json
     if result.text is not None:
-        message.text.messages_json = result.text.messages_json
-        message.text.legal_answers.extend(result.text.legal_answers)
+        text = message.text
+        text.messages_json = result.text.messages_json
+        text.legal_answers.extend(result.text.legal_answers)
     if result.tensors:
         fill_tensors(message.tensors, result.tensors)
     if result.metadata_json:

@@ -37,16 +37,19 @@ class SessionCounts:
 
     num_opened: int = 0
     num_resets: int = 0
-    num_steps: int = 0
     step_seconds: float = 0.0
     num_steps_by_bucket: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
     """Steps by `STEP_BUCKETS_S`, each once; the last are slower than all bounds."""
     num_errors: dict[ErrorCode, int] = field(default_factory=lambda: dict.fromkeys(ErrorCode, 0))
     num_ends: dict[SessionEnd, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps were answered."""
+        return sum(self.num_steps_by_bucket)
+
     def stepped(self, duration_s: float) -> None:
         """Count a step."""
-        self.num_steps += 1
         self.step_seconds += duration_s
         self.num_steps_by_bucket[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
 

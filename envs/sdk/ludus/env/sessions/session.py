@@ -101,9 +101,13 @@ class Session:
                 " call reset to start the next one",
                 ErrorCode.EPISODE_OVER,
             )
-        typed_action = self._typed(action)
+        environment = self._environment
+        if isinstance(action, bytes):
+            typed_action: Any = decode_action(environment.action_type, action)
+        else:
+            typed_action = self._parsed(action)
         try:
-            transition = self._environment.step(typed_action)
+            transition = environment.step(typed_action)
         except EnvError:
             raise
         except Exception as error:  # the boundary to foreign code
@@ -144,9 +148,7 @@ class Session:
             ErrorCode.STEP_CONFLICT,
         )
 
-    def _typed(self, action: bytes | str) -> Any:
-        if isinstance(action, bytes):
-            return decode_action(self._environment.action_type, action)
+    def _parsed(self, text: str) -> Any:
         renderer = self._environment.text_renderer
         if renderer is None:
             raise ActionParseError(
@@ -154,7 +156,7 @@ class Session:
             )
         transition = self._transition
         assert transition is not None, "steps come after a reset"
-        return self._guarded("parse", lambda: renderer.parse(action, transition.observation))
+        return self._guarded("parse", lambda: renderer.parse(text, transition.observation))
 
     def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
         # When encoding fails the step has happened but has no answer: nothing can be
