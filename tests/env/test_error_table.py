@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from ludus.env.grpc.servicer import STATUS_OF_CODE
-from ludus.env.messages.openenv import HTTP_STATUS_OF_CODE
+from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.proto.errors import ErrorCode, error_from_wire
 
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
@@ -25,10 +24,10 @@ def test_the_page_has_every_code_once():
 
 
 def test_every_wire_has_a_status_for_every_code_and_the_page_says_which():
-    assert set(HTTP_STATUS_OF_CODE) == set(STATUS_OF_CODE) == set(ErrorCode)
+    assert set(STATUS_OF_CODE) == set(ErrorCode)
     for code in ErrorCode:
         _, http, grpc, _, _ = rows()[code]
-        assert (int(http), grpc) == (HTTP_STATUS_OF_CODE[code], STATUS_OF_CODE[code].name)
+        assert (int(http), grpc) == (STATUS_OF_CODE[code].http, STATUS_OF_CODE[code].grpc.name)
 
 
 def test_only_errors_that_end_a_session_are_said_to_end_it():

@@ -11,6 +11,7 @@ import grpc
 from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.step_stream import answer_in_order, read_ahead
 from ludus.env.messages.protobuf import CONNECTED_KEY, describe_message
+from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
 from ludus.env.sessions.interface import Connection, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -19,31 +20,6 @@ from ludus.proto.errors import EnvError, ErrorCode
 
 ResultT = TypeVar("ResultT")
 Context: TypeAlias = grpc.aio.ServicerContext
-
-STATUS_OF_CODE = {
-    ErrorCode.INVALID_JSON: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.UNKNOWN_TYPE: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.VALIDATION_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.EXECUTION_ERROR: grpc.StatusCode.UNKNOWN,
-    ErrorCode.FACTORY_ERROR: grpc.StatusCode.UNKNOWN,
-    ErrorCode.CAPACITY_REACHED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ErrorCode.SESSION_ERROR: grpc.StatusCode.NOT_FOUND,
-    ErrorCode.SESSION_LOST: grpc.StatusCode.NOT_FOUND,
-    ErrorCode.ILLEGAL_ACTION: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.ACTION_PARSE_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.NOT_RESET: grpc.StatusCode.FAILED_PRECONDITION,
-    ErrorCode.EPISODE_OVER: grpc.StatusCode.FAILED_PRECONDITION,
-    ErrorCode.STEP_CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
-    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    ErrorCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
-    ErrorCode.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
-    ErrorCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    ErrorCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    ErrorCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ErrorCode.GROUP_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    ErrorCode.TOOL_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
-    ErrorCode.REPLAY_MISMATCH: grpc.StatusCode.DATA_LOSS,
-}
 
 
 class EnvServicer(env_pb2_grpc.EnvServiceServicer):
@@ -159,7 +135,7 @@ async def or_abort(context: Context, call: Awaitable[ResultT]) -> ResultT:
 
 async def abort(context: Context, error: EnvError) -> NoReturn:
     """Ends the rpc with the error's status; code and retry-after travel as metadata."""
-    status = STATUS_OF_CODE.get(error.code, grpc.StatusCode.UNKNOWN)
+    status = STATUS_OF_CODE[error.code].grpc
     metadata = [("ludus-code", str(error.code))]
     if error.retry_after_s > 0:
         metadata.append(("retry-after-ms", str(round(error.retry_after_s * 1000))))

@@ -36,7 +36,6 @@ from ludus.env.http.websocket import WebSocketWire
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
 from ludus.env.messages.openenv import (
-    HTTP_STATUS_OF_CODE,
     MAX_FAULTS_BYTES,
     ResetRequest,
     StepRequest,
@@ -48,6 +47,7 @@ from ludus.env.messages.openenv import (
     reset_args,
 )
 from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
 from ludus.env.sessions.interface import Sessions
@@ -181,7 +181,7 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
         if error.retry_after_s > 0:
             headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         body = orjson.dumps({"detail": detail})
-        status = HTTP_STATUS_OF_CODE[error.code]
+        status = STATUS_OF_CODE[error.code].http
         return Response(body, status, headers, media_type="application/json")
 
     return handle

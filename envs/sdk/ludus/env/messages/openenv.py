@@ -22,31 +22,6 @@ from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 MAX_FAULTS_BYTES = 65_536
 """Beyond this a refusal leaves out the input that it refuses."""
 
-HTTP_STATUS_OF_CODE = {
-    ErrorCode.INVALID_JSON: 400,
-    ErrorCode.UNKNOWN_TYPE: 400,
-    ErrorCode.VALIDATION_ERROR: 422,
-    ErrorCode.EXECUTION_ERROR: 500,
-    ErrorCode.FACTORY_ERROR: 500,
-    ErrorCode.CAPACITY_REACHED: 503,
-    ErrorCode.SESSION_ERROR: 404,
-    ErrorCode.SESSION_LOST: 410,
-    ErrorCode.ILLEGAL_ACTION: 422,
-    ErrorCode.ACTION_PARSE_ERROR: 422,
-    ErrorCode.NOT_RESET: 409,
-    ErrorCode.EPISODE_OVER: 409,
-    ErrorCode.STEP_CONFLICT: 409,
-    ErrorCode.UNAVAILABLE: 503,
-    ErrorCode.DRAINING: 503,
-    ErrorCode.TIMEOUT: 504,
-    ErrorCode.UNAUTHENTICATED: 401,
-    ErrorCode.PERMISSION_DENIED: 403,
-    ErrorCode.RATE_LIMITED: 429,
-    ErrorCode.GROUP_MISMATCH: 409,
-    ErrorCode.TOOL_ERROR: 422,
-    ErrorCode.REPLAY_MISMATCH: 410,
-}
-
 
 class ResetRequest(BaseModel):
     """The arguments of a reset; further keys go to the environment if it takes them."""

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from ludus.env.messages.openenv import HTTP_STATUS_OF_CODE
+from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import UnknownEnvironmentError
@@ -18,7 +18,7 @@ def error_response(error: EnvError, status: int | None = None) -> JSONResponse:
     """The error with the status of its code, unless another is given."""
     if status is None:
         is_unknown = isinstance(error, UnknownEnvironmentError)
-        status = 404 if is_unknown else HTTP_STATUS_OF_CODE[error.code]
+        status = 404 if is_unknown else STATUS_OF_CODE[error.code].http
     detail: JsonObject = {"message": error.message, "code": str(error.code)}
     headers: dict[str, str] = {}
     if error.retry_after_s > 0:
