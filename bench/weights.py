@@ -31,7 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 from ludus.trainer.weights import VersionStore, cast_floats, make_manifest
 from ludus.trainer.weights.manifest import raw_bytes
 
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 
 State = dict[str, torch.Tensor]
 STORES = ("ray", "folder", "s3")
-PROBE = Probe([1], [2])
+CANARY_PROMPT = CanaryPrompt([1], [2])
 NUM_STEPS = 3
 
 
@@ -127,7 +127,9 @@ def travel(
     published: list[Any] = []
 
     def publish() -> None:
-        published.append(learner.publish(make_manifest(version, state, PROBE, [0.0]), state))
+        published.append(
+            learner.publish(make_manifest(version, state, CANARY_PROMPT, [0.0]), state)
+        )
 
     return timed(publish), timed(lambda: worker.fetch(published[0]))
 

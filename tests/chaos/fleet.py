@@ -20,9 +20,9 @@ from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.main import make_learner_spec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.prepare import make_probe, prepare_model
+from ludus.trainer.prepare import make_canary_prompt, prepare_model
 from ludus.trainer.rollout.group import group_seeds
-from ludus.trainer.types import GroupSpec, Probe
+from ludus.trainer.types import CanaryPrompt, GroupSpec
 from ludus.trainer.weights import VersionStore, make_manifest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -42,7 +42,7 @@ class Fleet:
     run: RunConfig
     environment: Environment
     model_path: str
-    probe: Probe
+    canary: CanaryPrompt
     state: StateDict
     store: VersionStore
 
@@ -64,13 +64,13 @@ class Fleet:
     def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
         """The model's weights as version `version`; an error makes their canary fail."""
         model = load_language_model(self.model_path)
-        ids = torch.tensor([self.probe.prompt_ids + self.probe.completion_ids])
-        start = len(self.probe.prompt_ids)
+        ids = torch.tensor([self.canary.prompt_ids + self.canary.completion_ids])
+        start = len(self.canary.prompt_ids)
         with torch.no_grad():
             logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
         answer = logprobs.gather(-1, ids[0, start:, None])[:, 0] + logprob_error
         return self.store.publish(
-            make_manifest(version, self.state, self.probe, answer.tolist()), self.state
+            make_manifest(version, self.state, self.canary, answer.tolist()), self.state
         )
 
     def groups(self, *indices: int) -> list[GroupSpec]:
@@ -91,8 +91,8 @@ async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
                 chat = ChatTokenizer.load(model_path, run.model)
-                probe = await make_probe(environment, chat)
+                canary = await make_canary_prompt(environment, chat)
                 state = dict(load_language_model(model_path).state_dict())
-                yield Fleet(run, environment, model_path, probe, state, make_store(run.weights))
+                yield Fleet(run, environment, model_path, canary, state, make_store(run.weights))
         finally:
             ray.shutdown()

@@ -26,16 +26,16 @@ from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.types import (
     Batch,
+    CanaryPrompt,
     Coefficients,
     GroupSpec,
-    Probe,
     RolloutGroup,
     WeightManifest,
 )
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
-PROBE = Probe([1], [2])
+CANARY_PROMPT = CanaryPrompt([1], [2])
 NUM_PLACES = 4
 
 
@@ -63,15 +63,15 @@ class SimulatedLearner:
         values = {f.name: 0.0 for f in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
-    async def publish(self, version: int, probe: Probe) -> PublishedWeights:
+    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
         self._refuse_if_lost()
         assert version == self.steps
         content = f"life {self.life} step {self.steps}"
-        return PublishedWeights(WeightManifest(version, (), content, probe, ()), content)
+        return PublishedWeights(WeightManifest(version, (), content, canary, ()), content)
 
-    async def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
+    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
         self._refuse_if_lost()
-        return [[0.0]] * len(probes)
+        return [[0.0]] * len(prompts)
 
     async def save(self, state_folder: Path, model_folder: Path) -> None:
         self._refuse_if_lost()
@@ -229,7 +229,7 @@ class SimulatedRun:
             buffer=self._watched(buffer),
             evaluator=None,
             chat=None,
-            probe=PROBE,
+            canary=CANARY_PROMPT,
             servers={},
         )
         controller = Controller(parts, state)

@@ -14,7 +14,7 @@ from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, NotFoundError
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.ragged import Ragged
-from ludus.trainer.types import Batch, Coefficients, Probe
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
 
 PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
@@ -177,10 +177,10 @@ def test_compiled_layers_take_the_same_step_under_the_same_names(model_path: str
 
 
 def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None:
-    probe = Probe([5, 9, 17, 33], [44, 12, 2])
-    [answer] = make_learner(model_path).answer_logprobs([probe])
+    canary = CanaryPrompt([5, 9, 17, 33], [44, 12, 2])
+    [answer] = make_learner(model_path).answer_logprobs([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
-    ids = torch.tensor([probe.prompt_ids + probe.completion_ids])
+    ids = torch.tensor([canary.prompt_ids + canary.completion_ids])
     expected = model(ids).logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]
     assert answer == pytest.approx(expected.tolist(), abs=1e-5)
 

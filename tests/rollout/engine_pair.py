@@ -19,13 +19,13 @@ from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
 from ludus.trainer.rollout.vllm_environment import vllm_environment
-from ludus.trainer.types import Probe, Sampling
+from ludus.trainer.types import CanaryPrompt, Sampling
 
 MAX_TOKENS = 128
 END_TOKEN_ID = 1
 TOLERANCE = 1e-4
 """Of a log-prob in float32."""
-PROBE = Probe([5, 9, 11, 40], [7, 30, 12])
+CANARY_PROMPT = CanaryPrompt([5, 9, 11, 40], [7, 30, 12])
 
 
 @dataclass(frozen=True)

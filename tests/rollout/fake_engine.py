@@ -6,7 +6,7 @@ import threading
 import time
 
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 
 class FakeEngine:
@@ -68,10 +68,10 @@ class FakeEngine:
         time.sleep(self.load_takes_s)
         self.loaded.append(state)
 
-    def score(self, probe: Probe) -> list[float]:
+    def score(self, canary: CanaryPrompt) -> list[float]:
         """A log-prob that tells how many times weights were loaded."""
         self._fail_if_told()
-        return [-float(len(self.loaded))] * len(probe.completion_ids)
+        return [-float(len(self.loaded))] * len(canary.completion_ids)
 
     def close(self) -> None:
         """Nothing; shows that it was called."""

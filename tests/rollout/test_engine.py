@@ -12,10 +12,10 @@ import torch
 from ludus.trainer.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.learner.micro_batches import one_piece
 from ludus.trainer.learner.model import Policy
-from ludus.trainer.types import Probe, Sampling, TrainingSample
+from ludus.trainer.types import CanaryPrompt, Sampling, TrainingSample
 from tests.rollout.engine_pair import (
+    CANARY_PROMPT,
     END_TOKEN_ID,
-    PROBE,
     TOLERANCE,
     EnginePair,
     answer,
@@ -98,11 +98,11 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
 
 def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:
     requests = make_requests(20)
-    before = pair.engine.score(PROBE)
+    before = pair.engine.score(CANARY_PROMPT)
     for seed in range(3):
         pair.sync(seed)
-        score = pair.engine.score(PROBE)
-        assert score == pytest.approx(score_of(pair, PROBE), abs=TOLERANCE)
+        score = pair.engine.score(CANARY_PROMPT)
+        assert score == pytest.approx(score_of(pair, CANARY_PROMPT), abs=TOLERANCE)
         assert score != pytest.approx(before, abs=0.01)
         before = score
         outputs = answer(pair.engine, requests)
@@ -115,7 +115,9 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
         pair.engine.submit(request)
     outputs = {output.request_id: output for output in pair.engine.step()}
     assert pair.engine.has_work
-    assert pair.engine.score(PROBE) == pytest.approx(score_of(pair, PROBE), abs=TOLERANCE)
+    assert pair.engine.score(CANARY_PROMPT) == pytest.approx(
+        score_of(pair, CANARY_PROMPT), abs=TOLERANCE
+    )
     outputs |= drain(pair.engine)
     assert outputs.keys() == {request.request_id for request in requests}
     assert largest_error(pair.model, requests, outputs) < TOLERANCE
@@ -195,9 +197,9 @@ def tokens_by_seed(
     return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 
-def score_of(pair: EnginePair, probe: Probe) -> list[float]:
-    """The probe's answer by the plain model."""
-    return full_logprobs(pair.model, probe.prompt_ids, probe.completion_ids)
+def score_of(pair: EnginePair, canary: CanaryPrompt) -> list[float]:
+    """The canary prompt's answer by the plain model."""
+    return full_logprobs(pair.model, canary.prompt_ids, canary.completion_ids)
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.types import Completion, Probe, Sampling
+from ludus.trainer.types import CanaryPrompt, Completion, Sampling
 from tests.rollout.fake_engine import FakeEngine
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)
-PROBE = Probe([1, 2], [3])
+CANARY_PROMPT = CanaryPrompt([1, 2], [3])
 WEIGHTS = {"weight": torch.zeros(1)}
 
 
@@ -75,7 +75,7 @@ async def test_the_time_of_the_engines_thread_is_told_apart(
     assert (after_step.pause_s, after_step.num_loads) == (0.0, 0)
     engine.load_takes_s = 0.05
     await generator.load_weights(WEIGHTS, version=1)
-    await generator.score(PROBE)
+    await generator.score(CANARY_PROMPT)
     after_load = generator.usage
     assert after_load.pause_s >= 0.05
     assert (after_load.busy_s, after_load.num_loads) == (after_step.busy_s, 1)
@@ -91,7 +91,7 @@ async def test_a_score_is_of_the_weights_loaded_before_it(
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
-    score = asyncio.create_task(generator.score(PROBE))
+    score = asyncio.create_task(generator.score(CANARY_PROMPT))
     await asyncio.sleep(0)
     engine.release()
     assert (await within_a_second(call, load, score))[2] == [-1.0]
@@ -111,7 +111,7 @@ async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator:
     waiting: list[asyncio.Task[Any]] = [
         asyncio.create_task(generator([2], SAMPLING, 0)),
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
-        asyncio.create_task(generator.score(PROBE)),
+        asyncio.create_task(generator.score(CANARY_PROMPT)),
     ]
     await asyncio.sleep(0.05)
     engine.failure = RuntimeError("out of memory")
@@ -128,7 +128,7 @@ async def test_a_call_after_a_failure_fails_at_once(
     engine.failure = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         await generator([1], SAMPLING, 0)
-    for call in (generator([1], SAMPLING, 0), generator.score(PROBE)):
+    for call in (generator([1], SAMPLING, 0), generator.score(CANARY_PROMPT)):
         with pytest.raises(RuntimeError, match="the engine has failed"):
             await asyncio.wait_for(call, timeout=1)
 

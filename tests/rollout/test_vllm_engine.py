@@ -16,7 +16,7 @@ from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.types import Sampling
 from tests.rollout.engine_pair import (
-    PROBE,
+    CANARY_PROMPT,
     TOLERANCE,
     VLLM,
     EnginePair,
@@ -97,14 +97,14 @@ def test_a_layer_that_keeps_its_old_weights_is_refused(
 
 @with_both
 def test_a_missing_or_unknown_tensor_is_refused(pair: EnginePair) -> None:
-    before = pair.engine.score(PROBE)
+    before = pair.engine.score(CANARY_PROMPT)
     state = dict(pair.model.named_parameters())
     missing = {name: tensor for name, tensor in state.items() if "layers.1.self_attn.k" not in name}
     with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.k_proj"):
         pair.engine.load_weights(missing)
     with pytest.raises(WeightSyncError, match=r"model\.extra"):
         pair.engine.load_weights({**state, "model.extra": state["model.norm.weight"]})
-    assert pair.engine.score(PROBE) == before
+    assert pair.engine.score(CANARY_PROMPT) == before
 
 
 @with_untied
@@ -115,13 +115,14 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
         calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling, r.seed)) for r in requests]
         move(pair.model, seed=14, size=0.05)
         await generator.load_weights(dict(pair.model.named_parameters()), version=1)
-        score = await generator.score(PROBE)
+        score = await generator.score(CANARY_PROMPT)
         completions = await asyncio.gather(*calls)
         late = await generator(requests[0].prompt_ids, requests[0].sampling, seed=0)
     finally:
         generator.close()
     assert score == pytest.approx(
-        full_logprobs(pair.model, PROBE.prompt_ids, PROBE.completion_ids), abs=TOLERANCE
+        full_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids),
+        abs=TOLERANCE,
     )
     assert len(completions) == 40
     expected = full_logprobs(pair.model, requests[0].prompt_ids, late.token_ids)

@@ -10,10 +10,10 @@ import torch
 
 from ludus.proto.config import FolderWeightStore, WeightStoreConfig
 from ludus.trainer.interfaces import PublishedWeights, StateDict
-from ludus.trainer.types import Probe, WeightManifest
+from ludus.trainer.types import CanaryPrompt, WeightManifest
 from ludus.trainer.weights import VersionStore, make_manifest
 
-PROBE = Probe([1, 2], [3])
+CANARY_PROMPT = CanaryPrompt([1, 2], [3])
 
 
 def make_state(version: int) -> dict[str, torch.Tensor]:
@@ -31,7 +31,9 @@ def make_state(version: int) -> dict[str, torch.Tensor]:
 
 def manifest_of(version: int, state: StateDict | None = None) -> WeightManifest:
     """The manifest of a version."""
-    return make_manifest(version, make_state(version) if state is None else state, PROBE, [-1.0])
+    return make_manifest(
+        version, make_state(version) if state is None else state, CANARY_PROMPT, [-1.0]
+    )
 
 
 def publish(store: VersionStore, version: int, state: StateDict | None = None) -> PublishedWeights:

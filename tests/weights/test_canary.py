@@ -17,13 +17,19 @@ from ludus.trainer.weights import (
     check_canary,
     make_manifest,
 )
-from tests.rollout.engine_pair import PROBE, EngineKind, EnginePair, full_logprobs, open_pair
+from tests.rollout.engine_pair import (
+    CANARY_PROMPT,
+    EngineKind,
+    EnginePair,
+    full_logprobs,
+    open_pair,
+)
 
 LOGPROBS = [-1.5, -0.25, -4.0]
 
 
 def manifest_of(state: dict[str, torch.Tensor], logprobs: Sequence[float]) -> WeightManifest:
-    return make_manifest(8, state, PROBE, list(logprobs))
+    return make_manifest(8, state, CANARY_PROMPT, list(logprobs))
 
 
 def report_of(answer: Sequence[float], dtype: str = "float32") -> CanaryReport:
@@ -103,6 +109,6 @@ def test_tied_embeddings_that_stay_stale_are_caught(
 def canary_after_sync(pair: EnginePair, seed: int) -> CanaryReport:
     """What the canary says once the engine was handed weights that moved."""
     pair.sync(seed)
-    expected = full_logprobs(pair.model, PROBE.prompt_ids, PROBE.completion_ids)
+    expected = full_logprobs(pair.model, CANARY_PROMPT.prompt_ids, CANARY_PROMPT.completion_ids)
     state = {name: tensor.detach() for name, tensor in pair.model.named_parameters()}
-    return check_canary(manifest_of(state, expected), pair.engine.score(PROBE), "float32")
+    return check_canary(manifest_of(state, expected), pair.engine.score(CANARY_PROMPT), "float32")

@@ -228,7 +228,7 @@ class TrainMetric(_Metric):
     )
     CANARY_ERROR = (
         "canary_error",
-        Spec(Reduction.MAX, "nats", "Largest error of a probe token on any worker so far."),
+        Spec(Reduction.MAX, "nats", "Largest error of a canary token on any worker so far."),
     )
     NUM_CANARY_FAILURES = (
         "num_canary_failures",

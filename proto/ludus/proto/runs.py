@@ -64,7 +64,7 @@ class HeldWeights(_Record):
     version: int
     content_hash: str
     canary_error: float
-    """Largest difference of a probe token's log-prob from the learner's, in nats."""
+    """Largest difference of a canary token's log-prob from the learner's, in nats."""
 
 
 class RunControl(_Record):
@@ -190,7 +190,7 @@ class Summary(_Record):
     weight_syncs: int
     canary_failures: int
     canary_max_error: float
-    """Largest difference of a probe token's log-prob between worker and learner."""
+    """Largest difference of a canary token's log-prob between worker and learner."""
     environment_restarts: int
     learner_restarts: int
     """Times the learner's ranks were restarted, since one of them died."""

@@ -77,7 +77,7 @@ from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.sampling import SamplingLoop
 from ludus.trainer.schedule import coefficients
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Parts:
     buffer: Buffer
     evaluator: Evaluator
     chat: ChatTokenizer
-    probe: Probe
+    canary: CanaryPrompt
     servers: Mapping[str, LocalServer]
     """The environment servers that this run owns."""
 
@@ -171,7 +171,7 @@ class Controller:
         self._delivery = Delivery(
             parts.learners,
             parts.workers,
-            parts.probe,
+            parts.canary,
             parts.run.weights.timeout_s,
             self._note_delivery,
         )

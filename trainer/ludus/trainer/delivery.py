@@ -22,7 +22,7 @@ from typing import Protocol
 from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.background import Background
 from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 _GRACE_S = 10.0
 """A store that gives up by itself says more about why than can be said here."""
@@ -31,9 +31,9 @@ _GRACE_S = 10.0
 class PublishesWeights(Protocol):
     """The learner."""
 
-    async def publish(self, version: int, probe: Probe) -> PublishedWeights: ...
+    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights: ...
 
-    async def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]: ...
+    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]: ...
 
 
 class HeldWeights(Protocol):
@@ -58,7 +58,7 @@ class Delivered:
     version: int
     duration_s: float
     worst_error: float
-    """Largest difference of a probe token's log-prob between a worker and the learner."""
+    """Largest difference of a canary token's log-prob between a worker and the learner."""
 
 
 class Delivery:
@@ -68,13 +68,13 @@ class Delivery:
         self,
         learners: PublishesWeights,
         workers: LoadsWeights,
-        probe: Probe,
+        canary: CanaryPrompt,
         timeout_s: float,
         on_delivered: Callable[[Delivered], Awaitable[None]],
     ) -> None:
         self._learners = learners
         self._workers = workers
-        self._probe = probe
+        self._canary = canary
         self._timeout_s = timeout_s
         self._on_delivered = on_delivered
         self._under_way: asyncio.Task[None] | None = None
@@ -89,7 +89,7 @@ class Delivery:
         await self.settled()
         try:
             async with asyncio.timeout(self._timeout_s + _GRACE_S):
-                published = await self._learners.publish(version, self._probe)
+                published = await self._learners.publish(version, self._canary)
         except TimeoutError:
             raise WeightSyncError(
                 f"weights version {version} could not be published within weights.timeout_s = "

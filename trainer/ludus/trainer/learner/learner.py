@@ -67,11 +67,11 @@ from ludus.trainer.learner.step_metrics import PieceSums, StepMetrics, StepTotal
 from ludus.trainer.learner.targets import Targets, make_targets, whitened
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
-from ludus.trainer.types import Batch, Coefficients, Probe, TrainingSample
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, TrainingSample
 from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
-_PROBES_AT_ONCE = 64
+_PROMPTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,12 @@ class Learner:
         }
 
     @torch.no_grad()
-    def answer_logprobs(self, probes: Sequence[Probe]) -> list[list[float]]:
-        """The log-probs of each probe's completion under the policy, at temperature 1."""
+    def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+        """The log-probs of each prompt's completion under the policy, at temperature 1."""
         self._policy.eval()
         answers: list[list[float]] = []
-        for start in range(0, len(probes), _PROBES_AT_ONCE):
-            samples = [_as_sample(probe) for probe in probes[start : start + _PROBES_AT_ONCE]]
+        for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
+            samples = [_as_sample(prompt) for prompt in prompts[start : start + _PROMPTS_AT_ONCE]]
             piece = one_piece(samples).to(self._device)
             logprobs = piece.of_samples(self._policy(piece.rows, temperature=1.0).logprobs)
             answers += [row[mask].tolist() for row, mask in zip(logprobs, piece.mask, strict=True)]
@@ -438,10 +438,10 @@ def _whitened_together(
     return [[next(done) for _ in pieces] for pieces in minibatches]
 
 
-def _as_sample(probe: Probe) -> TrainingSample:
-    token_ids = probe.prompt_ids + probe.completion_ids
+def _as_sample(canary: CanaryPrompt) -> TrainingSample:
+    token_ids = canary.prompt_ids + canary.completion_ids
     nothing = [0.0] * len(token_ids)
-    mask = [index >= len(probe.prompt_ids) for index in range(len(token_ids))]
+    mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
     return TrainingSample(token_ids, mask, nothing, nothing, nothing, terminated=True)
 
 

@@ -9,7 +9,7 @@
 The thread takes all that waits in the inbox before each step, so calls that arrive while a
 step runs form the next batch without any timer.
 
-    the thread's time:  waiting | steps (busy_s) | loads and probes (pause_s)
+    the thread's time:  waiting | steps (busy_s) | loads and canaries (pause_s)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest, StateDict
-from ludus.trainer.types import Completion, Probe, Sampling
+from ludus.trainer.types import CanaryPrompt, Completion, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class GeneratorUsage:
     busy_s: float
     """In steps of the engine."""
     pause_s: float
-    """In loads of weights and in probes, while nothing is sampled."""
+    """In loads of weights and in canary prompts, while nothing is sampled."""
     num_loads: int
     """Of weights."""
 
@@ -100,9 +100,9 @@ class Generator:
         self._version = version
         self._num_loads += 1
 
-    async def score(self, probe: Probe) -> list[float]:
-        """Log-probs of the probe's completion under the weights that sample now."""
-        return await self._order(lambda: self._engine.score(probe))
+    async def score(self, canary: CanaryPrompt) -> list[float]:
+        """Log-probs of the canary prompt's completion under the weights that sample now."""
+        return await self._order(lambda: self._engine.score(canary))
 
     @property
     def usage(self) -> GeneratorUsage:

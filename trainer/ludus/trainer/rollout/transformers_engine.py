@@ -18,7 +18,7 @@ from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.rollout.seeds import uniforms
 from ludus.trainer.rollout.token_sampling import sample_tokens
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 
 @dataclass(slots=True)
@@ -70,10 +70,10 @@ class TransformersEngine:
                 own[name].copy_(tensor)
 
     @torch.inference_mode()
-    def score(self, probe: Probe) -> list[float]:
-        """Log-probs of the probe's completion at temperature 1."""
-        ids = torch.tensor([probe.prompt_ids + probe.completion_ids], device=self._device)
-        num_answer = len(probe.completion_ids)
+    def score(self, canary: CanaryPrompt) -> list[float]:
+        """Log-probs of the canary prompt's completion at temperature 1."""
+        ids = torch.tensor([canary.prompt_ids + canary.completion_ids], device=self._device)
+        num_answer = len(canary.completion_ids)
         logits = self._model(input_ids=ids[:, :-1], logits_to_keep=num_answer).logits
         return token_logprobs(logits.float(), ids[:, -num_answer:])[0].tolist()
 

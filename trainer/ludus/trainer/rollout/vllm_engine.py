@@ -26,10 +26,10 @@ from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.rollout.vllm_environment import IN_PROCESS
-from ludus.trainer.types import Probe
+from ludus.trainer.types import CanaryPrompt
 
 _GIB = 2**30
-_PROBE_ID = "probe"
+_CANARY_ID = "canary"
 
 # Both speak at times when nothing is wrong, or of nothing but a batch's whole content.
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -79,7 +79,7 @@ class VllmEngine:
         self._names, self._tied_names = _parameter_names(self._llm.model_config.hf_config)
         self._thread: int | None = None
         self._finished: list[EngineOutput] = []
-        """Requests that ended while a probe was scored."""
+        """Requests that ended while a canary prompt was scored."""
 
     @property
     def has_work(self) -> bool:
@@ -126,28 +126,28 @@ class VllmEngine:
         self._refuse_stale_layers([name for names in stale for name in names])
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
-    def score(self, probe: Probe) -> list[float]:
-        """Log-probs of the probe's completion at temperature 1.
+    def score(self, canary: CanaryPrompt) -> list[float]:
+        """Log-probs of the canary prompt's completion at temperature 1.
 
-        The probe runs as one more request, before all that wait; what else finishes
+        The canary prompt runs as one more request, before all that wait; what else finishes
         meanwhile is kept for the next `step`.
         """
-        token_ids = probe.prompt_ids + probe.completion_ids
+        token_ids = canary.prompt_ids + canary.completion_ids
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(_PROBE_ID, tokens_input(token_ids), params, priority=-1)
+        self._llm.add_request(_CANARY_ID, tokens_input(token_ids), params, priority=-1)
         answer: RequestOutput | None = None
         while answer is None:
             for output in self._step():
-                if output.request_id == _PROBE_ID:
+                if output.request_id == _CANARY_ID:
                     answer = output
                 else:
                     self._finished.append(self._output(output))
-        start = len(probe.prompt_ids)
+        start = len(canary.prompt_ids)
         return _chosen_logprobs(token_ids[start:], answer.prompt_logprobs[start:])
 
     def close(self) -> None:

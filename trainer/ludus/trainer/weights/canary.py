@@ -2,7 +2,7 @@
 
 Checksums prove that the bytes arrived. They do not prove that the engine uses them: an engine
 may keep a packed or fused copy of old weights and never say so. So the worker answers a fixed
-probe with the weights it would sample from now, and the answer's log-probs must be those that
+prompt with the weights it would sample from now, and the answer's log-probs must be those that
 the learner computed when it published.
 """
 
@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class CanaryReport:
-    """How far a worker's answer to the probe is from the learner's."""
+    """How far a worker's answer to the canary prompt is from the learner's."""
 
     version: int
     content_hash: str
@@ -35,19 +35,19 @@ class CanaryReport:
     def __str__(self) -> str:
         return (
             f"canary of weights version {self.version} ({self.content_hash[:12]}): the worker's "
-            f"probe log-probs differ from the learner's by {self.error:.3g}, allowed "
+            f"canary log-probs differ from the learner's by {self.error:.3g}, allowed "
             f"{self.tolerance:g}; it does not sample from the published weights"
         )
 
 
 def check_canary(manifest: WeightManifest, answer: Sequence[float], dtype: str) -> CanaryReport:
-    """The comparison of a worker's probe log-probs with those of the manifest.
+    """The comparison of a worker's canary log-probs with those of the manifest.
 
     Args:
         dtype: in which the learner and the engine compute; where tensors travelled in a coarser
             one, that one says what may differ.
     """
-    pairs = zip(manifest.probe_logprobs, answer, strict=True)
+    pairs = zip(manifest.canary_logprobs, answer, strict=True)
     errors = [abs(expected - got) for expected, got in pairs]
     # max() would hide a nan that is not first.
     worst = max(errors) if all(error == error for error in errors) else float("nan")
@@ -64,7 +64,7 @@ class WorkerWeights:
     fetch_s: float
     """Until all tensors were there and checked."""
     pause_s: float
-    """In which nothing was sampled: the engine loaded them and answered the probe."""
+    """In which nothing was sampled: the engine loaded them and answered the canary prompt."""
     bytes_fetched: int
     """Fewer than the tensors have where differences travel."""
 
@@ -80,7 +80,7 @@ class WorkerWeights:
 
     @property
     def canary_error(self) -> float:
-        """Largest difference of a probe token's log-prob from the learner's."""
+        """Largest difference of a canary token's log-prob from the learner's."""
         return self.canary.error
 
     @property

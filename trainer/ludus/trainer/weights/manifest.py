@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.interfaces import StateDict
-from ludus.trainer.types import Probe, TensorEntry, WeightManifest
+from ludus.trainer.types import CanaryPrompt, TensorEntry, WeightManifest
 
 _DIGEST_BYTES = 16
 
@@ -31,11 +31,11 @@ def cast_floats(state: StateDict, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def make_manifest(
-    version: int, state: StateDict, probe: Probe, probe_logprobs: list[float]
+    version: int, state: StateDict, canary: CanaryPrompt, canary_logprobs: list[float]
 ) -> WeightManifest:
     """The manifest of `state` as version `version`."""
     entries = tuple(_entry(name, tensor) for name, tensor in sorted(state.items()))
-    return WeightManifest(version, entries, _content_hash(entries), probe, tuple(probe_logprobs))
+    return WeightManifest(version, entries, _content_hash(entries), canary, tuple(canary_logprobs))
 
 
 def verify(
