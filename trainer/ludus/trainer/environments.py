@@ -44,7 +44,7 @@ def check_names(run: RunConfig) -> None:
         ConfigError: it cannot.
     """
     for environment in run.environments.values():
-        for field in ("render", "parse", "rollout", "policies", "probes"):
+        for field in ("render", "parse", "rollout", "policies", "policy_chart"):
             path = getattr(environment, field)
             if path is not None:
                 import_object(path, f"environment.{field}")

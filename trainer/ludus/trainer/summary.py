@@ -98,8 +98,8 @@ def chart_questions(
     """One question for each prompt and each of its answers, prompt by prompt."""
     if not prompts or any(prompt.answers != prompts[0].answers for prompt in prompts):
         raise ConfigError(
-            f"environment.probes returned {len(prompts)} prompts; expected at least one, and the "
-            "same answers in all of them"
+            f"environment.policy_chart returned {len(prompts)} prompts; expected at least one, and "
+            "the same answers in all of them"
         )
     return [
         CanaryPrompt(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
