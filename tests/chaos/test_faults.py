@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from upstream_s3_server import running_s3_server
 
 from tests.chaos.faults import (
     ENVIRONMENT_SERVER,
@@ -22,10 +22,6 @@ from tests.chaos.faults import (
     wait_until_gone,
 )
 from tests.e2e.runs import Run, processes_of, start_run
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
-
-from upstream_s3_server import running_s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

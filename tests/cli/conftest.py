@@ -1,4 +1,4 @@
-"""Fixtures that run `ludus` commands; makes the modules beside this file importable."""
+"""Fixtures that run `ludus` commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from ludus.services.cli import app, trainer_process
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from commands import FAKE_TRAINER, Outcome, RunCli
+from tests.cli.commands import FAKE_TRAINER, Outcome, RunCli
 
 
 @pytest.fixture

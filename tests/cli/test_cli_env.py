@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from commands import RunCli
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
+from tests.cli.commands import RunCli
 
 
 @pytest.fixture(scope="module")

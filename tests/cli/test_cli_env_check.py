@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from commands import RunCli
 
 from ludus.env.serving.subprocess import LocalServer, ServerAddresses
+from tests.cli.commands import RunCli
 
 
 @pytest.fixture(scope="module")

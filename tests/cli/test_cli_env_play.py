@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Outcome, RunCli
 
 from ludus.env.recording.format import read_recording
 from ludus.env.serving.subprocess import LocalServer
+from tests.cli.commands import Outcome, RunCli
 
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
 TO_THE_GOAL = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commands import RunCli
-
 from ludus.env.client import EnvClient
 from ludus.env.recording.format import read_recording
 from ludus.env.serving.cli import server_parser
 from ludus.services.cli.env_serve import DEFAULT_PORT, serve
+from tests.cli.commands import RunCli
 
 
 def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> None:

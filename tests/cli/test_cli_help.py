@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from commands import RunCli
+
+from tests.cli.commands import RunCli
 
 COMMANDS = [
     ("train",),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import RunCli
+
+from tests.cli.commands import RunCli
 
 SHAPE = {
     "README.md",

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import RunCli
 
 from ludus.services.cli import report_command
+from tests.cli.commands import RunCli
 
 
 @pytest.fixture

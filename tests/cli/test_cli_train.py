@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import FAKE_TRAINER, RunCli
 
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import Evaluation
 from ludus.services.cli import trainer_process
+from tests.cli.commands import FAKE_TRAINER, RunCli
 
 UseFake = Callable[[str], None]
 

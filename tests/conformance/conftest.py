@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "env"), str(HERE.parents[1] / "dev")]
-
-from parties import GAME, OurServer, our_gateway, our_server  # noqa: E402
+from tests.conformance.parties import GAME, OurServer, our_gateway, our_server
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,9 @@ from typing import Any
 from upstream_environment import python_of
 
 from ludus.env.client import EnvClient
+from tests.conformance.upstream.policy import choose, shown, state_shown
 
 UPSTREAM = Path(__file__).parent / "upstream"
-sys.path.insert(0, str(UPSTREAM))
-
-from policy import choose, shown, state_shown  # noqa: E402
-
 GAME = "blackjack"
 NUM_GAMES = 200
 FIRST_SEED = 1000

@@ -5,7 +5,10 @@ import json
 import subprocess
 
 import pytest
-from parties import (
+from upstream_environment import python_of
+
+from ludus.env.client import EnvClient
+from tests.conformance.parties import (
     CLIENTS,
     FIRST_SEED,
     GAME,
@@ -18,9 +21,6 @@ from parties import (
     upstream_python,
     verdict_of,
 )
-from upstream_environment import python_of
-
-from ludus.env.client import EnvClient
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 

@@ -1,7 +1,11 @@
 """Our client plays on OpenEnv's own servers, and sees what their own clients see."""
 
 import pytest
-from parties import (
+
+from ludus.env.check import check_server
+from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.proto.errors import CapacityError, InvalidCallError
+from tests.conformance.parties import (
     FIRST_SEED,
     NUM_GAMES,
     SERVERS,
@@ -10,10 +14,6 @@ from parties import (
     play_with_upstream_client,
     upstream_server,
 )
-
-from ludus.env.check import check_server
-from ludus.env.client import AsyncEnvClient, EnvClient
-from ludus.proto.errors import CapacityError, InvalidCallError
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
 

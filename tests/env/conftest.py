@@ -1,13 +1,8 @@
-"""Makes the fake environment importable, whatever pytest's import mode; and what tests share."""
-
-import sys
-from pathlib import Path
+"""What the tests of the SDK share."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from served import WIRES
+from tests.env.served import WIRES
 
 
 @pytest.fixture(params=WIRES)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from counting_env import CountingEnv
 
 from ludus.env.grpc.servicer import EnvServicer
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import EnvironmentFactory, local_host
 from ludus.env.sessions.options import CoreOptions
 from ludus.proto.env.v1 import env_pb2_grpc
+from tests.env.counting_env import CountingEnv
 
 
 @dataclass

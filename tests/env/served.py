@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counting_env import CountingEnv
-
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.sessions.hosts import EnvironmentFactory
+from tests.env.counting_env import CountingEnv
 
 WIRES = ("grpc", "http")
 

@@ -5,13 +5,13 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import uvicorn
-from counting_env import CountingEnv
 
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
 from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.options import CoreOptions
+from tests.env.counting_env import CountingEnv
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:

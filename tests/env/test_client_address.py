@@ -10,9 +10,6 @@ import pytest
 import trustme
 import uvicorn
 from fastapi import FastAPI
-from flaky_proxy import FlakyProxy
-from grpc_served import grpc_served
-from served import running
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.http.app import build_app
@@ -26,6 +23,9 @@ from ludus.proto.errors import (
     RateLimitError,
     UnavailableError,
 )
+from tests.env.flaky_proxy import FlakyProxy
+from tests.env.grpc_served import grpc_served
+from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
 

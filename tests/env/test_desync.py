@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from flaky_proxy import FlakyProxy
-from grpc_served import grpc_served
-from polling import settled
-from served import address_of, running
 
 from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
 from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, SessionLostError
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.flaky_proxy import FlakyProxy
+from tests.env.grpc_served import grpc_served
+from tests.env.polling import settled
+from tests.env.served import address_of, running
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,8 +4,6 @@ import asyncio
 
 import grpc
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from served import running
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_server import sessions_called
@@ -15,6 +13,8 @@ from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import running
 
 
 async def test_every_call_of_a_detached_session_attaches_it_and_an_open_or_an_empty_call_none(

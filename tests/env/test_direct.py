@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 
 import grpc
 import pytest
-from grpc_served import GrpcServed, grpc_served
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.grpc.servicer import abort
@@ -22,6 +21,7 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
+from tests.env.grpc_served import GrpcServed, grpc_served
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,9 +3,6 @@
 import asyncio
 
 import pytest
-from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from polling import settled
-from served import WIRES, address_of, running
 
 from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.proto.errors import (
@@ -21,6 +18,9 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
+from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from tests.env.polling import settled
+from tests.env.served import WIRES, address_of, running
 
 pytestmark = pytest.mark.asyncio
 

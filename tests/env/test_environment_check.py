@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from counting_env import CountAction, CountingEnv, CountingRenderer, ThreadedCountingEnv
 
 from ludus.env.check import EnvironmentCheckError, check_environment
 from ludus.env.types import Transition
 from ludus.proto.errors import ActionParseError
+from tests.env.counting_env import CountAction, CountingEnv, CountingRenderer, ThreadedCountingEnv
 
 
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])

@@ -6,15 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from counting_env import CountingEnv, fail_to_be_built
 
 from ludus.env.targets.importable import FactoryName, named
 from ludus.env.targets.targets import TargetFactory
 from ludus.proto.errors import ConfigError
+from tests.env.counting_env import CountingEnv, fail_to_be_built
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from counting_env import CountingEnv
+from tests.env.counting_env import CountingEnv
 from ludus.env.targets.importable import named
 
 class ScriptedEnv(CountingEnv):
@@ -29,13 +30,13 @@ if __name__ == "__main__":
     "factory",
     [
         CountingEnv,
-        TargetFactory("counting_env:CountingEnv"),
+        TargetFactory("tests.env.counting_env:CountingEnv"),
         partial(partial(CountingEnv)),
     ],
 )
 def test_a_named_factory_is_found_again(factory):
     name = FactoryName.from_json(named(factory).to_json())
-    assert name == FactoryName("counting_env:CountingEnv")
+    assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
@@ -75,13 +76,12 @@ def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, said)
 def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)
-    here = str(Path(__file__).parent)
     ended = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": here},
+        env={"PYTHONPATH": str(ROOT)},
         timeout=30,
     )
     try:

@@ -5,10 +5,6 @@ import itertools
 import time
 
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from grpc_served import grpc_served
-from polling import settled
-from served import address_of, running
 
 from ludus.env.client import AsyncEnvClient, EnvClient, Reset
 from ludus.proto.errors import (
@@ -18,6 +14,10 @@ from ludus.proto.errors import (
     InvalidCallError,
     SessionLostError,
 )
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.grpc_served import grpc_served
+from tests.env.polling import settled
+from tests.env.served import address_of, running
 
 pytestmark = pytest.mark.asyncio
 

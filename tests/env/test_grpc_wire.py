@@ -5,14 +5,14 @@ import asyncio
 import grpc
 import numpy as np
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from served import running
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.types import Transition
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import SessionLostError
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
 

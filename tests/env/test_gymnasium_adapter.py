@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
-from served import WIRES
 
 from ludus.env.adapters.gymnasium_spaces import codec_of, json_safe
 from ludus.env.adapters.gymnasium_text import without_colours
@@ -27,6 +26,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     NotFoundError,
 )
+from tests.env.served import WIRES
 
 SPACES = {
     "Discrete": spaces.Discrete(4, start=-1),

@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 import schemathesis
-from counting_env import CountingEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
-from served_app import core_of
 from starlette.testclient import TestClient
-from tool_env import ToolEnv
 
 from ludus.env.http.app import build_app
+from tests.env.counting_env import CountingEnv
+from tests.env.served_app import core_of
+from tests.env.tool_env import ToolEnv
 
 
 class PatientEnv(CountingEnv):

@@ -4,9 +4,6 @@ import asyncio
 
 import httpx
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from polling import eventually
-from served import running
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from websockets.asyncio.client import connect
@@ -16,6 +13,9 @@ from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.sessions.options import CoreOptions
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.polling import eventually
+from tests.env.served import running
 
 
 def visitor(server) -> httpx.AsyncClient:

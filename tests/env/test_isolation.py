@@ -13,19 +13,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from counting_env import (
-    CountingEnv,
-    Deed,
-    GloballyRandomEnv,
-    ThreadedCountingEnv,
-    UnrulyEnv,
-    UnrulyThreadedEnv,
-    die_from_the_second_on,
-    die_while_being_built,
-    fail_to_be_built,
-)
-from polling import eventually
-from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
@@ -43,6 +30,19 @@ from ludus.proto.errors import (
     InfrastructureError,
     SessionLostError,
 )
+from tests.env.counting_env import (
+    CountingEnv,
+    Deed,
+    GloballyRandomEnv,
+    ThreadedCountingEnv,
+    UnrulyEnv,
+    UnrulyThreadedEnv,
+    die_from_the_second_on,
+    die_while_being_built,
+    fail_to_be_built,
+)
+from tests.env.polling import eventually
+from tests.env.served import WIRES, address_of, running, server_process
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from legacy_server import legacy_server
 
 from ludus.env.client import AsyncEnvClient, EnvClient, Reset
 from ludus.env.transports.openenv_01 import LegacyHttpTransport
@@ -16,6 +15,7 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
+from tests.env.legacy_server import legacy_server
 
 pytestmark = pytest.mark.asyncio
 

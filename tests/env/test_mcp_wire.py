@@ -5,11 +5,8 @@ import json
 
 import httpx
 import pytest
-from counting_env import CountingEnv
 from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
-from served import running
-from tool_env import ToolEnv
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -17,6 +14,9 @@ from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.options import CoreOptions
+from tests.env.counting_env import CountingEnv
+from tests.env.served import running
+from tests.env.tool_env import ToolEnv
 
 
 def core_of(factory=ToolEnv, **options) -> SessionCore:

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from upstream_sdk import run_beside_upstream
+
+from tests.env.upstream_sdk import run_beside_upstream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

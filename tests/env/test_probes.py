@@ -9,9 +9,7 @@ import time
 
 import httpx
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
 from prometheus_client.parser import text_string_to_metric_families
-from served import running
 
 from ludus.env.asgi.socket import close_text
 from ludus.env.encoding import ResetArgs
@@ -24,6 +22,8 @@ from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import running
 
 WORKERS = "env_server_workers"
 WORKER_ENDS = "env_server_worker_ends_total"

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
@@ -22,8 +20,10 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.targets import environment_factory
 from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import WIRES, address_of, running, server_process
 
-TARGET = "counting_env:CountingEnv"
+TARGET = "tests.env.counting_env:CountingEnv"
 DONE = {"add": 7}
 
 
@@ -91,7 +91,7 @@ async def test_a_repeated_step_is_written_once(tmp_path):
 
 @pytest.mark.parametrize("factory", ["CountingEnv", "ThreadedCountingEnv"])
 async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
-    factory = environment_factory(f"counting_env:{factory}", {})
+    factory = environment_factory(f"tests.env.counting_env:{factory}", {})
     core = CoreOptions(idle_timeout_s=0.05)
     sessions = recorded(tmp_path / "r.jsonl", core=core, factory=factory)
     connection = Connection()
@@ -117,7 +117,8 @@ async def test_every_way_to_end_writes_the_episode(tmp_path, factory):
 
 async def test_concurrent_sessions_do_not_mix(tmp_path):
     sessions = recorded(
-        tmp_path / "r.jsonl", factory=environment_factory("counting_env:ThreadedCountingEnv", {})
+        tmp_path / "r.jsonl",
+        factory=environment_factory("tests.env.counting_env:ThreadedCountingEnv", {}),
     )
     await asyncio.gather(
         *(play(sessions, [{"add": seed}, DONE], seed=seed) for seed in range(20, 40))

@@ -6,12 +6,12 @@ import asyncio
 
 import grpc
 import pytest
-from counting_env import CountAction
-from grpc_served import grpc_served
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
+from tests.env.counting_env import CountAction
+from tests.env.grpc_served import grpc_served
 
 pytestmark = pytest.mark.timeout(60)
 NUM_SESSIONS = 32

@@ -6,11 +6,6 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from flaky_proxy import FlakyProxy
-from grpc_served import GrpcServed, grpc_served
-from polling import settled
-from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient, EnvClient, Reset
 from ludus.env.client.resume import ResumeLimits
@@ -23,6 +18,11 @@ from ludus.proto.errors import (
     InfrastructureError,
     SessionLostError,
 )
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.flaky_proxy import FlakyProxy
+from tests.env.grpc_served import GrpcServed, grpc_served
+from tests.env.polling import settled
+from tests.env.served import WIRES, address_of, running, server_process
 
 pytestmark = pytest.mark.asyncio
 

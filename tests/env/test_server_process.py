@@ -12,8 +12,6 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from counting_env import CountingEnv
-from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.session_ids import SessionKey
@@ -28,6 +26,8 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
+from tests.env.counting_env import CountingEnv
+from tests.env.served import WIRES, address_of, running, server_process
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
 SERVER = str(Path(__file__).with_name("counting_env.py"))

@@ -6,13 +6,13 @@ import grpc
 import httpx
 import pytest
 import trustme
-from served import WIRES, address_of, running, server_process
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ConfigError, UnavailableError
+from tests.env.served import WIRES, address_of, running, server_process
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()

@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.core import SessionCore
@@ -26,6 +25,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     SessionLostError,
 )
+from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 
 pytestmark = pytest.mark.asyncio
 

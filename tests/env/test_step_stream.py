@@ -5,8 +5,6 @@ import time
 
 import grpc
 import pytest
-from counting_env import ThreadedCountingEnv
-from served import running
 
 from ludus.env.client import AsyncEnvClient, Reset
 from ludus.env.grpc.step_stream import StepStream, answer_in_order, read_ahead
@@ -14,6 +12,8 @@ from ludus.env.types import StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError, InfrastructureError
+from tests.env.counting_env import ThreadedCountingEnv
+from tests.env.served import running
 
 
 async def requests_of(*values):

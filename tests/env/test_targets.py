@@ -5,14 +5,16 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-from counting_env import CountingEnv
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.targets.targets import TargetFactory, environment_factory, installed_packages
 from ludus.proto.errors import ConfigError, NotFoundError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,7 @@ from ludus.proto.errors import ConfigError, NotFoundError
     [
         ("openspiel_env", {"game": "catch"}, "openspiel_env"),
         ("openspiel_env:OpenSpielEnv", None, None),
-        ("counting_env:CountingEnv", {}, "counting"),
+        ("tests.env.counting_env:CountingEnv", {}, "counting"),
         ("gymnasium:FrozenLake-v1", {"is_slippery": False}, "gymnasium:FrozenLake-v1"),
     ],
 )
@@ -41,14 +43,14 @@ def test_a_target_makes_its_environment(target, options, name):
     ("target", "kind", "said"),
     [
         ("openspeil_env", NotFoundError, "did you mean 'openspiel_env'?"),
-        ("counting_env:CountingEnf", NotFoundError, "did you mean 'CountingEnv'?"),
+        ("tests.env.counting_env:CountingEnf", NotFoundError, "did you mean 'CountingEnv'?"),
         ("no_such_module:Class", NotFoundError, "no module 'no_such_module'"),
         ("gymnasium:CartPoel-v1", NotFoundError, "did you mean 'CartPole-v1'?"),
-        ("counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("counting_env:CountingRenderer", ConfigError, "got a class that is none"),
+        ("tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
+        ("tests.env.counting_env:CountingRenderer", ConfigError, "got a class that is none"),
         ("json", ConfigError, "'json' has no make_environment"),
-        ("openenv:counting_env:NUM_STEPS", ConfigError, "got int"),
-        ("openenv:counting_env", ConfigError, "expected a target like module:Class"),
+        ("openenv:tests.env.counting_env:NUM_STEPS", ConfigError, "got int"),
+        ("openenv:tests.env.counting_env", ConfigError, "expected a target like module:Class"),
     ],
 )
 def test_a_target_that_names_nothing_says_what_would(target, kind, said):
@@ -59,7 +61,7 @@ def test_a_target_that_names_nothing_says_what_would(target, kind, said):
 
 def test_options_that_the_environment_does_not_take_are_named():
     with pytest.raises(ConfigError, match=r"cannot be built with \{'num': 3\}"):
-        environment_factory("counting_env:CountingEnv", {"num": 3})()
+        environment_factory("tests.env.counting_env:CountingEnv", {"num": 3})()
 
 
 def test_a_function_that_makes_no_environment_is_refused():
@@ -71,7 +73,7 @@ def test_a_function_that_makes_no_environment_is_refused():
 def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path, monkeypatch):
     (tmp_path / "own_rules.py").write_text(
         textwrap.dedent("""
-            from counting_env import CountingEnv
+            from tests.env.counting_env import CountingEnv
 
             def make(label="plain"):
                 environment = CountingEnv()
@@ -80,7 +82,7 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
         """)
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path.parent) + ":" + _folder_of_tests())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path.parent) + ":" + str(ROOT))
     program = (
         "import sys; sys.path.remove('') if '' in sys.path else None\n"
         "from ludus.env.targets.targets import environment_factory\n"
@@ -92,15 +94,10 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
     assert found.stdout.strip() == "mine"
 
 
-def _folder_of_tests() -> str:
-    module = sys.modules[CountingEnv.__module__]
-    return str(module.__file__).rpartition("/")[0]
-
-
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
 async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", _folder_of_tests())
-    for target in ("gymnasium:FrozenLake-v1", "counting_env:CountingEnv"):
+    monkeypatch.chdir(ROOT)
+    for target in ("gymnasium:FrozenLake-v1", "tests.env.counting_env:CountingEnv"):
         server = LocalServer(target, {}, max_sessions=2, isolation=isolation)
         try:
             async with await AsyncEnvClient.connect(server.start().grpc) as client:
@@ -115,7 +112,7 @@ def test_naming_a_target_loads_no_library_but_its_own():
     program = (
         "import sys, json\n"
         "from ludus.env.targets.targets import environment_factory\n"
-        "environment_factory('counting_env:CountingEnv', {})()\n"
+        "environment_factory('tests.env.counting_env:CountingEnv', {})()\n"
         "print(json.dumps([m for m in ('gymnasium', 'openenv', 'pyspiel') if m in sys.modules]))"
     )
     loaded = subprocess.run(
@@ -124,7 +121,7 @@ def test_naming_a_target_loads_no_library_but_its_own():
         text=True,
         check=True,
         timeout=60,
-        cwd=_folder_of_tests(),
+        cwd=ROOT,
     )
     assert json.loads(loaded.stdout) == []
 

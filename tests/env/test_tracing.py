@@ -4,14 +4,10 @@ import asyncio
 import timeit
 
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from grpc_served import grpc_served
-from legacy_server import legacy_server
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from served import running
 
 from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.env.security.tracing import (
@@ -22,6 +18,10 @@ from ludus.env.security.tracing import (
     server_span,
     trace_headers,
 )
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.grpc_served import grpc_served
+from tests.env.legacy_server import legacy_server
+from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
 

@@ -7,13 +7,8 @@ import random
 
 import grpc
 import pytest
-from counting_env import CountingEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from polling import settled
-from served import running
-from served_app import core_of, serving
-from tool_env import ToolEnv
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -21,6 +16,11 @@ from ludus.env.http.app import build_app
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import ErrorCode
+from tests.env.counting_env import CountingEnv
+from tests.env.polling import settled
+from tests.env.served import running
+from tests.env.served_app import core_of, serving
+from tests.env.tool_env import ToolEnv
 
 TOKEN = "hush-hush-do-not-tell"
 BEARER = {"authorization": f"Bearer {TOKEN}"}

@@ -6,15 +6,15 @@ import threading
 
 import httpx
 import pytest
-from counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
-from polling import eventually
-from served import running
-from served_app import core_of, serving
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from ludus.env.http.app import build_app
 from ludus.env.security.tracing import current_request_id
+from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
+from tests.env.polling import eventually
+from tests.env.served import running
+from tests.env.served_app import core_of, serving
 
 
 def socket_to(authority: str, query: str = ""):

@@ -6,10 +6,11 @@ import urllib.error
 import urllib.request
 
 import pytest
-from counting_env import CountingEnv, ThreadedCountingEnv
-from served import running
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
+
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
 

@@ -3,8 +3,6 @@
 import random
 
 import pytest
-from counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from served import WIRES, address_of, running
 
 from ludus.env.check import CheckReport, check_server
 from ludus.env.client import AsyncEnvClient
@@ -13,6 +11,8 @@ from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.session import Session
 from ludus.env.types import Transition
 from ludus.proto.errors import CapacityError, ErrorCode, SessionLostError
+from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from tests.env.served import WIRES, address_of, running
 
 
 async def report_of(factory=CountingEnv, wire="grpc", max_sessions=6, **options) -> CheckReport:

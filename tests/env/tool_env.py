@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from counting_env import CountingEnv
-
 from ludus.env.types import Tool
 from ludus.proto.errors import InvalidCallError, ToolError
+from tests.env.counting_env import CountingEnv
 
 
 class ToolEnv(CountingEnv):

@@ -11,11 +11,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+from upstream_environment import python_in
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "dev"))
-
-from upstream_environment import python_in  # noqa: E402
-
 SOURCES = (ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "tests" / "env")
 REQUIREMENT_OF = {
     "0.1.1": "openenv-core==0.1.1",

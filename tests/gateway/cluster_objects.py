@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from uuid import NAMESPACE_DNS, uuid5
 
-from fake_kubernetes import FakeKubernetes
-
 from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
+from tests.gateway.fake_kubernetes import FakeKubernetes
 
 NAMESPACE = "arena"
 SLICES = ("discovery.k8s.io/v1", "endpointslices", NAMESPACE)

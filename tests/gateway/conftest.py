@@ -1,13 +1,8 @@
-"""Makes the servers for tests importable, whatever pytest's import mode; and what tests share."""
-
-import sys
-from pathlib import Path
+"""What the tests of the gateway share."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from clock import Clock
+from tests.gateway.clock import Clock
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiohttp import web
-from fake_kubernetes_store import (
+
+from tests.gateway.fake_kubernetes_store import (
     Change,
     Json,
     ObjectStore,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,11 +17,8 @@ from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.callers import ANYONE, enter_tenant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "env"))
-
-from counting_env import CountingEnv, ThreadedCountingEnv
-from served import server_process
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.served import server_process
 
 KEY = "a-session-key-for-tests-0123456789"
 KEY_VARIABLE = "LUDUS_TEST_SESSION_KEY"

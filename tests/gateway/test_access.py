@@ -9,7 +9,6 @@ import string
 from pathlib import Path
 
 import pytest
-from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from ludus.services.gateway.tenancy.access import (
     read_authorization,
 )
 from ludus.services.gateway.tenancy.tenants import NO_LIMITS, Scope, Tenant, TenantLimits
+from tests.gateway.clock import Clock
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"

@@ -16,8 +16,6 @@ import httpx
 import pytest
 import websockets
 from fastapi import FastAPI, Request, WebSocket
-from gateways import NAME, num_sessions, served
-from http_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +24,8 @@ from ludus.services.gateway.tenancy.access import Access, AuthFailure
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.wires.http_app import build_gateway_app
+from tests.gateway.gateways import NAME, num_sessions, served
+from tests.gateway.http_server import serving
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 ADMIN = "adm1n-adm1n-adm1n-adm1n"

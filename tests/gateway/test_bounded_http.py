@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import websockets
 from fastapi import FastAPI, Request, WebSocket
-from http_server import serving
 
 from ludus.env.asgi.uvicorn_http import BoundedHttp
+from tests.gateway.http_server import serving
 
 
 class SmallHttp(BoundedHttp):

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
-from cluster_objects import NAMESPACE, client_of, eventually
-from fake_kubernetes import FakeKubernetes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +17,8 @@ from ludus.services.gateway.kubernetes.deletion_cost import (
     DeletionCost,
     bucket_of,
 )
+from tests.gateway.cluster_objects import NAMESPACE, client_of, eventually
+from tests.gateway.fake_kubernetes import FakeKubernetes
 
 
 @dataclass

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_kubernetes import Call, cluster_in_thread
 from kubernetes import client, watch
+
+from tests.gateway.fake_kubernetes import Call, cluster_in_thread
 
 GROUP = ("ray.io", "v1", "arena", "rayjobs")
 

@@ -6,7 +6,19 @@ import json
 import httpx
 import pytest
 import websockets
-from gateways import (
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import Connection, OpenArgs
+from ludus.proto.errors import (
+    CapacityError,
+    EnvError,
+    GroupMismatchError,
+    InvalidCallError,
+    UnavailableError,
+)
+from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import (
     NAME,
     CountingEnv,
     ListedServers,
@@ -20,18 +32,6 @@ from gateways import (
     sessions_of,
     until,
 )
-
-from ludus.env.client import AsyncEnvClient
-from ludus.env.encoding import ResetArgs
-from ludus.env.sessions.interface import Connection, OpenArgs
-from ludus.proto.errors import (
-    CapacityError,
-    EnvError,
-    GroupMismatchError,
-    InvalidCallError,
-    UnavailableError,
-)
-from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 

@@ -1,9 +1,6 @@
 """A gateway over the pods of a (fake) cluster."""
 
 import pytest
-from cluster_objects import NAMESPACE, SLICES, client_of, endpoint_slice, id_of, member
-from fake_kubernetes import FakeKubernetes
-from gateways import NAME, config_of, env_server, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
@@ -12,6 +9,16 @@ from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
+from tests.gateway.cluster_objects import (
+    NAMESPACE,
+    SLICES,
+    client_of,
+    endpoint_slice,
+    id_of,
+    member,
+)
+from tests.gateway.fake_kubernetes import FakeKubernetes
+from tests.gateway.gateways import NAME, config_of, env_server, sessions_of, until
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gateways import until
 
 from ludus.env.client import AsyncEnvClient
 from ludus.services.gateway.config import GatewayConfig
+from tests.gateway.gateways import until
 
 LUDUS = str(Path(sys.executable).with_name("ludus"))
 BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")

@@ -7,7 +7,15 @@ import grpc
 import httpx
 import pytest
 import trustme
-from gateways import (
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import OpenArgs
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
+from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import (
     NAME,
     client_of,
     config_of,
@@ -18,14 +26,6 @@ from gateways import (
     sessions_of,
     until,
 )
-
-from ludus.env.client import AsyncEnvClient
-from ludus.env.encoding import ResetArgs
-from ludus.env.sessions.interface import OpenArgs
-from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
-from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 

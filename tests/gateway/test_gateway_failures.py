@@ -5,7 +5,13 @@ import signal
 from contextlib import asynccontextmanager
 
 import pytest
-from gateways import (
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import Connection, OpenArgs
+from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
+from ludus.services.gateway.fleet.endpoints import Endpoint
+from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import (
     KEY,
     NAME,
     ListedServers,
@@ -17,12 +23,6 @@ from gateways import (
     sessions_of,
     until,
 )
-
-from ludus.env.encoding import ResetArgs
-from ludus.env.sessions.interface import Connection, OpenArgs
-from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
-from ludus.services.gateway.fleet.endpoints import Endpoint
-from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,7 +8,13 @@ import httpx
 import pytest
 import requests
 import websockets
-from gateways import (
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.proto.errors import IllegalActionError, InvalidCallError
+from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import (
     NAME,
     client_of,
     config_of,
@@ -18,12 +24,6 @@ from gateways import (
     served,
     until,
 )
-
-from ludus.env.client import AsyncEnvClient
-from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import IllegalActionError, InvalidCallError
-from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 

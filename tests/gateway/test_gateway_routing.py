@@ -5,7 +5,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateways import (
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.security.session_ids import SessionKey
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import (
     KEY,
     NAME,
     config_of,
@@ -17,12 +23,6 @@ from gateways import (
     sessions_of,
     until,
 )
-
-from ludus.env.client import AsyncEnvClient
-from ludus.env.security.session_ids import SessionKey
-from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.services.gateway.gateway import Gateway
 
 pytestmark = pytest.mark.asyncio
 

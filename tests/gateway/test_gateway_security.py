@@ -10,12 +10,12 @@ import httpx
 import pytest
 import trustme
 import websockets
-from gateways import FAST, NAME, client_of, served
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.tls import client_ssl_context
 from ludus.proto.errors import AuthenticationError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import FAST, NAME, client_of, served
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"

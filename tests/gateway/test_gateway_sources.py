@@ -4,13 +4,13 @@ import os
 import signal
 
 import pytest
-from gateways import NAME, sessions_of, until
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.gateway import Gateway
+from tests.gateway.gateways import NAME, sessions_of, until
 
 pytestmark = pytest.mark.asyncio
 

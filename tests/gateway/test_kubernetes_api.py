@@ -17,8 +17,6 @@ import pytest
 import trustme
 import yaml
 from aiohttp import web
-from cluster_objects import NAMESPACE, client_of, endpoint_slice, eventually, member
-from fake_kubernetes import FakeKubernetes
 
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.gateway.kubernetes import api as kubernetes_api
@@ -31,6 +29,8 @@ from ludus.services.gateway.kubernetes.api import (
     load_access,
     resource_path,
 )
+from tests.gateway.cluster_objects import NAMESPACE, client_of, endpoint_slice, eventually, member
+from tests.gateway.fake_kubernetes import FakeKubernetes
 
 PODS = resource_path("v1", NAMESPACE, "pods")
 SECRET = "sec.ret.token"

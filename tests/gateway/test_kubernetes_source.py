@@ -10,16 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from cluster_objects import (
-    NAMESPACE,
-    SLICES,
-    client_of,
-    endpoint_slice,
-    eventually,
-    id_of,
-    member,
-)
-from fake_kubernetes import FakeKubernetes
 
 from ludus.env.security.session_ids import SessionKey, server_id_of
 from ludus.proto.errors import ConfigError
@@ -30,6 +20,16 @@ from ludus.services.gateway.kubernetes.source import (
     merged,
     slice_endpoints,
 )
+from tests.gateway.cluster_objects import (
+    NAMESPACE,
+    SLICES,
+    client_of,
+    endpoint_slice,
+    eventually,
+    id_of,
+    member,
+)
+from tests.gateway.fake_kubernetes import FakeKubernetes
 
 IMPATIENT = SourceOptions(first_retry_s=0.01, max_retry_s=0.05)
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from clock import Clock
-from cluster_objects import NAMESPACE, client_of, eventually
-from fake_kubernetes import FakeKubernetes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
 from ludus.services.gateway.kubernetes.leadership import Leadership, LeaseOptions
+from tests.gateway.clock import Clock
+from tests.gateway.cluster_objects import NAMESPACE, client_of, eventually
+from tests.gateway.fake_kubernetes import FakeKubernetes
 
 LEASE = ("coordination.k8s.io/v1", "leases", NAMESPACE, "gateway")
 

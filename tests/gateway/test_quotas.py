@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError, InvalidCallError, RateLimitError
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
+from tests.gateway.clock import Clock
 
 
 def tenant(name: str = "alice", **limits: float) -> Tenant:

@@ -11,14 +11,14 @@ import httpx
 import pytest
 import websockets
 from fastapi import Body, FastAPI, Request, WebSocket
-from gateways import NAME, CountingEnv, http_of, served
-from http_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
 from ludus.env.security.tracing import current_request_id
 from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies, request_id_of
+from tests.gateway.gateways import NAME, CountingEnv, http_of, served
+from tests.gateway.http_server import serving
 
 
 def bounded(app: ASGIApp) -> AddRequestIds:

@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from http_server import serving
 from starlette.types import Receive, Scope, Send
 
 from ludus.env.security.tls import (
@@ -31,6 +30,7 @@ from ludus.env.security.tls import (
     server_ssl_context,
 )
 from ludus.proto.errors import ConfigError
+from tests.gateway.http_server import serving
 
 CA = trustme.CA()
 OTHER_CA = trustme.CA()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import learn
 import pytest
 
 from ludus.env.targets.targets import make_environment
@@ -16,17 +14,6 @@ from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*/*.toml"))
-
-
-@pytest.fixture(scope="module")
-def learn() -> ModuleType:
-    """bench/learn.py, which is a program and no package."""
-    sys.path.insert(0, str(ROOT / "bench"))  # as when it is started
-    spec = importlib.util.spec_from_file_location("bench_learn", ROOT / "bench" / "learn.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["bench_learn"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def report(
@@ -61,27 +48,27 @@ def test_an_example_names_environments_that_exist_and_policies_that_they_have(pa
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_example_of_a_tiny_model_is_measured_by_make_learn(path: Path, learn) -> None:
+def test_an_example_of_a_tiny_model_is_measured_by_make_learn(path: Path) -> None:
     if load_run_config(path).model.kind != "tiny":
         pytest.skip("needs a GPU")
     name = f"{path.parent.name}/{path.name}"
     assert name in {case.example for case in learn.CASES.values()}
 
 
-def test_targets_name_environments_of_their_example(learn) -> None:
+def test_targets_name_environments_of_their_example() -> None:
     for case in learn.CASES.values():
         run = load_run_config(ROOT / "examples" / case.example, list(case.overrides))
         assert set(case.targets) <= set(run.environments)
         assert {target.metric for target in case.targets.values()} <= set(learn.METRICS)
 
 
-def test_games_that_were_not_lost_are_those_won_or_drawn_with_a_wilson_interval(learn) -> None:
+def test_games_that_were_not_lost_are_those_won_or_drawn_with_a_wilson_interval() -> None:
     share, (low, high) = learn.not_lost(report(1000, win_rate=0.9, draw_rate=0.08))
     assert share == pytest.approx(0.98)
     assert 0.965 < low < 0.98 < high < 0.99
 
 
-def test_the_gap_is_judged_by_its_own_interval(learn) -> None:
+def test_the_gap_is_judged_by_its_own_interval() -> None:
     assert learn.gap_closed(report(1000, win_rate=0.4, gap_closed=0.9)) == (
         0.9,
         (0.8, 1.0),

@@ -4,7 +4,6 @@ import functools
 import random
 
 import pytest
-from seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, STAND, episode, move, play, random_states
 
 from ludus.env.check import check_environment
 from ludus.proto.errors import (
@@ -19,6 +18,16 @@ from ludus.proto.errors import (
 from openspiel_env import OpenSpielAction, OpenSpielObservation, make_environment
 from openspiel_env.chance import draw_weighted
 from openspiel_env.games import UNIFORM_CHANCE_GAMES, load_game
+from tests.openspiel.seats import (
+    HIT,
+    OTHER_GAMES,
+    OWN_FACE_GAMES,
+    STAND,
+    episode,
+    move,
+    play,
+    random_states,
+)
 
 UP_CARD = slice(33, 85)
 PLAYER_HAND = slice(85, 137)

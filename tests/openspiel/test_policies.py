@@ -6,7 +6,6 @@ import statistics
 
 import pyspiel
 import pytest
-from seats import HIT, STAND, episode, final_returns
 
 from ludus.proto.errors import NotFoundError
 from openspiel_env import OpenSpielObservation, make_environment
@@ -25,6 +24,7 @@ from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
 from openspiel_env.solving.small_games import solve_hidden_information, solve_perfect_information
+from tests.openspiel.seats import HIT, STAND, episode, final_returns
 
 NUM_GAMES = 4000
 BLACKJACK = {

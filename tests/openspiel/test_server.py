@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from seats import HIT, STAND, episode
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import play_policy
@@ -22,6 +21,7 @@ from ludus.proto.errors import EpisodeStateError, IllegalActionError, InvalidCal
 from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
 from openspiel_env.policies import fixed_policies
 from openspiel_env.server import app
+from tests.openspiel.seats import HIT, STAND, episode
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ import pyspiel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from seats import play
 
 from ludus.env.encoding import encode_transition
 from ludus.env.types import Transition
@@ -20,6 +19,7 @@ from openspiel_env.models import OpenSpielObservation
 from openspiel_env.seat_view import SeatView
 from openspiel_env.server.openspiel_environment import build_environment
 from openspiel_env.snapshots import SnapshotTransition
+from tests.openspiel.seats import play
 
 GAMES = sorted(BINARY_TENSOR_GAMES)
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, move, play, shown
 
 from ludus.env import TextRenderer
 from ludus.proto.errors import ActionParseError
 from openspiel_env import OpenSpielObservation, make_environment
+from tests.openspiel.seats import HIT, OTHER_GAMES, OWN_FACE_GAMES, move, play, shown
 
 # Cards are suit * 13 + rank, suits clubs, diamonds, hearts, spades and ranks from the ace.
 CLUBS, DIAMONDS, HEARTS, SPADES = 0, 13, 26, 39

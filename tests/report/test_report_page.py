@@ -5,12 +5,19 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from synthetic_run import BASELINES, NUM_STEPS, build_chart, build_run, build_summary, metrics_rows
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE
 from ludus.services.report import write_figure, write_report
 from ludus.services.report.policy_grid import num_agreeing
+from tests.report.synthetic_run import (
+    BASELINES,
+    NUM_STEPS,
+    build_chart,
+    build_run,
+    build_summary,
+    metrics_rows,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 

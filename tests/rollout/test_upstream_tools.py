@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +17,11 @@ from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.tools import Toolbox
 from ludus.trainer.types import Completion, RolloutStatus, Sampling
+from tests.env.upstream_sdk import SOURCES, upstream_python
 from tests.rollout.chat_templates import QWEN25, tokenizer_of
 from tests.rollout.test_tools import LIMITS, call
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "env"))
-
-from upstream_sdk import SOURCES, upstream_python  # noqa: E402
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mixed_run import eval_rows, phase, run_config, step_rows, weights_row
 from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.proto.errors import ConfigError
@@ -16,6 +15,7 @@ from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric, TrainSeries,
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.trainer.sinks import open_sinks
 from ludus.trainer.sinks.prometheus import PrometheusExporter
+from tests.sinks.mixed_run import eval_rows, phase, run_config, step_rows, weights_row
 
 BLACKJACK = ("environment=blackjack", "opponent=environment")
 TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")

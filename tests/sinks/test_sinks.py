@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from mixed_run import run_config, step_rows
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.sinks import Sinks, open_sinks
+from tests.sinks.mixed_run import run_config, step_rows
 
 
 class Recorder:

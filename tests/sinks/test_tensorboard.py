@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixed_run import eval_rows, phase, run_config, step_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ludus.proto.runs import Phase
 from ludus.trainer.sinks import Sinks, open_sinks
+from tests.sinks.mixed_run import eval_rows, phase, run_config, step_rows
 
 
 def write_steps(sinks: Sinks, first: int, last: int) -> None:

@@ -15,7 +15,7 @@ from wandb.proto import wandb_internal_pb2
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("wandb_program.py")
+PROGRAM = "tests.sinks.wandb_program"
 _FILE_HEADER_BYTES = 7
 _BLOCK_BYTES = 32768
 _RECORD_HEADER = struct.Struct("<IHB")
@@ -26,7 +26,7 @@ def play(folder: Path, first: int, last: int) -> None:
     # No key, and no network that it could reach.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"HOME": str(folder), "https_proxy": "http://127.0.0.1:9"}
-    command = [sys.executable, str(PROGRAM), str(folder), str(first), str(last)]
+    command = [sys.executable, "-m", PROGRAM, str(folder), str(first), str(last)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=90, check=False
     )

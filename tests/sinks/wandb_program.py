@@ -3,11 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from mixed_run import run_config, step_rows
-
 from ludus.trainer.sinks import open_sinks
+from tests.sinks.mixed_run import run_config, step_rows
 
 if __name__ == "__main__":
     folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

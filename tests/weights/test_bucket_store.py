@@ -5,26 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import obstore
 import pytest
 import torch
+from upstream_s3_server import S3Server, running_s3_server
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.bucket import BucketObjects
 from tests.weights.states import assert_same, make_state, publish
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
-
-from upstream_s3_server import S3Server, running_s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
