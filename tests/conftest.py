@@ -1,0 +1,34 @@
+"""What every test stands on: kept bytecode, the order of files, how two processes share them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+# The tests start hundreds of Python processes. Where nothing compiled may be kept, each of them
+# compiles the whole SDK again, which takes longer than most tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
+"""Tests that take long and share no fixture: each may go to another process than its neighbours."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes long first, so that no process is left with it at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not item.nodeid.startswith(WHOLE_RUNS), item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """The scheduler of `-n`: a file stays in one process, with the servers that its tests share."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
