@@ -104,7 +104,7 @@ class RolloutWorkerActor:
         if self._merger is not None:
             state = await asyncio.to_thread(self._merger.merge, state)
         await self._generator.load_weights(state, published.manifest.version)
-        answer = await self._generator.score(published.manifest.probe)
+        answer = await self._generator.score(published.manifest.canary)
         canary = check_canary(published.manifest, answer, self._run.learner.dtype)
         pause_s = self._generator.usage.pause_s - paused_before_s
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
