@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import math
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ludus.trainer.algorithms.advantages import (
-    explained_by_group,
     group_advantages,
     is_zero_variance_group,
 )
@@ -118,32 +115,3 @@ def test_the_winner_of_a_group_is_not_blown_up_by_a_small_deviation() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
     assert abs(group_advantages(rewards, "mean", "group")[0, 0] - 1.3053097) < 1e-6
     assert abs(group_advantages(rewards, "leave_one_out", "none")[0, 0] - 0.8333333) < 1e-6
-
-
-def test_the_variance_that_the_group_explains_is_estimated_without_bias() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for share in (0.0, 0.17, 0.8):
-        deal = torch.randn(20_000, 1, generator=generator) * share**0.5
-        rewards = deal + torch.randn(20_000, 4, generator=generator) * (1 - share) ** 0.5
-        # The plain ratio of sums of squares would say 0.25 where the group says nothing.
-        assert abs(explained_by_group(rewards) - share) < 0.02
-        rewards[torch.rand(20_000, 4, generator=generator) < 0.3] = torch.nan
-        assert abs(explained_by_group(rewards) - share) < 0.02
-
-
-def test_groups_of_which_few_were_scored_weigh_less() -> None:
-    # Between the groups 12, within 1, and 6 - 20 / 6 episodes count as one group's.
-    rewards = torch.tensor([[0.0, 2.0, torch.nan, torch.nan], [3.0, 5.0, 4.0, 4.0]])
-    between = (12 - 1) / (6 - 20 / 6)
-    assert explained_by_group(rewards) == pytest.approx(between / (between + 1))
-
-
-def test_all_of_the_variance_lies_between_groups_that_agree_within() -> None:
-    assert explained_by_group(torch.tensor([[1.0, 1.0], [0.0, 0.0]])) == 1.0
-
-
-def test_what_cannot_be_estimated_is_nan() -> None:
-    nan = torch.nan
-    for rewards in ([[1.0, 0.0]], [[1.0, nan], [0.0, nan]], [[nan, nan], [nan, nan]]):
-        assert math.isnan(explained_by_group(torch.tensor(rewards)))
-    assert math.isnan(explained_by_group(torch.ones(3, 3))), "no variance to explain"

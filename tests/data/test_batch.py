@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from ludus.proto.config import GrpoConfig, PpoConfig, ReinforceConfig
-from ludus.trainer.data.batch import collate, make_batch, shuffle_rewards, variance_explained
+from ludus.trainer.data.batch import collate, make_batch, shuffle_rewards
 from ludus.trainer.types import (
     Batch,
     Completion,
@@ -321,18 +320,3 @@ def test_shuffled_advantages_have_mean_zero_whatever_the_episode_did() -> None:
         sums += np.array(values).reshape(-1, 4).mean(0)
     standard_error = 0.83 / math.sqrt(50 * 100)
     assert np.abs(sums / 50).max() < 4 * standard_error
-
-
-def test_the_deal_explains_what_it_decides_in_each_environment() -> None:
-    draw = torch.Generator().manual_seed(0)
-    groups = []
-    for _ in range(300):
-        deal = torch.randn(1, generator=draw)
-        decided, open_ = deal.expand(4).tolist(), torch.randn(4, generator=draw).tolist()
-        groups += [
-            group_of(*(play(r, environment=name) for r in rewards))
-            for name, rewards in (("decided", decided), ("open", open_))
-        ]
-    explained = variance_explained(groups)
-    assert explained["decided"] == pytest.approx(1.0)
-    assert abs(explained["open"]) < 0.1

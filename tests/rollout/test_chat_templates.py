@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.chat import ChatTokenizer, spoken
+from ludus.trainer.models.chat import ChatTokenizer, strip_reasoning
 from ludus.trainer.models.template import ToolSpec
 from tests.rollout.chat_templates import (
     CHATML,
@@ -239,4 +239,4 @@ def test_a_template_that_takes_no_tool_role_in_any_form_says_what_it_said() -> N
     ],
 )
 def test_thoughts_are_no_part_of_what_is_said(text: str, said: str) -> None:
-    assert spoken(text) == said
+    assert strip_reasoning(text) == said

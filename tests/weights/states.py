@@ -51,12 +51,12 @@ def assert_same(fetched: StateDict, expected: StateDict) -> None:
 
 
 def settings(**fields: Any) -> WeightStoreConfig:
-    """A store's settings, with little patience."""
+    """A store's settings, with a short time limit."""
     return FolderWeightStore(**{"timeout_s": 5.0, **fields})
 
 
-class MemoryShelf:
-    """A shelf in this process that counts what is asked of it, and can be away."""
+class MemoryStorage:
+    """Storage in this process that counts what is asked of it, and can be away."""
 
     place = "memory"
 
@@ -67,23 +67,23 @@ class MemoryShelf:
         """Raised by the next calls, one each."""
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-        """See Shelf."""
+        """See StorageBackend."""
         self._fail()
         self.files[name] = np.concatenate(buffers)
         return name
 
     def get(self, location: str, num_bytes: int) -> list[np.ndarray]:
-        """See Shelf."""
+        """See StorageBackend."""
         self._fail()
         self.got.append(location)
         return [self.files[location].copy()]
 
     def drop(self, location: str) -> None:
-        """See Shelf."""
+        """See StorageBackend."""
         del self.files[location]
 
     def leftovers(self) -> list[str]:
-        """See Shelf."""
+        """See StorageBackend."""
         return list(self.files)
 
     def _fail(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 from ludus.trainer.weights import VersionStore
 from tests.weights.states import (
-    MemoryShelf,
+    MemoryStorage,
     assert_same,
     make_state,
     manifest_of,
@@ -22,71 +22,73 @@ from tests.weights.states import (
 )
 
 
-def pair(shelf: MemoryShelf, **fields: float) -> tuple[VersionStore, VersionStore]:
+def pair(storage: MemoryStorage, **fields: float) -> tuple[VersionStore, VersionStore]:
     """The learner's store and a worker's."""
-    return VersionStore(shelf, settings(**fields)), VersionStore(shelf, settings(**fields))
+    return VersionStore(storage, settings(**fields)), VersionStore(storage, settings(**fields))
 
 
 def test_every_version_arrives_bit_for_bit_however_it_travels() -> None:
-    learner, worker = pair(MemoryShelf(), full_every=4)
+    learner, worker = pair(MemoryStorage(), full_every=4)
     for version in range(11):
         fetched = worker.fetch(publish(learner, version))
         assert_same(fetched.state, make_state(version))
 
 
 def test_a_version_is_complete_at_the_start_and_every_k() -> None:
-    shelf = MemoryShelf()
-    learner, _ = pair(shelf, full_every=4, keep_versions=20)
+    storage = MemoryStorage()
+    learner, _ = pair(storage, full_every=4, keep_versions=20)
     for version in range(3, 10):
         publish(learner, version)
-    complete = [int(name[1:9]) for name in shelf.files if ".delta." not in name]
+    complete = [int(name[1:9]) for name in storage.files if ".delta." not in name]
     assert complete == [3, 4, 8]
 
 
 def test_an_up_to_date_worker_fetches_the_newest_difference_alone() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=8)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=8)
     for version in range(5):
         worker.fetch(publish(learner, version))
-    assert [int(name[1:9]) for name in shelf.got] == [0, 1, 2, 3, 4]
+    assert [int(name[1:9]) for name in storage.got] == [0, 1, 2, 3, 4]
 
 
 def test_a_worker_that_joins_late_fetches_one_complete_version_and_what_came_since() -> None:
-    shelf = MemoryShelf()
-    learner, _ = pair(shelf, full_every=4)
+    storage = MemoryStorage()
+    learner, _ = pair(storage, full_every=4)
     for version in range(12):
         newest = publish(learner, version)
-        late = VersionStore(shelf, settings(full_every=4))
-        shelf.got.clear()
+        late = VersionStore(storage, settings(full_every=4))
+        storage.got.clear()
         assert_same(late.fetch(newest).state, make_state(version))
-        assert [int(name[1:9]) for name in shelf.got] == list(range(version // 4 * 4, version + 1))
+        assert [int(name[1:9]) for name in storage.got] == list(
+            range(version // 4 * 4, version + 1)
+        )
 
 
 def test_a_worker_that_missed_versions_fetches_all_since_its_own() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=8, keep_versions=8)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=8, keep_versions=8)
     worker.fetch(publish(learner, 0))
     for version in range(1, 4):
         newest = publish(learner, version)
-    shelf.got.clear()
+    storage.got.clear()
     assert_same(worker.fetch(newest).state, make_state(3))
-    assert [int(name[1:9]) for name in shelf.got] == [1, 2, 3]
+    assert [int(name[1:9]) for name in storage.got] == [1, 2, 3]
 
 
 def test_a_version_that_is_held_already_is_not_fetched_again() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=2)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=2)
     newest = publish(learner, 0)
     worker.fetch(newest)
     again = worker.fetch(newest)
     assert_same(again.state, make_state(0))
     assert again.num_bytes == 0
-    assert len(shelf.got) == 1
+    assert len(storage.got) == 1
 
 
 def test_what_did_not_change_does_not_travel() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=100)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=100)
     state = {f"layer{i}": torch.randn(100_000) for i in range(8)}
     first = worker.fetch(publish(learner, 0, state))
     state = {**state, "layer3": state["layer3"] + 1e-6}
@@ -97,7 +99,7 @@ def test_what_did_not_change_does_not_travel() -> None:
 
 def test_what_the_optimizer_writes_after_publishing_is_not_in_the_difference_twice() -> None:
     """The learner's tensors are the parameters themselves, and the next step writes to them."""
-    learner, worker = pair(MemoryShelf(), full_every=10)
+    learner, worker = pair(MemoryStorage(), full_every=10)
     weights = torch.zeros(1000)
     for version in range(5):
         weights += torch.randn(1000)
@@ -106,33 +108,33 @@ def test_what_the_optimizer_writes_after_publishing_is_not_in_the_difference_twi
 
 
 def test_other_tensors_than_before_travel_as_a_complete_version() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=10)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=10)
     worker.fetch(publish(learner, 1))
     other = {**make_state(2), "more": torch.ones(2)}
     assert_same(worker.fetch(publish(learner, 2, other)).state, other)
-    assert not [name for name in shelf.files if ".delta." in name]
+    assert not [name for name in storage.files if ".delta." in name]
 
 
 def test_a_run_that_continues_from_before_reaches_workers_that_are_ahead() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=10)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=10)
     for version in range(4):
         worker.fetch(publish(learner, version))
-    resumed = VersionStore(shelf, settings(full_every=10))
+    resumed = VersionStore(storage, settings(full_every=10))
     again = make_state(77)
     assert_same(worker.fetch(publish(resumed, 2, again)).state, again)
     assert_same(worker.fetch(publish(resumed, 3)).state, make_state(3))
-    assert [int(name[1:9]) for name in shelf.files] == [2, 3]
+    assert [int(name[1:9]) for name in storage.files] == [2, 3]
 
 
 def test_retention_keeps_what_kept_versions_build_upon() -> None:
-    shelf = MemoryShelf()
-    learner, _ = pair(shelf, full_every=4, keep_versions=2)
+    storage = MemoryStorage()
+    learner, _ = pair(storage, full_every=4, keep_versions=2)
     kept = []
     for version in range(10):
         publish(learner, version)
-        kept.append(sorted(int(name[1:9]) for name in shelf.files))
+        kept.append(sorted(int(name[1:9]) for name in storage.files))
     assert kept[3] == [0, 1, 2, 3]
     assert kept[4] == [0, 1, 2, 3, 4]
     assert kept[5] == [4, 5]
@@ -140,53 +142,53 @@ def test_retention_keeps_what_kept_versions_build_upon() -> None:
 
 
 def test_the_version_before_the_newest_can_still_be_fetched() -> None:
-    learner, _ = pair(MemoryShelf(), full_every=4, keep_versions=2)
+    learner, _ = pair(MemoryStorage(), full_every=4, keep_versions=2)
     published = [publish(learner, version) for version in range(9)]
     for version in (7, 8):
-        late = VersionStore(learner._shelf, settings(full_every=4))
+        late = VersionStore(learner._storage, settings(full_every=4))
         assert_same(late.fetch(published[version]).state, make_state(version))
 
 
 def test_an_altered_difference_is_found_by_the_checksum_of_its_result() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=8)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=8)
     worker.fetch(publish(learner, 0))
     newest = publish(learner, 1)
     name = newest.location[-1].location
-    for position in range(200, len(shelf.files[name]), 7):
-        whole = shelf.files[name].copy()
-        shelf.files[name][position] ^= 0x55
+    for position in range(200, len(storage.files[name]), 7):
+        whole = storage.files[name].copy()
+        storage.files[name][position] ^= 0x55
         with pytest.raises(WeightSyncError, match=r"version 1|safetensors"):
             worker.fetch(newest)
-        shelf.files[name] = whole
+        storage.files[name] = whole
     assert_same(worker.fetch(newest).state, make_state(1))
 
 
 def test_a_worker_whose_own_copy_went_bad_starts_over_from_the_complete_version() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=8)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=8)
     held = worker.fetch(publish(learner, 0)).state
     held["matrix"][2, 3] += 1.0
     newest = publish(learner, 1)
-    shelf.got.clear()
+    storage.got.clear()
     assert_same(worker.fetch(newest).state, make_state(1))
-    assert [int(name[1:9]) for name in shelf.got] == [1, 0, 1]
+    assert [int(name[1:9]) for name in storage.got] == [1, 0, 1]
 
 
 def test_a_store_that_is_away_for_a_while_only_delays() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, full_every=2)
-    shelf.failures = [StoreUnavailableError("no route")] * 4
+    storage = MemoryStorage()
+    learner, worker = pair(storage, full_every=2)
+    storage.failures = [StoreUnavailableError("no route")] * 4
     newest = publish(learner, 0)
-    shelf.failures = [StoreUnavailableError("no route")] * 4
+    storage.failures = [StoreUnavailableError("no route")] * 4
     assert_same(worker.fetch(newest).state, make_state(0))
 
 
 def test_a_store_that_stays_away_ends_in_an_error_that_says_what_and_how_long() -> None:
-    shelf = MemoryShelf()
-    learner, worker = pair(shelf, timeout_s=0.4)
+    storage = MemoryStorage()
+    learner, worker = pair(storage, timeout_s=0.4)
     newest = publish(learner, 6)
-    shelf.failures = [StoreUnavailableError("no route")] * 10_000
+    storage.failures = [StoreUnavailableError("no route")] * 10_000
     begun = time.monotonic()
     with pytest.raises(
         WeightSyncError, match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no route"
@@ -198,7 +200,7 @@ def test_a_store_that_stays_away_ends_in_an_error_that_says_what_and_how_long() 
 
 
 def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
-    class Hanging(MemoryShelf):
+    class Hanging(MemoryStorage):
         def __init__(self) -> None:
             super().__init__()
             self.freed = threading.Event()
@@ -207,19 +209,19 @@ def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
             self.freed.wait(30)
             return super().put(name, buffers)
 
-    shelf = Hanging()
-    store = VersionStore(shelf, settings(timeout_s=0.3))
+    storage = Hanging()
+    store = VersionStore(storage, settings(timeout_s=0.3))
     begun = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"publishing weights version 1.*no answer within"):
         publish(store, 1)
     assert time.monotonic() - begun < 5.0
-    shelf.freed.set()
+    storage.freed.set()
 
 
 def test_an_error_that_waiting_does_not_mend_is_told_at_once() -> None:
-    shelf = MemoryShelf()
-    learner, _ = pair(shelf, timeout_s=60.0)
-    shelf.failures = [WeightSyncError("access denied")]
+    storage = MemoryStorage()
+    learner, _ = pair(storage, timeout_s=60.0)
+    storage.failures = [WeightSyncError("access denied")]
     begun = time.monotonic()
     with pytest.raises(WeightSyncError, match="access denied"):
         publish(learner, 0)
@@ -227,7 +229,7 @@ def test_an_error_that_waiting_does_not_mend_is_told_at_once() -> None:
 
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused() -> None:
-    learner, worker = pair(MemoryShelf())
+    learner, worker = pair(MemoryStorage())
     state = make_state(1)
     fewer = {name: tensor for name, tensor in state.items() if name != "matrix"}
     with pytest.raises(WeightSyncError, match="matrix"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
+    """Serve until a signal, then exit 0; or exit 2 after one line about bad input."""
     options, server_arguments = _parse(argv)
     run_server(functools.partial(MathEnvironment, **options), server_arguments, DEFAULT_PORT)
 

@@ -17,7 +17,7 @@ _NUM_DIGITS = 12
 
 
 def main() -> None:
-    """Nothing; the file is written beside the package's modules."""
+    """Write the file beside the package's modules."""
     chart = blackjack.basic_strategy()
     solutions = {
         "made_by": "python -m openspiel_env.solving",

@@ -50,7 +50,7 @@ class Engine(Protocol):
     """What samples tokens. Not thread-safe: one thread owns it."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Nothing; takes the request into the batch that runs."""
+        """Take the request into the batch that runs."""
         ...
 
     def step(self) -> list[EngineOutput]:
@@ -63,7 +63,7 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, state: StateDict) -> None:
-        """Nothing; from the next step on these weights sample."""
+        """Sample with these weights from the next step on."""
         ...
 
     def score(self, canary: CanaryPrompt) -> list[float]:
@@ -71,7 +71,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing; frees memory and processes."""
+        """Free memory and processes."""
         ...
 
 
@@ -94,19 +94,3 @@ class FetchedWeights:
     """Fetched for it: fewer than the tensors have where differences travel."""
     fetch_s: float
     """Including the check of all that was fetched."""
-
-
-class WeightStore(Protocol):
-    """Carries weights from the learner to the rollout workers."""
-
-    def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
-        """The version, complete and fetchable; older ones beyond the retention are dropped."""
-        ...
-
-    def fetch(self, published: PublishedWeights) -> FetchedWeights:
-        """The tensors as they were published.
-
-        Raises:
-            WeightSyncError: missing, cut off or altered, or away for too long.
-        """
-        ...

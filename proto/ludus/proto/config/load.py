@@ -47,7 +47,7 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
 
 
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
-    """Nothing; sets each override's value in `tree`.
+    """Set each override's value in `tree`.
 
     Another `kind` replaces its section: the fields of the old variant do not fit the new one.
     """

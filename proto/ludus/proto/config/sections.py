@@ -236,7 +236,7 @@ class _WeightStore(Section):
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the tensors that travel; "learner" is learner.dtype."""
     full_every: PositiveInt = 1
-    """Every so manyth version travels as a whole, those between as what has changed. Above 1,
+    """Every how many versions one travels whole; those between travel as what has changed. Above 1,
     learner and workers keep a copy of the last version in memory."""
 
     def travelling_dtype(self, learner_dtype: str) -> str:

@@ -11,12 +11,12 @@ import ray
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.weights.folder import FolderFiles
-from ludus.trainer.weights.store import Shelf, VersionStore
+from ludus.trainer.weights.store import StorageBackend, VersionStore
 
 
 def make_store(config: WeightStoreConfig) -> VersionStore:
     """The store that the configuration names, once `located` has said where it lies."""
-    return VersionStore(_make_shelf(config), config)
+    return VersionStore(_make_backend(config), config)
 
 
 def located(config: WeightStoreConfig, run_name: str, run_path: Path) -> WeightStoreConfig:
@@ -43,7 +43,7 @@ def check_reachable(config: WeightStoreConfig) -> None:
         BucketObjects(config).check()
 
 
-def _make_shelf(config: WeightStoreConfig) -> Shelf:
+def _make_backend(config: WeightStoreConfig) -> StorageBackend:
     match config:
         case RayWeightStore():
             return RayObjects()

@@ -88,28 +88,6 @@ def is_zero_variance_group(rewards: Tensor) -> Tensor:
     return (lowest == highest) | (scored.sum(-1) < 2)
 
 
-def explained_by_group(rewards: Tensor) -> float:
-    """Share of the variance of `rewards` [num_groups, G] that the group explains; else nan.
-
-    The intraclass correlation of a one-way layout (https://doi.org/10.1037/0033-2909.86.2.420):
-    with sigma_b^2 and sigma_w^2 the variances between and within groups, it estimates
-    sigma_b^2 / (sigma_b^2 + sigma_w^2). That is what a shared deal takes off the noise of the
-    baseline. Near 0, and below it by chance, where the groups' tasks do not matter.
-    """
-    scored = ~rewards.isnan()
-    rewards, sizes = rewards[scored.any(-1)], scored.sum(-1)[scored.any(-1)].to(rewards.dtype)
-    num_groups, total = len(sizes), sizes.sum()
-    if num_groups < 2 or total <= num_groups:
-        return float("nan")
-    means = rewards.nanmean(-1)
-    grand_mean = (means * sizes).sum() / total
-    between = (sizes * (means - grand_mean).square()).sum() / (num_groups - 1)
-    within = (rewards - means[:, None]).square().nansum() / (total - num_groups)
-    typical_size = (total - sizes.square().sum() / total) / (num_groups - 1)
-    variance_between = (between - within) / typical_size
-    return float(variance_between / (variance_between + within))
-
-
 @torch.no_grad()
 def gae(
     rewards: Tensor,

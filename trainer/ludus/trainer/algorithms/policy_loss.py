@@ -126,7 +126,7 @@ def policy_gradient_loss(
 
 
 def _check_shapes(advantages: Tensor, mask: Tensor) -> None:
-    """Nothing; [N] would be read as [1, T] wherever N happens to be T."""
+    """Refuse [N], which would be read as [1, T] wherever N happens to be T."""
     if advantages.dim() != 2 or len(advantages) != len(mask):
         raise ValueError(
             f"advantages expected shape {list(mask.shape)} or [{len(mask)}, 1], got "

@@ -27,7 +27,6 @@ from torch import Tensor
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, ReinforceConfig
 from ludus.trainer.algorithms.advantages import (
     discounted_returns,
-    explained_by_group,
     group_advantages,
     turn_advantages,
 )
@@ -111,18 +110,6 @@ def shuffle_rewards(groups: Sequence[RolloutGroup], seed: int) -> list[RolloutGr
         )
         for group in groups
     ]
-
-
-def variance_explained(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """By environment, the share of the rewards' variance that the group (the deal) explains.
-
-    nan where it cannot be told. To be taken before zero-variance groups are dropped: those that are
-    left were chosen for their variance.
-    """
-    return {
-        name: explained_by_group(_reward_table([groups[row] for row in rows]))
-        for name, rows in _by_environment(groups).items()
-    }
 
 
 def _group_credits(

@@ -89,8 +89,8 @@ class ChatTokenizer:
 
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer as the policy would sample it, end token included."""
-        said = self._template.space_before_answer + text
-        return [*self._tokenizer.encode(said, add_special_tokens=False), self.end_token_id]
+        answer = self._template.space_before_answer + text
+        return [*self._tokenizer.encode(answer, add_special_tokens=False), self.end_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of sampled tokens, without special tokens."""
@@ -115,7 +115,7 @@ class ChatTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def spoken(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     """An answer without the thoughts before it; nothing where the thoughts do not end."""
     _, found, answer = text.rpartition(_END_OF_THOUGHT)
     if found:

@@ -69,6 +69,6 @@ def make_model(
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Nothing; writes a folder that any Hugging Face loader reads."""
+    """Write a folder that any Hugging Face loader reads."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -91,7 +91,7 @@ class Generator:
         return await pending.future
 
     async def load_weights(self, state: StateDict, version: int) -> None:
-        """Nothing; once it returns, new tokens come from these weights."""
+        """Load the weights that all further tokens come from."""
 
         def load() -> None:
             self._engine.load_weights(state)
@@ -112,7 +112,7 @@ class Generator:
         )
 
     def close(self) -> None:
-        """Nothing; stops the thread and closes the engine."""
+        """Stop the thread and close the engine."""
         self._inbox.put(None)
         self._thread.join(timeout=10)
 

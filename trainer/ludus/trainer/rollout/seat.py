@@ -15,7 +15,7 @@ from typing import Protocol
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
-from ludus.trainer.models.chat import spoken
+from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.models.template import ToolSpec
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.types import RolloutStatus
@@ -83,7 +83,7 @@ class ActionSeat:
     async def reply(self, text: str) -> Reply:
         """The renderer of the next result; text that is no action ends the episode."""
         try:
-            action = self._renderer.action(spoken(text), self.result)
+            action = self._renderer.action(strip_reasoning(text), self.result)
             self.result = await self._session.step(**action)
         except ActionError:
             return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)

@@ -27,7 +27,7 @@ from ludus.proto.errors import (
     InfrastructureError,
     ToolError,
 )
-from ludus.trainer.models.chat import spoken
+from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.seat import Opening, Reply, status_of
 from ludus.trainer.rollout.tool_calls import ToolCall, read_calls, tool_spec
@@ -113,7 +113,7 @@ class ToolSeat:
     async def reply(self, text: str) -> Reply:
         """Results of the tools, or of the action; what cannot be read is said, three times."""
         try:
-            calls = read_calls(spoken(text))
+            calls = read_calls(strip_reasoning(text))
             unknown = self._unknown(calls)
             if unknown:
                 raise ActionParseError(unknown)
@@ -123,7 +123,7 @@ class ToolSeat:
                 return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
             return Reply([_tool_message({"error": error.message})])
         self._num_bad = 0
-        return await self._called(calls) if calls else await self._acted(spoken(text))
+        return await self._called(calls) if calls else await self._acted(strip_reasoning(text))
 
     def _unknown(self, calls: Sequence[ToolCall]) -> str:
         known = [tool.name for tool in self._offer.tools]

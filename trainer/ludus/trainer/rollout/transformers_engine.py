@@ -46,7 +46,7 @@ class TransformersEngine:
         return bool(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
-        """Nothing; the request waits for requests of the same length."""
+        """Keep the request until requests of its length are answered."""
         self._waiting[len(request.prompt_ids)].append(request)
 
     @torch.inference_mode()
@@ -63,7 +63,7 @@ class TransformersEngine:
         return list(self._answer([_Sequence(r) for r in requests[: self._max_batch_size]]))
 
     def load_weights(self, state: StateDict) -> None:
-        """Nothing; copies the tensors into the model in place."""
+        """Copy the tensors into the model in place."""
         with torch.no_grad():
             own = self._model.state_dict(keep_vars=True)
             for name, tensor in state.items():
@@ -78,8 +78,7 @@ class TransformersEngine:
         return token_logprobs(logits.float(), ids[:, -num_answer:])[0].tolist()
 
     def close(self) -> None:
-        """Nothing to free."""
-        return None
+        """Do nothing: the model goes with the process."""
 
     def _answer(self, sequences: list[_Sequence]) -> Iterator[EngineOutput]:
         unique, row_of = _unique_prompts(sequences)

@@ -87,7 +87,7 @@ class VllmEngine:
         return bool(self._finished) or self._llm.has_unfinished_requests()
 
     def submit(self, request: EngineRequest) -> None:
-        """Nothing; the request joins the batch at the next step."""
+        """Add the request to the batch of the next step."""
         params = SamplingParams(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
@@ -110,7 +110,7 @@ class VllmEngine:
         return [self._output(output) for output in self._step()]
 
     def load_weights(self, state: StateDict) -> None:
-        """Nothing; running requests continue from their tokens as if these weights had read them.
+        """Load weights; running requests continue as if these had read their tokens.
 
         Raises:
             WeightSyncError: a tensor is missing or unknown, or a layer kept its old weights.
@@ -151,7 +151,7 @@ class VllmEngine:
         return _chosen_logprobs(token_ids[start:], answer.prompt_logprobs[start:])
 
     def close(self) -> None:
-        """Nothing; frees the model, the cache and any worker processes."""
+        """Free the model, the cache and any worker processes."""
         self._llm.engine_core.shutdown()
 
     def _step(self) -> list[RequestOutput]:

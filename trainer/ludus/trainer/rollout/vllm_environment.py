@@ -38,6 +38,6 @@ def vllm_environment(num_threads: int, *, on_gpu: bool = False) -> dict[str, str
 
 
 def prepare_process(num_threads: int, *, on_gpu: bool = False) -> None:
-    """Nothing; call it before torch is imported. Variables that are set already stay."""
+    """Set those variables that are not set yet. Call it before torch is imported."""
     for name, value in vllm_environment(num_threads, on_gpu=on_gpu).items():
         os.environ.setdefault(name, value)

@@ -61,7 +61,7 @@ class Series:
     samples: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def take(self, value: float, *labels: str) -> None:
-        """Nothing; a counter grows by the value, a gauge becomes it."""
+        """Add the value to a counter; set a gauge to it."""
         before = self.samples.get(labels, 0.0) if self.is_counter else 0.0
         self.samples[labels] = before + value
 
@@ -92,7 +92,7 @@ class RunSeries:
         self._show_phase(None)
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; the next scrape shows it."""
+        """Show the row in the next scrape."""
         with self._lock:
             self._series[TrainSeries.ELAPSED].take(row.elapsed_s)
             match row.kind:
@@ -183,14 +183,14 @@ class PrometheusExporter:
         return self._server.server_port
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; the next scrape shows it."""
+        """Show the row in the next scrape."""
         self._series.write(row)
 
     def rewind(self, step: int) -> None:
-        """Nothing; gauges follow the next rows, and counters count what was done all the same."""
+        """Do nothing: gauges follow the next rows; counters count what was done all the same."""
 
     def close(self) -> None:
-        """Nothing; nobody listens any more."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -247,4 +247,4 @@ class _Request(WSGIRequestHandler):
     """For a peer that says nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing; a scrape every few seconds is no news."""
+        """Log nothing: a scrape every few seconds is no news."""

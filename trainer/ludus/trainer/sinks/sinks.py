@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,15 +19,15 @@ class MetricsSink(Protocol):
     name: str
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; shows the row."""
+        """Show the row."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Nothing; what was written for later steps is void: the run continues from `step`."""
+        """Void what was written for later steps: the run continues from `step`."""
         ...
 
     def close(self) -> None:
-        """Nothing; all that was written is safe."""
+        """Bring all that was written to safety."""
         ...
 
 
@@ -44,23 +44,15 @@ class Sinks:
         return iter(self._sinks)
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; every sink has the row."""
-        for sink in tuple(self._sinks):
-            try:
-                sink.write(row)
-            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
-                self._leave_out(sink, error)
+        """Hand the row to every sink."""
+        self._each(lambda sink: sink.write(row))
 
     def rewind(self, step: int) -> None:
-        """Nothing; the rows of later steps are void."""
-        for sink in tuple(self._sinks):
-            try:
-                sink.rewind(step)
-            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
-                self._leave_out(sink, error)
+        """Void the rows of later steps in every sink."""
+        self._each(lambda sink: sink.rewind(step))
 
     def close(self) -> None:
-        """Nothing; the sinks have written what they hold."""
+        """Close all sinks."""
         for sink in self._sinks:
             try:
                 sink.close()
@@ -68,11 +60,17 @@ class Sinks:
                 _log.warning("closing %s failed: %r", sink.name, error)
         self._sinks = []
 
-    def _leave_out(self, sink: MetricsSink, error: Exception) -> None:
-        _log.warning(
-            "%s failed and gets no more metrics, metrics.jsonl has them all: %r", sink.name, error
-        )
-        self._sinks.remove(sink)
+    def _each(self, call: Callable[[MetricsSink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 - the boundary to foreign code
+                _log.warning(
+                    "%s failed and gets no more metrics, metrics.jsonl has them all: %r",
+                    sink.name,
+                    error,
+                )
+                self._sinks.remove(sink)
 
 
 def open_sinks(

@@ -27,7 +27,7 @@ class TensorboardWriter:
             self.rewind(resume_from)
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; the row's values are on their way to the file."""
+        """Write the row's values to the file."""
         tagged = tagged_values(row)
         if not tagged:
             return
@@ -35,12 +35,12 @@ class TensorboardWriter:
         self._add(Event(step=row.step, summary=Summary(value=values)))
 
     def rewind(self, step: int) -> None:
-        """Nothing; readers drop what they have of later steps."""
+        """Void what was written for later steps: readers drop it."""
         # Readers drop everything from the step of a session's start on.
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
-        """Nothing; the file is whole."""
+        """Write what is pending and close the file."""
         self._writer.close()
 
     def _add(self, event: Event) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import wandb
 
 _KEY_VARIABLE = "WANDB_API_KEY"
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """For a service that does not answer: when a run begins, and when it ends."""
 _STEP, _GAMES, _ELAPSED = "step", "num_games_trained", "elapsed_s"
 
@@ -60,9 +60,9 @@ class WandbWriter:
                 config=run.model_dump(mode="json"),
                 settings=wandb.Settings(
                     silent=True,
-                    init_timeout=_PATIENCE_S,
+                    init_timeout=_TIMEOUT_S,
                     # What is not sent by then is in the folder, for `wandb sync`.
-                    finish_timeout=_PATIENCE_S,
+                    finish_timeout=_TIMEOUT_S,
                     finish_timeout_raises=True,
                     console="off",
                     disable_git=True,
@@ -85,7 +85,7 @@ class WandbWriter:
         return cls(session)
 
     def write(self, row: MetricsRow) -> None:
-        """Nothing; the row's values are on their way."""
+        """Send the row's values."""
         tagged = tagged_values(row)
         if tagged:
             self._session.log(
@@ -98,10 +98,10 @@ class WandbWriter:
             )
 
     def rewind(self, step: int) -> None:
-        """Nothing; what follows stands beside what there is, by its step."""
+        """Do nothing: what follows stands beside what there is, by its step."""
 
     def close(self) -> None:
-        """Nothing; what was written has been sent, or is in the folder."""
+        """Send what was written, or leave it in the folder."""
         self._session.finish()
 
 

@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from ludus.proto.config import S3WeightStore
 from ludus.proto.errors import ConfigError, StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights.patience import answer_within
+from ludus.trainer.weights.retry_deadline import answer_within
 
 _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 5000
@@ -40,7 +40,7 @@ class BucketObjects:
 
     def __init__(self, config: S3WeightStore) -> None:
         self._config = config
-        # A part of the patience, so that a server that hangs and comes back is asked again.
+        # A part of the time there is, so that a server that hangs and comes back is asked again.
         stalled_after_s = min(_STALLED_AFTER_S, config.timeout_s / 4)
         self._store = S3Store(
             config.bucket,
@@ -98,19 +98,19 @@ class BucketObjects:
         return [content]
 
     async def _load(self, location: str, content: np.ndarray) -> None:
-        """Nothing; the object's bytes are in `content`."""
-        places = asyncio.Semaphore(_NUM_CONNECTIONS)
+        """Read the object into `content`."""
+        connections = asyncio.Semaphore(_NUM_CONNECTIONS)
 
         async def load(start: int) -> None:
             end = min(start + _PART_BYTES, content.nbytes)
-            async with places:
+            async with connections:
                 part = await obstore.get_range_async(self._store, location, start=start, end=end)
             content[start:end] = np.frombuffer(memoryview(part), dtype=np.uint8)
 
         await asyncio.gather(*(load(start) for start in range(0, content.nbytes, _PART_BYTES)))
 
     def drop(self, location: str) -> None:
-        """Nothing; the object is gone."""
+        """Delete the object, if it is there."""
         try:
             obstore.delete(self._store, location)
         except FileNotFoundError:
@@ -127,10 +127,10 @@ class BucketObjects:
         return [key for key in keys if re.fullmatch(r"v\d{8,}-\w+(\.delta)?\.safetensors", key)]
 
     def check(self) -> None:
-        """Nothing; the bucket answers, and lets itself be listed.
+        """Ask the bucket for a list.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not answer, or refuses.
         """
         try:
             answer_within(self.leftovers, _CHECK_TIMEOUT_S)

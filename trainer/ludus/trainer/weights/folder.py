@@ -74,7 +74,7 @@ class FolderFiles:
         return [content[:start]]
 
     def drop(self, location: str) -> None:
-        """Nothing; the file is gone."""
+        """Delete the file, if it is there."""
         (self._folder / location).unlink(missing_ok=True)
 
     def leftovers(self) -> list[str]:

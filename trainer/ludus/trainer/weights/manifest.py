@@ -44,7 +44,7 @@ def verify(
     known: Mapping[str, TensorEntry] | None = None,
     altered: Collection[str] = (),
 ) -> None:
-    """Nothing.
+    """Compare the tensors with those that were published.
 
     Args:
         known: entries of tensors that were verified before and not written to since, so that

@@ -34,15 +34,15 @@ from ludus.trainer.interfaces import FetchedWeights, PublishedWeights, StateDict
 from ludus.trainer.types import TensorEntry, WeightManifest
 from ludus.trainer.weights.delta import apply_delta, encode_delta
 from ludus.trainer.weights.manifest import verify
-from ludus.trainer.weights.patience import Patience, answer_within
 from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers
+from ludus.trainer.weights.retry_deadline import RetryDeadline, answer_within
 
 _log = logging.getLogger(__name__)
 
 _DROP_TIMEOUT_S = 5.0
 
 
-class Shelf(Protocol):
+class StorageBackend(Protocol):
     """Where payloads lie: the one part in which stores differ.
 
     Every method may be called from any thread, and raises StoreUnavailableError for what may
@@ -63,7 +63,7 @@ class Shelf(Protocol):
         ...
 
     def drop(self, location: Any) -> None:
-        """Nothing; what lies there may be forgotten."""
+        """Forget what lies there."""
         ...
 
     def leftovers(self) -> Sequence[Any]:
@@ -95,16 +95,16 @@ class _Held:
 
 
 class VersionStore:
-    """Carries versions over a shelf. One object publishes or fetches; it does not do both."""
+    """Carries versions over a storage backend; one object publishes or fetches, never both."""
 
-    def __init__(self, shelf: Shelf, config: WeightStoreConfig) -> None:
-        self._shelf = shelf
+    def __init__(self, storage: StorageBackend, config: WeightStoreConfig) -> None:
+        self._storage = storage
         self._config = config
         self._last: _Held | None = None
         """What was published or fetched last; None where nothing builds on it."""
         self._kept: deque[tuple[Link, ...]] = deque(maxlen=config.keep_versions)
-        self._shelved: list[Any] | None = None
-        """All locations that may hold something; None before the shelf was looked at."""
+        self._stored: list[Any] | None = None
+        """All locations that may hold something; None before the backend was asked."""
 
     def publish(self, manifest: WeightManifest, state: StateDict) -> PublishedWeights:
         """The version, complete and fetchable; older ones that nothing needs are dropped.
@@ -112,13 +112,13 @@ class VersionStore:
         Raises:
             WeightSyncError: the store did not take it within `timeout_s`.
         """
-        doing = f"publishing weights version {manifest.version} to {self._shelf.place}"
-        patience = Patience(doing, self._config.timeout_s)
+        doing = f"publishing weights version {manifest.version} to {self._storage.place}"
+        deadline = RetryDeadline(doing, self._config.timeout_s)
         base = self._base_of(manifest)
         buffers = to_buffers(_payload(manifest, state, base))
         name = f"v{manifest.version:08d}-{manifest.content_hash[:12]}"
         name += ".delta.safetensors" if base else ".safetensors"
-        location = patience.call(partial(self._shelf.put, name, buffers))
+        location = deadline.call(partial(self._storage.put, name, buffers))
         num_bytes = sum(buffer.nbytes for buffer in buffers)
         link = Link(manifest.version, manifest.content_hash, num_bytes, location)
         chain = (*base.chain, link) if base else (link,)
@@ -135,18 +135,18 @@ class VersionStore:
             WeightSyncError: missing, cut off or altered, or away for longer than `timeout_s`.
         """
         version = published.manifest.version
-        patience = Patience(
-            f"fetching weights version {version} from {self._shelf.place}", self._config.timeout_s
+        deadline = RetryDeadline(
+            f"fetching weights version {version} from {self._storage.place}", self._config.timeout_s
         )
         held = self._last
         num_known = _num_links_held(held, published.location)
         try:
-            fetched = self._climb(published, held if num_known else None, num_known, patience)
+            fetched = self._climb(published, held if num_known else None, num_known, deadline)
         except WeightSyncError as error:
             if not num_known:
                 raise
             _log.warning("weights version %d is fetched again from the start: %s", version, error)
-            fetched = self._climb(published, None, 0, patience)
+            fetched = self._climb(published, None, 0, deadline)
         if self._config.full_every > 1:
             self._last = _Held(published.manifest, fetched.state, published.location)
         return fetched
@@ -156,7 +156,7 @@ class VersionStore:
         published: PublishedWeights,
         held: _Held | None,
         num_known: int,
-        patience: Patience,
+        deadline: RetryDeadline,
     ) -> FetchedWeights:
         """What `held` and the links after it come to, verified."""
         state = dict(held.state) if held else {}
@@ -164,7 +164,7 @@ class VersionStore:
         altered: set[str] = set()
         links: tuple[Link, ...] = published.location[num_known:]
         for link in links:
-            payload = from_buffers(patience.call(partial(self._read, link)))
+            payload = from_buffers(deadline.call(partial(self._read, link)))
             if payload.parent_hash is None:
                 state = dict(payload.parts)
             else:
@@ -173,10 +173,10 @@ class VersionStore:
             altered.update(payload.parts)
         verify(published.manifest, state, held.entries if held else None, altered)
         num_bytes = sum(link.num_bytes for link in links)
-        return FetchedWeights(state, num_bytes, patience.spent_s)
+        return FetchedWeights(state, num_bytes, deadline.spent_s)
 
     def _read(self, link: Link) -> Sequence[np.ndarray]:
-        return self._shelf.get(link.location, link.num_bytes)
+        return self._storage.get(link.location, link.num_bytes)
 
     def _base_of(self, manifest: WeightManifest) -> _Held | None:
         """The version that `manifest` may be a difference from."""
@@ -188,16 +188,16 @@ class VersionStore:
         return last if _layout(last.manifest) == _layout(manifest) else None
 
     def _drop_unneeded(self, newest: Any) -> None:
-        """Nothing; what cannot be dropped now is tried again after the next version."""
+        """Drop what no kept version builds on; what fails is tried again after the next one."""
         needed = [link.location for chain in self._kept for link in chain]
         try:
-            if self._shelved is None:
-                self._shelved = list(answer_within(self._shelf.leftovers, _DROP_TIMEOUT_S))
-            if newest not in self._shelved:
-                self._shelved.append(newest)
-            for location in [one for one in self._shelved if one not in needed]:
-                answer_within(partial(self._shelf.drop, location), _DROP_TIMEOUT_S)
-                self._shelved.remove(location)
+            if self._stored is None:
+                self._stored = list(answer_within(self._storage.leftovers, _DROP_TIMEOUT_S))
+            if newest not in self._stored:
+                self._stored.append(newest)
+            for location in [one for one in self._stored if one not in needed]:
+                answer_within(partial(self._storage.drop, location), _DROP_TIMEOUT_S)
+                self._stored.remove(location)
         except (WeightSyncError, OSError) as error:
             _log.warning("old weights are not dropped yet: %s", error)
 

@@ -21,7 +21,7 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 
 
-class Patience:
+class RetryDeadline:
     """The time that one publish or one fetch may take, over all its calls to the store."""
 
     def __init__(self, doing: str, timeout_s: float) -> None:
