@@ -27,8 +27,8 @@ INTRODUCTION = """# Metrics of a run
 | `phase` | | none; `phase` says what the run turns to |
 | `train` | | a training step, the whole run |
 | `environment` | its name | a training step, as far as each environment has its own |
-| `eval` | its name | the trained policy, judged on deals that training never sees |
-| `baseline` | its name | the fixed policy `policy`, on the same deals |
+| `eval` | its name | the trained policy, judged on seeds that training never sees |
+| `baseline` | its name | the fixed policy `policy`, on the same seeds |
 | `weights` | | a delivery; `weights` names version, content hash and canary of every worker |
 | `event` | | counts what happened just now: a failed canary, a restart |
 

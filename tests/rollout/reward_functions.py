@@ -104,7 +104,7 @@ async def play_in_pairs(
         if move == "GIVE UP":
             raise ActionParseError("expected a move")
         result = await session.step(text=move)
-        conversation.pay(result.reward or 0.0)
+        conversation.add_reward(result.reward or 0.0)
         if result.done:
             return Ended(RolloutStatus.TERMINATED, {"thoughts": thoughts})
         assert result.text is not None

@@ -33,11 +33,11 @@ def conversation_of(
 
 
 async def talk(conversation: Conversation, *questions: str) -> None:
-    """Nothing; each question is answered and paid with its number."""
+    """Ask each question and reward its answer with its number."""
     for number, question in enumerate(questions, start=1):
         conversation.add(user(question))
         await conversation.answer()
-        conversation.pay(number)
+        conversation.add_reward(number)
 
 
 async def test_turns_that_continue_each_other_are_one_sequence_with_their_rewards() -> None:
@@ -102,7 +102,7 @@ async def test_a_rest_that_would_rewrite_the_past_is_left_out() -> None:
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
     assert conversation.sequences(with_rest=True) == before
-    conversation.pay(4)
+    conversation.add_reward(4)
     assert conversation.turns[0].reward == 5
 
 
@@ -152,4 +152,4 @@ async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
 async def test_nothing_is_paid_before_an_answer() -> None:
     conversation, _ = conversation_of(CHATML, iter([]))
     with pytest.raises(ValueError, match="expected an answer"):
-        conversation.pay(1.0)
+        conversation.add_reward(1.0)

@@ -19,8 +19,8 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode
+from ludus.trainer.rollout.tool_adapter import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
 from ludus.trainer.rollout.tool_calls import MAX_CALLS, ToolCall, read_calls
-from ludus.trainer.rollout.tools import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
 from ludus.trainer.types import Completion, RolloutStatus, Sampling
 from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv
@@ -63,7 +63,7 @@ async def play(
     player = Player(
         "sums", client, generate, chat, ServerRenderer(), limits, toolbox=Toolbox(client, "sums")
     )
-    return await player.play_alone(seed, SAMPLING, salt=0)
+    return await player.play_alone(seed, SAMPLING, sample_index=0)
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -15,7 +15,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.rollout.tools import Toolbox
+from ludus.trainer.rollout.tool_adapter import Toolbox
 from ludus.trainer.types import Completion, RolloutStatus, Sampling
 from tests.env.upstream_sdk import SOURCES, upstream_python
 from tests.rollout.chat_templates import QWEN25, tokenizer_of
@@ -63,7 +63,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     async with await AsyncEnvClient.connect(address) as client:
         toolbox = Toolbox(client, "tools")
         player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
-        played = await player.play_alone(5, Sampling(1.0, 1), salt=0)
+        played = await player.play_alone(5, Sampling(1.0, 1), sample_index=0)
     assert '"name": "echo"' in prompts[0]
     returned = [message["content"] for message in played.completion if message["role"] == "tool"]
     assert "expected one of the tools echo, got 'shout'" in returned[0]

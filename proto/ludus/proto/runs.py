@@ -5,7 +5,7 @@ runs/<name>/
     metrics.jsonl    MetricsRow, one a line, in the order of time
     summary.json     Summary
     eval.json        Evaluation, made by `ludus eval`
-    chart.json       PolicyChart, when the environment offers probes
+    chart.json       PolicyChart, when the environment offers a policy chart
     report.html      made from the files above
     tensorboard/     event files, when metrics.tensorboard is set
     wandb/           what `wandb sync` sends, when metrics.wandb is set
@@ -82,7 +82,7 @@ class MetricsRow(_Record):
     train        -            TrainMetric of a step, the whole run
     environment  its name     TrainMetric of a step, as far as one environment has its own
     eval         its name     EvalMetric of the trained policy
-    baseline     its name     EvalMetric of the fixed policy `policy`, on the same deals
+    baseline     its name     EvalMetric of the fixed policy `policy`, on the same seeds
     weights      -            TrainMetric of a delivery; `weights` says what every worker holds
     event        -            TrainMetric that counts what happened just now
     """
@@ -107,7 +107,7 @@ class MetricsRow(_Record):
 
 
 class PolicyResult(_Record):
-    """How one policy did on the evaluation's deals."""
+    """How one policy did on the evaluation's seeds."""
 
     num_games: int
     win_rate: float
@@ -122,7 +122,7 @@ class PolicyResult(_Record):
 
 
 class EvalReport(_Record):
-    """A policy and the fixed policies, judged on the same deals."""
+    """A policy and the fixed policies, judged on the same seeds."""
 
     policy: PolicyResult
     baselines: dict[str, PolicyResult]
@@ -130,7 +130,7 @@ class EvalReport(_Record):
     gap_closed: float | None
     """Share of the gap from the random to the optimal policy; None where those are not named."""
     gap_closed_ci95: tuple[float, float] | None
-    """Interval from the paired differences on these deals."""
+    """Interval from the paired differences on these seeds."""
 
 
 class Evaluation(_Record):
@@ -173,9 +173,9 @@ class Summary(_Record):
     expected_return_ci95: tuple[float, float]
     invalid_rate: float
     gap_closed: float | None
-    """Share of the gap from the random to the optimal policy, on the same deals."""
+    """Share of the gap from the random to the optimal policy, on the same seeds."""
     gap_closed_ci95: tuple[float, float] | None
-    """Interval from the paired differences on these deals."""
+    """Interval from the paired differences on these seeds."""
     eval_num_games: int
     eval_temperature: float
     start: PolicyResult | None
@@ -214,7 +214,7 @@ class ChartCell(_Record):
 
 
 class PolicyChart(_Record):
-    """The policy in every situation that an environment's probes name."""
+    """The policy in every situation that an environment's policy chart names."""
 
     environment: str
     """Its name in the run."""

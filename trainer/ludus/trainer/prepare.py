@@ -25,8 +25,8 @@ from ludus.trainer.learner.warm_start import (
 )
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.rollout.seat import ActionSeat, Opening
-from ludus.trainer.rollout.tools import Toolbox, ToolSeat
+from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
+from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.types import CanaryPrompt
 
 _NUM_CONCURRENT_GAMES = 256
@@ -68,11 +68,11 @@ async def _opening(environment: Environment, session: AsyncSession, first: StepR
     config = environment.config
     if config.tools:
         toolbox = Toolbox(environment.client, environment.description.name)
-        return await ToolSeat(session, first, toolbox, 0.0).opening()
+        return await ToolAdapter(session, first, toolbox, 0.0).opening()
     if config.rollout is not None and first.text is None:
         # A rollout function shows what it likes; any text tells weights apart.
         return Opening([{"role": "user", "content": json.dumps(first.observation)[:1000]}])
-    return await ActionSeat(session, first, environment.renderer, 0.0).opening()
+    return await EnvironmentAdapter(session, first, environment.renderer, 0.0).opening()
 
 
 async def _random_games(

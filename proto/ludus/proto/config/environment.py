@@ -45,7 +45,7 @@ class _Environment(Section):
     policies: ImportPath | None = None
     """Fixed policies to compare with: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
-    """Fixed policies that play the same deals as an evaluation, by name."""
+    """Fixed policies that play the same seeds as an evaluation, by name."""
     random_policy: str | None = None
     """The baseline at which gap_closed is 0."""
     optimal_policy: str | None = None

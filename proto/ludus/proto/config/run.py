@@ -51,11 +51,11 @@ class TrainingConfig(Section):
     max_learner_restarts: NonNegativeInt = 3
     """How often the learner's ranks are restarted from the newest checkpoint when one dies."""
     shuffle_rewards: bool = False
-    """Negative control: deals the rewards of a batch out at random, so that nothing is learned."""
+    """Negative control: shuffles the rewards of a batch, so that nothing is learned."""
 
 
 class EvalConfig(Section):
-    """How the policy is judged, on deals that training never sees."""
+    """How the policy is judged, on seeds that training never sees."""
 
     num_games: PositiveInt = 10_000
     """Games of the evaluation after the last step."""
@@ -66,7 +66,7 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """0 takes the likeliest token; 1 plays the policy as it was trained."""
     seed: NonNegativeInt = 2_147_483_648
-    """First seed of the evaluation deals; training deals have seeds below 2**30."""
+    """First seed of the evaluation; training has seeds below 2**30."""
 
 
 def _card_and_board_games() -> dict[str, LocalEnvironment | RemoteEnvironment]:
@@ -81,7 +81,7 @@ class RunConfig(Section):
     output_dir: str = "runs"
     """Folder that holds the folders of runs."""
     seed: NonNegativeInt = 0
-    """Fixes initial weights, deals and sampling."""
+    """Fixes initial weights, the environments' seeds and sampling."""
     preset: Literal["torchforge", "trl", "dapo"] | None = None
     """Settings of another project, which stand wherever this file says nothing."""
     environments: dict[EnvironmentName, EnvironmentConfig] = Field(

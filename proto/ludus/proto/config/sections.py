@@ -161,7 +161,7 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 16
     """Episodes per group: the baseline of an advantage."""
     group_seed: Literal["shared", "independent"] = "shared"
-    """Whether the episodes of a group are the same deal."""
+    """Whether the episodes of a group begin from the same seed, or each from its own."""
     num_groups_in_flight: PositiveInt = 32
     """Groups a worker plays at once."""
     temperature: PositiveFloat = 1.0
@@ -236,8 +236,8 @@ class _WeightStore(Section):
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the tensors that travel; "learner" is learner.dtype."""
     full_every: PositiveInt = 1
-    """Every how many versions one travels whole; those between travel as what has changed. Above 1,
-    learner and workers keep a copy of the last version in memory."""
+    """Versions from one that travels whole to the next; those between travel as what has changed.
+    Above 1, learner and workers keep a copy of the last version in memory."""
 
     def travelling_dtype(self, learner_dtype: str) -> str:
         """The type of the tensors that travel, where the learner computes in `learner_dtype`."""

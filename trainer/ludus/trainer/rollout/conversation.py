@@ -2,7 +2,7 @@
 
     add(messages)   what the environment says; may be called several times in a row
     answer()        what the policy says; one turn
-    pay(reward)     what the environment paid for the last turn
+    add_reward(r)   what the last turn has earned
 
 The tokens that are sent are always those sent before, those sampled, and those added since.
 Where thoughts of earlier turns are taken out, a prompt may not begin with what was sent
@@ -68,11 +68,11 @@ class Conversation:
         """All so far, the policy's own included."""
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
-        """Nothing; the first prompt will list these tools."""
+        """List these tools in the first prompt."""
         self._tools = tools
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Nothing; the policy reads these messages before its next answer."""
+        """Show the policy these messages before its next answer."""
         self._waiting += messages
         self.messages += messages
         self._prompt = None
@@ -111,11 +111,11 @@ class Conversation:
         self._waiting, self._prompt = [], None
         return text
 
-    def pay(self, reward: float) -> None:
-        """Nothing; the last turn earned so much more."""
+    def add_reward(self, reward: float) -> None:
+        """Add what the last turn has earned."""
         turns = next((s.turns for s in reversed(self._sequences) if s.turns), None)
         if turns is None:
-            raise ValueError(f"expected an answer before it is paid {reward:g}, got none yet")
+            raise ValueError(f"expected an answer before it earns {reward:g}, got none yet")
         turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
 
     @property

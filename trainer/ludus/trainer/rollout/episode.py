@@ -1,9 +1,9 @@
 """One episode: the policy and the environment in turns.
 
-        messages                 prompt tokens           sampled tokens
-    seat ---------> conversation ----------------> generate ---------> text
-     ^                                                                  |
-     +----------------------------- reply <-----------------------------+
+           messages               prompt tokens           sampled tokens
+    adapter -----> conversation ----------------> generate ---------> text
+     ^                                                                 |
+     +----------------------------- reply <----------------------------+
 
 A function of the run's own may take the place of this loop (`environment.rollout`). An episode
 that infrastructure ended is data with status LOST and reward None.
@@ -23,11 +23,11 @@ from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
+from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.rollout.seat import ActionSeat, Seat
 from ludus.trainer.rollout.seeds import mix
-from ludus.trainer.rollout.tools import Toolbox, ToolSeat
+from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 
 Opened: TypeAlias = tuple[AsyncSession, StepResult]
@@ -73,16 +73,16 @@ class Player:
     reward: Reward = field(default_factory=Reward)
     """What `play_group` scores a group with."""
 
-    async def play(self, seed: int, sampling: Sampling, salt: int = 0) -> Rollout:
-        """One episode of the deal `seed`; its reward is the environment's own return.
+    async def play(self, seed: int, sampling: Sampling, sample_index: int = 0) -> Rollout:
+        """One episode on the seed; its reward is the environment's own return.
 
         Args:
             sampling: but for its `max_tokens`: that is the environment's.
-            salt: tells episodes of one deal apart; the same salt samples the same answers.
+            sample_index: tells episodes on one seed apart; equal ones sample equal answers.
         """
-        return (await self.play_alone(seed, sampling, salt)).rollout
+        return (await self.play_alone(seed, sampling, sample_index)).rollout
 
-    async def play_alone(self, seed: int, sampling: Sampling, salt: int) -> PlayedEpisode:
+    async def play_alone(self, seed: int, sampling: Sampling, sample_index: int) -> PlayedEpisode:
         """What `play` plays, with all that reward functions may ask about it."""
         try:
             opened = await _when_there_is_room(
@@ -90,14 +90,14 @@ class Player:
             )
         except InfrastructureError:
             return self.lost(seed)
-        return await self.play_opened(opened, seed, sampling, salt)
+        return await self.play_opened(opened, seed, sampling, sample_index)
 
     async def play_opened(
-        self, opened: Opened, seed: int, sampling: Sampling, salt: int
+        self, opened: Opened, seed: int, sampling: Sampling, sample_index: int
     ) -> PlayedEpisode:
         """The episode that has begun in a session; the session is closed at its end."""
         session, first = opened
-        stream = mix(self.run_seed, seed, salt)
+        stream = mix(self.run_seed, seed, sample_index)
         conversation = Conversation(self.generate, self.chat, self.limits, sampling, stream)
         try:
             ended = await self._run(session, first, conversation)
@@ -127,13 +127,13 @@ class Player:
         self, session: AsyncSession, first: StepResult, conversation: Conversation
     ) -> Ended:
         if self.rollout_function is None:
-            return await _take_turns(self._seat(session, first), conversation)
+            return await _take_turns(self._adapter(session, first), conversation)
         try:
             ended = await self.rollout_function(session, first, conversation)
         except ConversationFullError:
             return Ended(RolloutStatus.TRUNCATED)
         except ActionError:
-            conversation.pay(self.limits.invalid_action_reward)
+            conversation.add_reward(self.limits.invalid_action_reward)
             return Ended(RolloutStatus.INVALID_ACTION)
         if not isinstance(ended, Ended):
             raise TypeError(
@@ -142,24 +142,24 @@ class Player:
             )
         return ended
 
-    def _seat(self, session: AsyncSession, first: StepResult) -> Seat:
+    def _adapter(self, session: AsyncSession, first: StepResult) -> EnvironmentAdapter:
         reward = self.limits.invalid_action_reward
         if self.toolbox is not None:
-            return ToolSeat(session, first, self.toolbox, reward)
-        return ActionSeat(session, first, self.renderer, reward)
+            return ToolAdapter(session, first, self.toolbox, reward)
+        return EnvironmentAdapter(session, first, self.renderer, reward)
 
     def _finished(self, seed: int, conversation: Conversation, ended: Ended) -> PlayedEpisode:
         """The rollout; without a reward when it was lost or nothing was sampled."""
         turns, status = conversation.turns, ended.status
         scored = status is not RolloutStatus.LOST and turns
-        paid = sum(turn.reward for turn in turns) if scored else None
+        earned = sum(turn.reward for turn in turns) if scored else None
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
             sequences=conversation.sequences(with_rest=status is RolloutStatus.TRUNCATED),
-            reward=paid,
-            episode_return=paid,
-            terms=(ScoredTerm("environment", paid),),
+            reward=earned,
+            episode_return=earned,
+            terms=(ScoredTerm("environment", earned),),
             status=status,
             policy_version=min((turn.completion.policy_version for turn in turns), default=0),
         )
@@ -173,9 +173,9 @@ class Player:
         )
 
 
-async def _take_turns(seat: Seat, conversation: Conversation) -> Ended:
+async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -> Ended:
     """How the episode ended when the policy and the environment took turns."""
-    opening = await seat.opening()
+    opening = await adapter.opening()
     conversation.offer(opening.tools)
     conversation.add(opening.messages)
     status: RolloutStatus | None = None
@@ -183,11 +183,11 @@ async def _take_turns(seat: Seat, conversation: Conversation) -> Ended:
         if not conversation.has_room:
             status = RolloutStatus.TRUNCATED
             break
-        reply = await seat.reply(await conversation.answer())
-        conversation.pay(reply.reward)
+        reply = await adapter.reply(await conversation.answer())
+        conversation.add_reward(reply.reward)
         conversation.add(reply.messages)
         status = reply.status
-    return Ended(status, _LastResult(seat.result))
+    return Ended(status, _LastResult(adapter.result))
 
 
 class _LastResult(Mapping[str, Any]):
@@ -215,7 +215,7 @@ class _LastResult(Mapping[str, Any]):
 
 
 async def close_session(session: AsyncSession) -> None:
-    """Returns when the session is freed, by this call or by what happened before."""
+    """Free the session, unless what happened before has freed it."""
     try:
         await session.close()
     except InfrastructureError:

@@ -43,8 +43,8 @@ async def play_group(
         played = await _play_together(player, spec, sampling, deadline_s)
     else:
         episodes = [
-            player.play_alone(seed, sampling, salt)
-            for seed, salt in zip(spec.seeds, _salts(spec), strict=True)
+            player.play_alone(seed, sampling, index)
+            for seed, index in zip(spec.seeds, _sample_indices(spec), strict=True)
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
@@ -55,7 +55,7 @@ def _opens_together(player: Player, spec: GroupSpec) -> bool:
     return len(set(spec.seeds)) == 1 and len(spec.seeds) <= player.max_sessions
 
 
-def _salts(spec: GroupSpec) -> list[int]:
+def _sample_indices(spec: GroupSpec) -> list[int]:
     """One per episode: a group that is played again, and no other, samples the same."""
     return [mix(spec.index, number) for number in range(len(spec.seeds))]
 
@@ -70,8 +70,8 @@ async def _play_together(
     except (InfrastructureError, TimeoutError):
         return [player.lost(seed) for seed in seeds]
     episodes = [
-        player.play_opened(one, seed, sampling, salt)
-        for one, seed, salt in zip(opened, seeds, _salts(spec), strict=True)
+        player.play_opened(one, seed, sampling, index)
+        for one, seed, index in zip(opened, seeds, _sample_indices(spec), strict=True)
     ]
     try:
         return await _play_until(deadline_s, player, episodes, seeds)

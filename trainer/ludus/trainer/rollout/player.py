@@ -9,7 +9,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import import_object, make_renderer
 from ludus.trainer.rollout.rewards import Reward
-from ludus.trainer.rollout.tools import Toolbox
+from ludus.trainer.rollout.tool_adapter import Toolbox
 
 
 def make_player(

@@ -1,6 +1,6 @@
 """Random numbers that follow from counters alone, so that what is replayed is sampled again.
 
-    run seed, deal, episode of the group, turn --mix--> seed of a request
+    run seed, seed of the episode, sample index, turn --mix--> seed of a request
     seed of a request, position in the answer --uniforms--> one random number
 
 Nothing here keeps a state: what else is sampled, and in which order, changes nothing.

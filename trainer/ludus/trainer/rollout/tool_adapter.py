@@ -1,4 +1,4 @@
-"""A seat whose answers call the environment's tools.
+"""An environment adapter whose answers call the environment's tools.
 
     answer --calls?-- yes --> each tool is called --> its result is a message of role "tool"
               |
@@ -20,7 +20,6 @@ from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.errors import (
-    ActionError,
     ActionParseError,
     ConfigError,
     EnvError,
@@ -28,8 +27,13 @@ from ludus.proto.errors import (
     ToolError,
 )
 from ludus.trainer.models.chat import strip_reasoning
+from ludus.trainer.rollout.environment_adapter import (
+    EnvironmentAdapter,
+    Opening,
+    Reply,
+    status_of,
+)
 from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.rollout.seat import Opening, Reply, status_of
 from ludus.trainer.rollout.tool_calls import ToolCall, read_calls, tool_spec
 from ludus.trainer.types import RolloutStatus
 
@@ -87,7 +91,7 @@ class Toolbox:
         return _Offer(tools, calls_are_steps, answers_are_actions)
 
 
-class ToolSeat:
+class ToolAdapter(EnvironmentAdapter):
     """Answers call tools; what is no call is an action."""
 
     def __init__(
@@ -97,18 +101,18 @@ class ToolSeat:
         toolbox: Toolbox,
         invalid_action_reward: float,
     ) -> None:
-        self._session = session
+        super().__init__(session, first, ServerRenderer(), invalid_action_reward)
         self._toolbox = toolbox
-        self._renderer = ServerRenderer()
-        self._invalid_action_reward = invalid_action_reward
         self._num_bad = 0
-        self.result = first
 
     async def opening(self) -> Opening:
         """The first result, and the tools."""
         self._offer = await self._toolbox.offer(self._session)
         tools = [tool_spec(tool) for tool in self._offer.tools]
-        return Opening(self._shown(self.result, first=True), tools)
+        if self.result.text is None:
+            content = _shortened(json.dumps(self.result.observation))
+            return Opening([{"role": "user", "content": content}], tools)
+        return Opening(self._renderer.messages(self.result, first=True), tools)
 
     async def reply(self, text: str) -> Reply:
         """Results of the tools, or of the action; what cannot be read is said, three times."""
@@ -123,7 +127,12 @@ class ToolSeat:
                 return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
             return Reply([_tool_message({"error": error.message})])
         self._num_bad = 0
-        return await self._called(calls) if calls else await self._acted(strip_reasoning(text))
+        if calls:
+            return await self._called(calls)
+        if self._offer.answers_are_actions:
+            return await super().reply(text)
+        # Nothing more is to be done here: the answer is what rewards look at.
+        return Reply([], 0.0, RolloutStatus.TERMINATED)
 
     def _unknown(self, calls: Sequence[ToolCall]) -> str:
         known = [tool.name for tool in self._offer.tools]
@@ -136,9 +145,9 @@ class ToolSeat:
         messages: list[Message] = []
         reward = 0.0
         for call in calls:
-            message, paid, status = await self._call(call)
+            message, earned, status = await self._call(call)
             messages.append(message)
-            reward += paid
+            reward += earned
             if status is not None:
                 ended = status is RolloutStatus.TERMINATED
                 return Reply([] if ended else messages, reward, status)
@@ -158,24 +167,6 @@ class ToolSeat:
             return _tool_message({"error": error.message}), 0.0, None
         shown = _returned(self.result.observation)
         return _tool_message(shown), self.result.reward or 0.0, status_of(self.result)
-
-    async def _acted(self, text: str) -> Reply:
-        if not self._offer.answers_are_actions:
-            # Nothing more is to be done here: the answer is what rewards look at.
-            return Reply([], 0.0, RolloutStatus.TERMINATED)
-        try:
-            self.result = await self._session.step(text=text)
-        except ActionError:
-            return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
-        reward, status = self.result.reward or 0.0, status_of(self.result)
-        if status is RolloutStatus.TERMINATED:
-            return Reply([], reward, status)
-        return Reply(self._shown(self.result, first=False), reward, status)
-
-    def _shown(self, result: StepResult, *, first: bool) -> list[Message]:
-        if result.text is not None:
-            return self._renderer.messages(result, first=first)
-        return [{"role": "user", "content": _shortened(json.dumps(result.observation))}]
 
 
 def _takes_calls(description: EnvironmentDescription) -> bool:

@@ -3,14 +3,13 @@
     opening()      what is shown first
     reply(text)    what comes of an answer: messages, a reward, or the end
 
-`ActionSeat` takes every answer as an action. `tools.py` has the seat whose answers call tools.
+Every answer is an action, unless it calls a tool: see `tool_adapter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
@@ -40,29 +39,8 @@ class Reply:
     """How the episode has ended; None while it continues."""
 
 
-class Seat(Protocol):
-    """One place at an environment, for one episode."""
-
-    @property
-    def result(self) -> StepResult:
-        """The newest result of the episode."""
-        ...
-
-    async def opening(self) -> Opening:
-        """What the policy is shown first."""
-        ...
-
-    async def reply(self, text: str) -> Reply:
-        """What comes of the answer `text`.
-
-        Raises:
-            InfrastructureError: the episode is void.
-        """
-        ...
-
-
-class ActionSeat:
-    """Every answer is an action, in the words of the environment's renderer."""
+class EnvironmentAdapter:
+    """Shows results and takes answers as actions, in the words of the environment's renderer."""
 
     def __init__(
         self,
@@ -75,13 +53,18 @@ class ActionSeat:
         self._renderer = renderer
         self._invalid_action_reward = invalid_action_reward
         self.result = first
+        """The newest of the episode."""
 
     async def opening(self) -> Opening:
-        """The renderer of the first result."""
+        """What the policy is shown first."""
         return Opening(self._renderer.messages(self.result, first=True))
 
     async def reply(self, text: str) -> Reply:
-        """The renderer of the next result; text that is no action ends the episode."""
+        """What comes of the answer `text`, which ends the episode where it is no action.
+
+        Raises:
+            InfrastructureError: the episode is void.
+        """
         try:
             action = self._renderer.action(strip_reasoning(text), self.result)
             self.result = await self._session.step(**action)
