@@ -96,7 +96,7 @@ class RolloutWorkerActor:
         return list(await asyncio.gather(*(play(seed) for seed in seeds)))
 
     async def load_weights(self, published: PublishedWeights) -> WorkerWeights:
-        """What the worker holds now, and whether its canary sings; raises nothing by itself."""
+        """What the worker holds now, and whether its canary passed; raises nothing by itself."""
         # A store that is unavailable is waited for, while the games continue.
         fetched = await asyncio.to_thread(self._store.fetch, published)
         paused_before_s = self._generator.usage.pause_s
