@@ -10,7 +10,8 @@ from pathlib import Path
 from ludus.env.client import EnvClient
 from ludus.env.recording.format import read_recording
 from ludus.env.serving.cli import server_parser
-from ludus.services.cli.env_serve import DEFAULT_PORT, serve
+from ludus.env.serving.options import DEFAULT_PORT
+from ludus.services.cli.env_serve import serve
 from tests.cli.commands import RunCli
 
 

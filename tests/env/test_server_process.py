@@ -168,8 +168,8 @@ def test_the_token_comes_from_the_environment_variable_named(tmp_path):
     ("options", "said"),
     [
         ({"port": 60_000}, "grpc_port between 0 and 65535, got 70000"),
-        ({"port": -1}, "port between 0 and 65535, got -1"),
-        ({"max_sessions": 0}, "max_sessions >= 1, got 0"),
+        ({"port": -1}, "port: expected at least 0, got -1"),
+        ({"max_sessions": 0}, "max_sessions: expected at least 1, got 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, said):

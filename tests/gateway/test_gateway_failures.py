@@ -112,7 +112,7 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
         async with second:
             with pytest.raises(SessionLostError, match="restarted"):
                 await sessions.step(opened.session_id, ADD_1, 1)
-            assert gateway.num_tracked == 0
+            assert gateway.num_sessions == 0
             assert await sessions.open(SEEDED)
             assert second.core.load.num_sessions == 1
 

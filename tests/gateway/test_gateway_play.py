@@ -71,7 +71,7 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
             assert (await ask("step", add=0))["data"]["code"] == "ILLEGAL_ACTION"
             assert num_sessions(servers) == 1
         await until(lambda: num_sessions(servers) == 0)
-        await until(lambda: gateway.num_tracked == 0)
+        await until(lambda: gateway.num_sessions == 0)
 
 
 async def test_a_token_in_the_address_is_enough(monkeypatch):
@@ -134,7 +134,7 @@ async def test_direct_mode_opens_on_the_server_that_the_gateway_names():
             session, _ = await client.open(seed=7)
             assert (await session.step({"add": 2})).reward == 2.0
             assert num_sessions(servers) == 1
-            assert gateway.num_tracked == 0
+            assert gateway.num_sessions == 0
         await until(lambda: num_sessions(servers) == 0)
 
 

@@ -213,7 +213,7 @@ def _describe(server: Server) -> dict:
         (["--agent-player", "1"], {"OPENSPIEL_GAME": "catch"}, "got 1; set agent_player"),
         (["--game-params", "{players"], {}, "expected a JSON object, got '{players'"),
         ([], {"OPENSPIEL_AGENT_PLAYER": "first"}, "invalid int value: 'first'"),
-        ([], {"MAX_CONCURRENT_ENVS": "many"}, "invalid int value: 'many'"),
+        ([], {"MAX_CONCURRENT_ENVS": "many"}, "max_sessions: expected a valid integer"),
     ],
 )
 def test_bad_input_ends_with_one_message_and_code_2(

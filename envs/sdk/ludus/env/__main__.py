@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import orjson
 
 from ludus.env.serving.cli import add_server_arguments
+from ludus.env.serving.options import DEFAULT_PORT
 from ludus.env.serving.server import run_server
 from ludus.env.targets.targets import environment_factory
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, UserError
 
-_DEFAULT_PORT = 8000
 _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
+    """Serve until a signal, then exit 0; or exit 2 after one line about bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m ludus.env",
         description="Serve an environment over HTTP, WebSocket and gRPC.",
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="PID",
         help="never outlive the starter, which is PID",
     )
-    add_server_arguments(parser, _DEFAULT_PORT)
+    add_server_arguments(parser, DEFAULT_PORT)
     arguments = parser.parse_args(argv)
     if arguments.exit_with_parent is not None:
         _exit_with_parent(arguments.exit_with_parent)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    run_server(factory, vars(arguments), _DEFAULT_PORT)
+    run_server(factory, vars(arguments), DEFAULT_PORT)
 
 
 def _parse_options(text: str) -> JsonObject:
@@ -58,7 +58,7 @@ def _parse_options(text: str) -> JsonObject:
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """Nothing; the kernel ends this process when its parent dies, even by kill -9 (Linux).
+    """Have the kernel end this process when its parent dies, even by kill -9 (Linux).
 
     The parent says who it is: it may be dead before this process gets to ask, and whoever
     inherited the process then would be taken for it.

@@ -9,10 +9,12 @@ Action --step--> Transition  (environment's side: typed observation)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JsonObject = dict[str, Any]
 

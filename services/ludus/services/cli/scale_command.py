@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludus.proto.config import LocalEnvironment, RunConfig, load_run_config
-from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE, RunControl
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import CONTROL_FILE, RunControl
 from ludus.services.cli.console import results_console, say
+from ludus.services.cli.train_command import config_of_run
+
+if TYPE_CHECKING:
+    from ludus.proto.config import RunConfig
 
 
 def scale(
@@ -27,23 +30,19 @@ def scale(
 
     Example: `ludus scale runs/demo --workers 3`
     """
-    config_path = run_dir / CONFIG_FILE
-    if not config_path.is_file():
-        raise NotFoundError(
-            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
-            "give a folder that `ludus train` wrote, for example runs/demo"
-        )
-    _check(load_run_config(config_path), workers)
+    _check(config_of_run(run_dir), workers)
     _write(run_dir / CONTROL_FILE, RunControl(num_workers=workers))
     say(results_console(), f"{run_dir}: {workers} rollout workers are wanted")
 
 
 def _check(run: RunConfig, workers: int) -> None:
-    """Nothing.
+    """Refuse more workers, or fewer, than the run can have.
 
     Raises:
-        ConfigError: the run cannot have so many workers, or so few.
+        ConfigError: it cannot have so many.
     """
+    from ludus.proto.config import LocalEnvironment
+
     rollout = run.rollout
     if workers < rollout.min_workers:
         raise ConfigError(
@@ -61,7 +60,7 @@ def _check(run: RunConfig, workers: int) -> None:
 
 
 def _write(path: Path, control: RunControl) -> None:
-    """Nothing; a reader sees the old file or the new one, never a part."""
+    """Replace the file: a reader sees the old one or the new one, never a part."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     aside.write_text(control.model_dump_json(indent=2), encoding="utf-8")
     os.replace(aside, path)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ludus.proto.config import LocalEnvironment, RunConfig, load_run_config
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
     CONFIG_FILE,
@@ -32,6 +31,9 @@ from ludus.services.cli.trainer_process import (
     run_trainer,
 )
 from ludus.services.numbers import duration
+
+if TYPE_CHECKING:
+    from ludus.proto.config import RunConfig
 
 INTERRUPTED = 130
 FAILED = 1
@@ -66,6 +68,8 @@ def train(
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
     """
+    from ludus.proto.config import load_run_config
+
     config = load_run_config(config_path, overrides or ())
     if resume and overwrite:
         raise ConfigError("expected --resume or --overwrite, got both; choose one")
@@ -102,15 +106,9 @@ def evaluate(
 
     Example: `ludus eval runs/demo --games 20000 --temperature 0`
     """
-    config_path = run_dir / CONFIG_FILE
-    if not config_path.is_file():
-        raise NotFoundError(
-            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
-            "give a folder that `ludus train` wrote, for example runs/demo"
-        )
-    load_run_config(config_path)
+    config_of_run(run_dir)
     output = run_dir / EVAL_FILE
-    arguments = ["eval", "--config", str(config_path), "--run-dir", str(run_dir)]
+    arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
     choices = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
     for flag, value in choices.items():
         if value is not None:
@@ -124,13 +122,31 @@ def evaluate(
     say(console, f"written to {output}", style="dim")
 
 
+def config_of_run(run_dir: Path) -> RunConfig:
+    """The configuration that a run was started with.
+
+    Raises:
+        NotFoundError: it is no run's folder.
+    """
+    from ludus.proto.config import load_run_config
+
+    config_path = run_dir / CONFIG_FILE
+    if not config_path.is_file():
+        raise NotFoundError(
+            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
+            "give a folder that `ludus train` wrote, for example runs/demo"
+        )
+    return load_run_config(config_path)
+
+
 def _check_environments(config: RunConfig) -> None:
-    """Returns where all can be built: other mistakes cost no start of the trainer.
+    """Build each environment once: other mistakes cost no start of the trainer.
 
     Raises:
         UserError: there is no such package, game or option.
     """
     from ludus.env.targets.targets import environment_factory
+    from ludus.proto.config import LocalEnvironment
 
     for environment in config.environments.values():
         if isinstance(environment, LocalEnvironment):

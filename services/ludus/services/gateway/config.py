@@ -12,18 +12,21 @@ import os
 import secrets
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ludus.env.security.session_ids import MIN_KEY_BYTES
-from ludus.env.serving.options import Isolation
+from ludus.env.serving.options import (
+    SESSION_KEY_VARIABLE,
+    Isolation,
+    bound_grpc_port,
+    explain,
+)
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 
-SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
 TOKEN_VARIABLE = "LUDUS_GATEWAY_TOKEN"
-GRPC_PORT_OFFSET = 10_000
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Port = Annotated[int, Field(ge=0, le=65_535)]
 _NAME_PATTERN = r"^[A-Za-z0-9._-]{1,63}$"
@@ -154,9 +157,7 @@ class GatewayConfig(_Section):
     @property
     def bound_grpc_port(self) -> int:
         """The gRPC port to ask for."""
-        if self.grpc_port is not None:
-            return self.grpc_port
-        return self.port + GRPC_PORT_OFFSET if self.port else 0
+        return bound_grpc_port(self.port, self.grpc_port)
 
     @classmethod
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
@@ -187,7 +188,7 @@ class GatewayConfig(_Section):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise ConfigError(f"{place}: {_explain(error)}") from None
+            raise ConfigError(f"{place}: {explain(error)}") from None
 
     def session_key(self) -> str:
         """The key from the environment; a random one where only this gateway needs it.
@@ -212,12 +213,3 @@ class GatewayConfig(_Section):
 def value_of(variable: str) -> str:
     """The value of an environment variable; empty where it is unset or has no name."""
     return os.environ.get(variable, "") if variable else ""
-
-
-def _explain(error: ValidationError) -> str:
-    faults: list[Any] = error.errors()
-    lines = []
-    for fault in faults:
-        where = ".".join(str(part) for part in fault["loc"])
-        lines.append(f"{where}: {fault['msg']} (got {str(fault['input'])[:80]!r})")
-    return "; ".join(lines)

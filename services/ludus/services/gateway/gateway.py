@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import grpc
 
-from ludus.env.runtime import freeze_heap
+from ludus.env.runtime import run_until_signal
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.serving.listeners import (
@@ -30,10 +29,10 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
+from ludus.env.serving.options import SESSION_KEY_VARIABLE
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
-    SESSION_KEY_VARIABLE,
     GatewayConfig,
     KubernetesEnvironment,
     ServersSection,
@@ -59,7 +58,6 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_TIMEOUT_S = 10.0
 _SOURCE_BACKOFF_S = 5.0
-_DRAIN_POLL_S = 0.2
 
 OnReady = Callable[["Gateway"], None]
 
@@ -138,8 +136,8 @@ class Gateway:
         return all(one.fleet.is_published for one in self.environments.values())
 
     @property
-    def num_tracked(self) -> int:
-        """Sessions that were opened here and continue."""
+    def num_sessions(self) -> int:
+        """Those that were opened here and continue."""
         return sum(one.num_tracked for one in self.environments.values())
 
     def drain(self) -> None:
@@ -147,16 +145,6 @@ class Gateway:
         self.is_draining = True
         for sessions in self.environments.values():
             sessions.drain()
-
-    async def wait_empty(self, timeout_s: float) -> bool:
-        """True when no session is left that was opened here; waits at most so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.num_tracked:
-                    await asyncio.sleep(_DRAIN_POLL_S)
-        except TimeoutError:
-            return False
-        return True
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -257,44 +245,19 @@ class Gateway:
 def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> None:
     """Serve until SIGTERM or SIGINT; then drain and stop.
 
-    A second signal ends the wait for its sessions.
+    A second signal ends the wait for sessions.
 
     Raises:
         PortInUseError: something else listens there; nothing was started.
         UserError: the configuration cannot work.
     """
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(_serve_until_signal(Gateway(config), on_ready))
-
-
-async def _serve_until_signal(gateway: Gateway, on_ready: OnReady | None) -> None:
-    asked, told = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (told if asked.is_set() else asked).set()
-
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, on_signal)
-    async with gateway:
-        freeze_heap()
-        if on_ready is not None:
-            on_ready(gateway)
-        await asked.wait()
-        gateway.drain()
-        waits = [
-            asyncio.create_task(told.wait()),
-            asyncio.create_task(gateway.wait_empty(gateway.config.drain_grace_s)),
-        ]
-        if gateway.num_tracked:
-            _log.warning(
-                "waiting for %d sessions to end, at most %g s; a second signal ends the wait",
-                gateway.num_tracked,
-                gateway.config.drain_grace_s,
-            )
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+    gateway = Gateway(config)
+    run_until_signal(
+        gateway,
+        drain_grace_s=config.drain_grace_s,
+        on_ready=None if on_ready is None else partial(on_ready, gateway),
+        sigint_drains=True,
+    )
 
 
 def _access_of(config: GatewayConfig) -> Access:
@@ -356,11 +319,3 @@ def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:
         extra_arguments=list(environment.arguments),
         environment={SESSION_KEY_VARIABLE: key},
     )
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

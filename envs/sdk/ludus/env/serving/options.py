@@ -1,24 +1,52 @@
-"""How a server listens, how many sessions it holds, and what they may do to it."""
+"""How a server listens, how many sessions it holds, and what they may do to it.
+
+    ServerOptions --flags--> arguments of `python -m ludus.env` (cli.py)
+                       +---> options of `ludus env serve`
+
+The command line imports this file to print its help, so nothing heavy may be imported here.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from ludus.env.security.session_ids import SessionKey, new_server_id, server_id_of
-from ludus.env.security.tls import TlsFiles
-from ludus.env.workers.host import WorkerOptions
-from ludus.env.workers.protocol import WorkerLimits
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
 
+DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
 WORKER_STEP_TIMEOUT_S = 60.0
+SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
+TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
+"""Never flags: arguments are shown to every user of a machine."""
+_GROUPS = {"host": "server", "tls_cert": "TLS", "isolation": "where sessions run"}
+"""Each group of flags by its first field."""
+_WORDS = {
+    "Input should be": "expected",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+"""What pydantic says, and what we do."""
 
 
 def _own_server_id() -> str:
@@ -36,83 +64,105 @@ class ServerAddresses:
     """Empty where there is no admin port."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Where and how a server listens, and where its sessions run."""
+class ServerOptions(BaseModel):
+    """Where and how a server listens, and where its sessions run.
+
+    The text under a field is also the help of its flag.
+
+    Raises:
+        ConfigError: the options cannot work.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    """HTTP and WebSocket; 0 takes a free port."""
-    grpc_port: int | None = None
-    """None means port + 10000, or a free port when `port` is 0."""
-    admin_port: int | None = None
-    """Probes, `/drain` and `/metrics` over HTTP, without token and TLS: for a port that only
-    the cluster reaches. 0 takes a free one, None opens none."""
-    tls_cert: Path | None = None
-    """PEM file, that may be replaced while the server runs; with `tls_key`, both ports speak
-    TLS only."""
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    """Asks clients for certificates of this authority."""
-    drain_grace_s: float = 0.0
+    """Address to listen on."""
+    port: int = Field(DEFAULT_PORT, ge=0, le=65_535)
+    """For HTTP and WebSocket; 0 takes a free one."""
+    grpc_port: int | None = Field(None, ge=0, le=65_535)
+    """For gRPC; else port + 10000, or a free one when the port is 0."""
+    admin_port: int | None = Field(None, ge=0, le=65_535)
+    """Probes, /drain and /metrics over HTTP, without token and TLS: for a port that only the
+    cluster reaches. 0 takes a free one; else there is none."""
+    max_sessions: int = Field(256, ge=1)
+    """Sessions at once."""
+    drain_grace_s: float = Field(0.0, ge=0)
     """How long SIGTERM lets sessions continue, none new; the server ends when the last one has.
     In a pod, stay below its terminationGracePeriodSeconds."""
-    max_sessions: int = 256
     idle_timeout_s: float = 600.0
     """A session without a call for so long is ended."""
-    wait_for_slot_s: float = 0.0
+    wait_for_slot_s: float = Field(0.0, ge=0)
     """How long an open waits for a free session."""
+    first_seed: int | None = Field(None, ge=0)
+    """Resets without a seed take this one, then the next; else seeds are drawn."""
+    check_determinism: bool = False
+    """Try at the start, for about two seconds, whether same seeds give same episodes."""
+    token: str | None = Field(None, repr=False)
+    """What callers must show; the variable `token_env` has precedence."""
+    token_env: str = ""
+    """Environment variable that holds the token; it may be unset."""
+    insecure: bool = False
+    """Listen beyond this machine without a token."""
+    record: Path | None = None
+    """Write every episode to this .jsonl file, or to a file of its own in this folder."""
+    ready_file: Path | None = None
+    """Written as JSON (http, grpc, admin, pid) once a server process listens."""
+    tls_cert: Path | None = None
+    """PEM file with the certificate; both ports then speak TLS only. It may be replaced while
+    the server runs."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
+    tls_client_ca: Path | None = None
+    """PEM file; asks clients for certificates of this authority."""
     isolation: Isolation = "inline"
-    """Where sessions run: `inline` in the server itself, `pool` in worker processes that
-    share them, `process` in one of its own each. Inline, code that crashes or hangs takes
-    the server with it."""
-    num_workers: int | None = None
-    """Of a pool; None takes one for each CPU."""
-    num_threads: int = 32
+    """inline: in the server itself, fastest, and code that crashes or hangs takes the server
+    with it; pool: in worker processes that share the sessions; process: one for each session."""
+    num_workers: int | None = Field(None, ge=1)
+    """Of a pool; else one for each CPU."""
+    num_threads: int = Field(32, ge=1)
     """Of the server or of each worker in a pool, for environments that do not step on the
     event loop."""
-    step_timeout_s: float | None = None
-    """A reset or step that takes longer ends its session, with its worker where it has one;
-    0 waits for ever. None means 60 with workers, 0 without."""
-    memory_limit_mb: int = 0
+    step_timeout_s: float | None = Field(None, ge=0)
+    """A longer reset or step ends its session, with its worker where it has one; 0 waits for
+    ever. Else 60 with workers, 0 inline."""
+    memory_limit_mb: int = Field(0, ge=0)
     """Of a worker; 0 is none."""
-    cpu_limit_s: float = 0.0
-    """CPU time of a session, where each has a process of its own; 0 is none."""
-    first_seed: int | None = None
-    """Resets without a seed take this one, then the next; None draws them."""
-    check_determinism: bool = False
-    """Tries at the start, for about two seconds, whether same seeds give same episodes."""
-    record: Path | None = None
-    """Every episode is written to this .jsonl file, or to a file of its own in this folder."""
-    token: str | None = field(default=None, repr=False)
-    insecure: bool = False
-    """Allows listening beyond this machine without a token."""
-    session_key: str | None = field(default=None, repr=False)
+    cpu_limit_s: float = Field(0.0, ge=0)
+    """CPU time of a session with a process of its own; 0 is none."""
+    session_key: str | None = Field(None, repr=False)
     """The gateway's: lets clients open sessions under ids that it signed."""
-    server_id: str = field(default_factory=_own_server_id)
+    server_id: str = Field(default_factory=_own_server_id)
     """In session ids; that of the pod when POD_UID is set."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """The options, with errors in this project's words."""
+        if isinstance(given, Mapping) and given.get("token_env"):
+            given = {**given, "token": os.environ.get(given["token_env"], given.get("token"))}
+        try:
+            options = build(given)
+        except ValidationError as error:
+            raise ConfigError(explain(error)) from None
+        options._check_ports()
+        options._check_tls()
+        options._check_isolation()
+        _ = options.key
+        return options
+
+    def _check_ports(self) -> None:
         if self.host not in _LOOPBACK_HOSTS and not self.token and not self.insecure:
             raise ConfigError(
                 f"expected a token to listen on {self.host}, which other machines can reach,"
                 " got none; give one, listen on 127.0.0.1, or allow it as insecure"
             )
-        self._check_ports()
-        self._check_tls()
-        self._check_numbers()
-        self._check_isolation()
-        _ = self.key
-
-    def _check_ports(self) -> None:
-        ports = {"port": self.port, "grpc_port": self.bound_grpc_port}
-        if self.admin_port is not None:
-            ports["admin_port"] = self.admin_port
-        for name, port in ports.items():
-            if not 0 <= port <= 65_535:
-                raise ConfigError(
-                    f"expected {name} between 0 and 65535, got {port}; set port and {name}"
-                )
+        if self.bound_grpc_port > 65_535:
+            raise ConfigError(
+                f"expected grpc_port between 0 and 65535, got {self.bound_grpc_port};"
+                " set port and grpc_port"
+            )
 
     def _check_tls(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -125,24 +175,8 @@ class ServerOptions:
                 "expected tls_client_ca with tls_cert and tls_key, got it alone; give all three"
             )
 
-    def _check_numbers(self) -> None:
-        lowest = {
-            **dict.fromkeys(("max_sessions", "num_workers", "num_threads"), 1),
-            **dict.fromkeys(("wait_for_slot_s", "step_timeout_s", "drain_grace_s"), 0),
-            **dict.fromkeys(("memory_limit_mb", "cpu_limit_s", "first_seed"), 0),
-        }
-        for name, least in lowest.items():
-            value = getattr(self, name)
-            if value is not None and not (value >= least and math.isfinite(value)):
-                raise ConfigError(f"expected {name} >= {least}, got {value}")
-
     def _check_isolation(self) -> None:
         isolation = self.isolation
-        if isolation not in get_args(Isolation):
-            raise ConfigError(
-                f"expected isolation to be one of {', '.join(get_args(Isolation))};"
-                f" got {isolation!r}"
-            )
         if isolation != "inline" and not hasattr(os, "fork"):
             raise ConfigError(
                 f"expected isolation='inline', because this system cannot fork; got {isolation!r}"
@@ -165,18 +199,9 @@ class ServerOptions:
             )
 
     @property
-    def tls(self) -> TlsFiles | None:
-        """The files of TLS; None speaks none."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
-
-    @property
     def bound_grpc_port(self) -> int:
         """The gRPC port to ask for."""
-        if self.grpc_port is not None:
-            return self.grpc_port
-        return self.port + GRPC_PORT_OFFSET if self.port else 0
+        return bound_grpc_port(self.port, self.grpc_port)
 
     @property
     def bound_step_timeout_s(self) -> float:
@@ -186,24 +211,92 @@ class ServerOptions:
         return 0.0 if self.isolation == "inline" else WORKER_STEP_TIMEOUT_S
 
     @property
+    def bound_num_workers(self) -> int:
+        """How many workers a pool has: no more than sessions."""
+        return min(self.num_workers or available_cpus(), self.max_sessions)
+
+    @property
     def key(self) -> SessionKey | None:
         """What reads signed session ids."""
         return SessionKey(self.session_key.encode()) if self.session_key else None
 
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command line that sets one field of `ServerOptions`."""
+
+    field: str
+    info: FieldInfo
+    default: Any
+    """What the command line takes when the flag is not given."""
+    group: str
+
     @property
-    def worker_options(self) -> WorkerOptions:
-        """What workers are told, where there are any."""
-        num_workers = self.num_workers or available_cpus()
-        return WorkerOptions(
-            isolation="process" if self.isolation == "process" else "pool",
-            num_workers=min(num_workers, self.max_sessions),
-            max_sessions=self.max_sessions,
-            num_threads=self.num_threads,
-            step_timeout_s=self.bound_step_timeout_s,
-            limits=WorkerLimits(self.memory_limit_mb, self.cpu_limit_s),
-            check_determinism=self.check_determinism,
-            secrets=frozenset(filter(None, (self.token, self.session_key))),
-        )
+    def name(self) -> str:
+        """For example --grpc-port."""
+        if self.default is True:
+            return "--no-determinism-check"
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def annotation(self) -> Any:
+        """The type of its value."""
+        return self.info.annotation
+
+    @property
+    def is_switch(self) -> bool:
+        """True when it takes no value, and turns the default around."""
+        return isinstance(self.default, bool)
+
+    @property
+    def shown_default(self) -> str:
+        """The default for people; empty where the text explains it, as it does 0 and None."""
+        if self.is_switch or not self.default:
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def help(self) -> str:
+        """What the field's own text says."""
+        text = " ".join((self.info.description or "").split())
+        return f"Do not {text[0].lower()}{text[1:]}" if self.default is True else text
+
+
+def command_defaults(default_port: int) -> dict[str, Any]:
+    """Where a command line takes another default than a program that builds the options."""
+    return {"port": default_port, "check_determinism": True, "token_env": TOKEN_VARIABLE}
+
+
+def flags(default_port: int = DEFAULT_PORT) -> Iterator[Flag]:
+    """The flags of a server's command line, group by group."""
+    defaults = command_defaults(default_port)
+    group = ""
+    for field, info in ServerOptions.model_fields.items():
+        group = _GROUPS.get(field, group)
+        if field not in _SECRETS_AND_NAMES:
+            yield Flag(field, info, defaults.get(field, info.default), group)
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong with each field, and the value that it got."""
+    return "; ".join(_fault(one) for one in error.errors(include_url=False))
+
+
+def _fault(error: ErrorDetails) -> str:
+    field = ".".join(str(part) for part in error["loc"])
+    said = error["msg"].removeprefix("Value error, ")
+    for theirs, ours in _WORDS.items():
+        said = said.replace(theirs, ours)
+    has_value = error["type"] != "missing" and "got " not in said
+    got = f", got {error['input']!r:.80}" if has_value else ""
+    return f"{field}: {said[0].lower()}{said[1:]}{got}"
+
+
+def bound_grpc_port(port: int, grpc_port: int | None) -> int:
+    """The gRPC port to ask for where it may not be given: beside the other one."""
+    if grpc_port is not None:
+        return grpc_port
+    return port + GRPC_PORT_OFFSET if port else 0
 
 
 def available_cpus() -> int:

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
-import signal
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from starlette.types import ASGIApp
 
 from ludus.env.contract.determinism import is_deterministic
 from ludus.env.grpc.servicer import EnvServicer, TokenInterceptor
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
-from ludus.env.runtime import freeze_heap
-from ludus.env.serving.cli import command_of, leave_stuck_threads_behind, server_parser
+from ludus.env.runtime import run_until_signal
+from ludus.env.security.tls import TlsFiles
+from ludus.env.serving.cli import options_of, server_parser
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -31,25 +37,33 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
-from ludus.env.serving.options import ServerAddresses, ServerOptions
+from ludus.env.serving.options import DEFAULT_PORT, ServerAddresses, ServerOptions
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import EnvironmentFactory, SessionHost, local_host
+from ludus.env.sessions.hosts import (
+    STEP_THREAD_NAME,
+    EnvironmentFactory,
+    SessionHost,
+    local_host,
+)
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.importable import named
 from ludus.env.targets.targets import TargetFactory
-from ludus.env.workers.host import WorkerHost
+from ludus.env.workers.host import WorkerHost, WorkerOptions
+from ludus.env.workers.protocol import WorkerLimits
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import UserError
 
-__all__ = ["EnvServer", "ServerOptions", "run_server", "run_server_cli", "serve"]
+__all__ = [
+    "EnvServer",
+    "ServerOptions",
+    "openenv_app",
+    "run_server",
+    "run_server_cli",
+    "serve",
+]
 
 _log = logging.getLogger(__name__)
-
-_DRAIN_POLL_S = 0.05
-
-OnReady = Callable[[ServerAddresses], None]
-"""Called once every port listens."""
 
 
 class EnvServer:
@@ -58,11 +72,12 @@ class EnvServer:
     def __init__(self, factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
         self._factory = factory
+        self._tls = _tls_files(self.options)
         self._listeners: list[HttpListener] = []
         self._addresses = ServerAddresses("", "")
 
     async def start(self) -> None:
-        """Returns when every port listens.
+        """Listen on every port.
 
         Raises:
             PortInUseError: something else listens there; nothing was started.
@@ -81,7 +96,7 @@ class EnvServer:
             self._recording = self._new_recording()
             sessions: Sessions = self._recording or self.core
             app = build_app(sessions, token=options.token)
-            self._listeners = [HttpListener(app, sockets[0], options.tls)]
+            self._listeners = [HttpListener(app, sockets[0], self._tls)]
             if options.admin_port is not None:
                 self._listeners.append(HttpListener(build_admin_app(sessions), sockets[1]))
             grpc_port = self._build_grpc_server(sessions)
@@ -112,7 +127,7 @@ class EnvServer:
         return self._addresses.grpc
 
     async def stop(self) -> None:
-        """Returns within a few seconds, when everything is closed and no worker is left."""
+        """Close everything within a few seconds; no worker is left."""
         self._sweeping.cancel()
         await asyncio.gather(
             stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
@@ -121,15 +136,18 @@ class EnvServer:
         if self._recording is not None:
             self._recording.finish()
 
-    async def drain(self) -> None:
-        """Returns when no session is left; new ones are refused from now on."""
+    @property
+    def num_sessions(self) -> int:
+        """Those that are open."""
+        return self.core.load.num_sessions
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on."""
         self.core.drain()
-        while self.core.load.num_sessions:
-            await asyncio.sleep(_DRAIN_POLL_S)
 
     def _find_addresses(self, grpc_port: int) -> ServerAddresses:
         options = self.options
-        secure = "s" if options.tls is not None else ""
+        secure = "s" if self._tls is not None else ""
         http, *admin = (authority(options.host, one.port) for one in self._listeners)
         return ServerAddresses(
             f"http{secure}://{http}",
@@ -141,7 +159,7 @@ class EnvServer:
         options = self.options
         interceptors = [TokenInterceptor(options.token)] if options.token else []
         self._grpc_server, port = build_grpc_server(
-            options.host, options.bound_grpc_port, options.tls, interceptors
+            options.host, options.bound_grpc_port, self._tls, interceptors
         )
         env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), self._grpc_server)
         return port
@@ -150,7 +168,7 @@ class EnvServer:
         options = self.options
         if options.isolation == "inline":
             return local_host(self._factory, options.num_threads)
-        return await WorkerHost.start(named(self._factory), options.worker_options)
+        return await WorkerHost.start(named(self._factory), _worker_options(options))
 
     def _new_recording(self) -> RecordingSessions | None:
         if self.options.record is None:
@@ -187,88 +205,97 @@ class EnvServer:
         await self.stop()
 
 
-def serve(
-    factory: EnvironmentFactory,
-    options: ServerOptions | None = None,
-    *,
-    on_ready: OnReady | None = None,
-    **settings: Any,
-) -> None:
-    """Returns after SIGTERM or SIGINT, when the server has shut down.
-
-    Args:
-        settings: fields of `ServerOptions`, for example isolation="process".
+def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
         PortInUseError: something else listens there; nothing was started.
-        ConfigError: the options cannot work.
+        ConfigError: the environment cannot be built, or a file of TLS cannot be used.
     """
-    options = dataclasses.replace(options or ServerOptions(), **settings)
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(_serve_until_signal(EnvServer(factory, options), on_ready))
+    server = EnvServer(factory, options)
+    ready_file = server.options.ready_file
+    try:
+        run_until_signal(
+            server,
+            drain_grace_s=server.options.drain_grace_s,
+            on_ready=lambda: _announce(server.addresses, ready_file),
+        )
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
 
 
 def run_server_cli(
-    factory: EnvironmentFactory, default_port: int = 8000, argv: Sequence[str] | None = None
+    factory: EnvironmentFactory,
+    default_port: int = DEFAULT_PORT,
+    argv: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Ends the process: 0 after a signal, 2 after one line on standard error for bad input."""
+    """Serve until a signal, then exit 0; or exit 2 after one line about bad input."""
     run_server(factory, vars(server_parser(default_port).parse_args(argv)), default_port)
 
 
 def run_server(
-    factory: EnvironmentFactory, given: Mapping[str, Any], default_port: int = 8000
+    factory: EnvironmentFactory, given: Mapping[str, Any], default_port: int = DEFAULT_PORT
 ) -> NoReturn:
     """The same, from a namespace of `add_server_arguments`; other names in it are ignored."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         if isinstance(factory, TargetFactory):
             given = {"isolation": factory.isolation, **given}
-        command = command_of(given, default_port)
-        try:
-            serve(factory, command.options, on_ready=command.announce)
-        finally:
-            command.withdraw()
+        serve(factory, options_of(given, default_port))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
-    leave_stuck_threads_behind()
+    _leave_stuck_threads_behind()
     sys.exit(0)
 
 
-async def _serve_until_signal(server: EnvServer, on_ready: OnReady | None) -> None:
-    asked, told = asyncio.Event(), asyncio.Event()
+def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = None) -> ASGIApp:
+    """The application that OpenEnv's images run with `uvicorn server.app:app`.
 
-    def on_sigterm() -> None:
-        (told if asked.is_set() else asked).set()
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, on_sigterm)
-    loop.add_signal_handler(signal.SIGINT, told.set)
-    async with server:
-        freeze_heap()
-        if on_ready is not None:
-            on_ready(server.addresses)
-        waits: list[asyncio.Task[Any]] = [asyncio.create_task(one.wait()) for one in (asked, told)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        grace_s = server.options.drain_grace_s
-        if grace_s > 0 and not told.is_set():
-            _log.info(
-                "draining: waiting for %d sessions, at most %g s",
-                server.core.load.num_sessions,
-                grace_s,
-            )
-            draining = asyncio.create_task(server.drain())
-            await asyncio.wait(
-                (draining, waits[1]), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            waits.append(draining)
-        for wait in waits:
-            wait.cancel()
+    Args:
+        given: options of the server that concern its sessions, as `run_server` takes them.
+    """
+    options = ServerOptions(**(given or {}))
+    core_options = CoreOptions(max_sessions=options.max_sessions)
+    return build_app(SessionCore(local_host(factory, options.num_threads), core_options))
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+def _announce(addresses: ServerAddresses, ready_file: Path | None) -> None:
+    """Log where the server listens, and write the ready file as a whole."""
+    found = {name: url for name, url in dataclasses.asdict(addresses).items() if url}
+    _log.info("listening on %s", ", ".join(found.values()))
+    if ready_file is None:
+        return
+    unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({**found, "pid": os.getpid()}))
+    unfinished.replace(ready_file)
+
+
+def _leave_stuck_threads_behind() -> None:
+    """End the process here when a step hangs in a thread: the interpreter would wait for it."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(STEP_THREAD_NAME):
+            thread.join(timeout=0.2)
+            if thread.is_alive():
+                logging.shutdown()
+                os._exit(0)
+
+
+def _tls_files(options: ServerOptions) -> TlsFiles | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    return TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca)
+
+
+def _worker_options(options: ServerOptions) -> WorkerOptions:
+    return WorkerOptions(
+        isolation="process" if options.isolation == "process" else "pool",
+        num_workers=options.bound_num_workers,
+        max_sessions=options.max_sessions,
+        num_threads=options.num_threads,
+        step_timeout_s=options.bound_step_timeout_s,
+        limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s),
+        check_determinism=options.check_determinism,
+        secrets=frozenset(filter(None, (options.token, options.session_key))),
+    )
