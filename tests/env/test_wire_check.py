@@ -209,17 +209,22 @@ def test_random_values_fit_their_schema():
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"kind": "stay"}, "kind: expected 'move'"),
-        ({"to": {}}, "to: expected the field 'x'"),
-        ({"to": {"x": -1}}, "to.x: expected 0 to inf, got -1"),
-        ({"how": "swim"}, "how: expected null"),
-        ({"path": [1]}, "path: expected 2 to 4 items, got 1"),
-        ({"path": [1, "two"]}, "path.1: expected integer"),
-        ({"pair": [1, "a"]}, "pair.0: expected boolean"),
-        ({"more": 1}, "expected no field 'more'"),
+        ({"kind": "stay"}, "kind: 'move' was expected"),
+        ({"to": {}}, "to: 'x' is a required property"),
+        ({"to": {"x": -1}}, "to.x: -1 is less than the minimum of 0"),
+        ({"how": "swim"}, "how: 'swim' is not"),
+        ({"path": [1]}, "path: [1] is too short"),
+        ({"path": [1, "two"]}, "path.1: 'two' is not of type 'integer'"),
+        ({"pair": [1, "a"]}, "pair.0: 1 is not of type 'boolean'"),
+        ({"more": 1}, "value: Additional properties are not allowed ('more' was unexpected)"),
     ],
 )
 def test_what_does_not_fit_is_named_with_its_place(change, fault):
     sound = {"kind": "move", "to": {"x": 1}, "how": None, "path": [1, 2], "pair": [True, "a"]}
     assert fault_of(sound, SCHEMA) == ""
     assert fault in fault_of({**sound, **change}, SCHEMA)
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#/$defs/Nowhere"}, {"type": "number of legs"}])
+def test_a_schema_with_a_mistake_fits_nothing(schema):
+    assert "expected a JSON schema" in fault_of(1, schema)

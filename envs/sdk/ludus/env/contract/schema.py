@@ -1,7 +1,7 @@
 """Random values that fit a JSON schema, and what is wrong with values that do not.
 
-Covers what pydantic and OpenEnv's models write: types, bounds, enums, references, unions,
-nested objects and arrays. Keywords beyond these are neither obeyed nor checked.
+What is drawn covers what pydantic and OpenEnv's models write: types, bounds, enums,
+references, unions, nested objects and arrays.
 """
 
 from __future__ import annotations
@@ -16,15 +16,6 @@ from ludus.proto.errors import ConfigError
 _DEFAULT_REACH = 8
 """How far numbers without bounds go, and how long lists and texts without bounds get."""
 _MAX_DEPTH = 12
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
 
 
 def random_value(schema: JsonObject, generator: random.Random) -> Any:
@@ -51,8 +42,20 @@ def random_action(
 
 
 def fault_of(value: Any, schema: JsonObject) -> str:
-    """What is wrong with the value, with the place; empty when it fits."""
-    return _fault(value, schema, schema, "")
+    """What is wrong with the value, with the field; empty when it fits."""
+    # Servers draw values at their start and judge none: they need not load this.
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError, best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        Draft202012Validator.check_schema(schema)
+        fault = best_match(Draft202012Validator(schema).iter_errors(value))
+    except (SchemaError, Unresolvable) as error:
+        return f"expected a JSON schema, got one with a mistake: {error}"
+    if fault is None:
+        return ""
+    return f"{'.'.join(map(str, fault.absolute_path)) or 'value'}: {fault.message}"
 
 
 def _draw(schema: JsonObject, root: JsonObject, generator: random.Random, depth: int) -> Any:
@@ -120,79 +123,6 @@ def _bounds(schema: JsonObject) -> tuple[float, float]:
     if high is None or high < low:
         high = low + _DEFAULT_REACH
     return low, high
-
-
-def _fault(value: Any, schema: JsonObject, root: JsonObject, place: str) -> str:
-    schema = _resolved(schema, root)
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    if branches:
-        faults = [_fault(value, branch, root, place) for branch in branches]
-        return "" if "" in faults else faults[0]
-    for part in schema.get("allOf", ()):
-        if found := _fault(value, part, root, place):
-            return found
-    if "const" in schema and value != schema["const"]:
-        return f"{place or 'value'}: expected {schema['const']!r}, got {value!r}"
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{place or 'value'}: expected one of {schema['enum']}, got {value!r}"
-    if "type" in schema and not _is(value, schema["type"]):
-        return f"{place or 'value'}: expected {schema['type']}, got {value!r}"
-    if isinstance(value, dict):
-        return _object_fault(value, schema, root, place)
-    if isinstance(value, list):
-        return _array_fault(value, schema, root, place)
-    return _number_fault(value, schema, place)
-
-
-def _object_fault(value: JsonObject, schema: JsonObject, root: JsonObject, place: str) -> str:
-    properties = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            return f"{place or 'value'}: expected the field '{name}', got {sorted(value)}"
-    extra = schema.get("additionalProperties", True)
-    for name, item in value.items():
-        if name in properties:
-            found = _fault(item, properties[name], root, f"{place}.{name}".lstrip("."))
-        elif extra is False:
-            return f"{place or 'value'}: expected no field '{name}', got {item!r}"
-        else:
-            found = _fault(item, extra if isinstance(extra, dict) else {}, root, f"{place}.{name}")
-        if found:
-            return found
-    return ""
-
-
-def _array_fault(value: list[Any], schema: JsonObject, root: JsonObject, place: str) -> str:
-    longest = schema.get("maxItems", len(value))
-    if not schema.get("minItems", 0) <= len(value) <= longest:
-        return (
-            f"{place or 'value'}: expected {schema.get('minItems', 0)} to"
-            f" {schema.get('maxItems', 'any number of')} items, got {len(value)}"
-        )
-    prefix = schema.get("prefixItems", [])
-    for index, item in enumerate(value):
-        one = prefix[index] if index < len(prefix) else schema.get("items", {})
-        if isinstance(one, dict) and (found := _fault(item, one, root, f"{place}.{index}")):
-            return found
-    return ""
-
-
-def _number_fault(value: Any, schema: JsonObject, place: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    if value < schema.get("minimum", value) or value > schema.get("maximum", value):
-        bounds = f"{schema.get('minimum', '-inf')} to {schema.get('maximum', 'inf')}"
-        return f"{place or 'value'}: expected {bounds}, got {value}"
-    return ""
-
-
-def _is(value: Any, kinds: str | list[str]) -> bool:
-    names = [kinds] if isinstance(kinds, str) else kinds
-    if isinstance(value, bool):
-        return "boolean" in names
-    if isinstance(value, float) and value.is_integer() and "integer" in names:
-        return True
-    return any(isinstance(value, _TYPES.get(name, (object,))) for name in names)
 
 
 def _type_of(schema: JsonObject) -> str | None:
