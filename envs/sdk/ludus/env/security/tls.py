@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class _Current:
         self._files = files
         self._load = load
         self._lock = threading.Lock()
-        self._signature = _signature(files)
+        self._signature = file_signatures(files.paths)
         self._value = load(files)
 
     def get(self) -> Any:
@@ -127,7 +127,7 @@ class _Current:
     def get_if_new(self) -> Any:
         """The newest usable value, or None when it is the one that was returned before."""
         with self._lock:
-            signature = _signature(self._files)
+            signature = file_signatures(self._files.paths)
             if signature == self._signature:
                 return None
             self._signature = signature
@@ -136,7 +136,7 @@ class _Current:
             except ConfigError as error:
                 _log.error("the TLS certificate stays as it was: %s", error)
                 return None
-            if _signature(self._files) != signature:
+            if file_signatures(self._files.paths) != signature:
                 return None  # written to meanwhile: the next connection looks again
             self._value = value
             _log.info("new TLS certificate from %s", self._files.cert)
@@ -219,10 +219,10 @@ def _read(path: Path, field: str) -> bytes:
         ) from error
 
 
-def _signature(files: TlsFiles) -> tuple[Any, ...]:
+def file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
     """What changes when a file is written, replaced, or its symbolic link is turned."""
     found: list[Any] = []
-    for path in files.paths:
+    for path in paths:
         try:
             status = path.stat()
         except OSError as error:

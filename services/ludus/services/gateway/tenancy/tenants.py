@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ludus.env.security.tls import file_signatures
 from ludus.proto.errors import ConfigError, NotFoundError, PermissionDeniedError, UserError
 
 MIN_TOKEN_CHARS = 16
@@ -131,7 +132,7 @@ class TenantsFile:
 
     def has_changed(self) -> bool:
         """True when a file differs from what `read` saw last."""
-        return _signature(self._watched) != self._signature
+        return file_signatures(self._watched) != self._signature
 
     def read(self) -> Tenants:
         """The tenants that the file lists now.
@@ -141,13 +142,13 @@ class TenantsFile:
             ConfigError: it cannot be used; names file, field, value and the way out.
         """
         # Taken before the contents: a change while reading is seen by the next look.
-        own = _signature((self.path,))
-        self._signature = _signature(self._watched)
+        own = file_signatures((self.path,))
+        self._signature = file_signatures(self._watched)
         entries = self._parse()
         folder = self.path.parent
         token_files = tuple(folder / entry.token_file for entry in entries if entry.token_file)
         self._watched = (self.path, *token_files)
-        self._signature = own + _signature(token_files)
+        self._signature = own + file_signatures(token_files)
         by_name: dict[str, Tenant] = {}
         owners: dict[bytes, Tenant] = {}
         for index, entry in enumerate(entries):
@@ -272,16 +273,3 @@ def _fault(fault: Any) -> str:
     if isinstance(fault["input"], str | int | float) and name != "tenants":
         return f"{place}: {fault['msg']}, got {fault['input']!r}; correct it"
     return f"{place}: {fault['msg']}; write a [[tenants]] table for each tenant"
-
-
-def _signature(paths: tuple[Path, ...]) -> tuple[Any, ...]:
-    """What changes when a file is written, replaced, or its symbolic link is turned."""
-    found: list[Any] = []
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            found.append(error.errno)
-        else:
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
