@@ -79,7 +79,7 @@ def client():
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 def test_odd_requests_are_refused_in_words(client, path, method, body, given_headers):
     visitor, core = client
-    core._is_draining = False  # /drain is among the paths
+    core._slots._is_draining = False  # /drain is among the paths
     given_headers = {"content-type": "application/json", **given_headers}
     reply = visitor.request(method, path, content=body, headers=given_headers)
     assert reply.status_code not in (500, 502), reply.text
@@ -89,7 +89,7 @@ def test_odd_requests_are_refused_in_words(client, path, method, body, given_hea
 
 def test_the_sessions_that_requests_left_behind_make_room(client):
     visitor, core = client
-    core._is_draining = False
+    core._slots._is_draining = False
     for session_id in list(core._entries):
         asyncio.run(core.close(session_id))
     for _ in range(10):

@@ -130,7 +130,7 @@ async def test_a_full_server_accepts_and_then_refuses():
         assert second.close_code == 1000
 
 
-async def test_a_factory_that_fails_is_named():
+async def test_a_factory_that_fails_is_named_by_its_environment():
     made = []
 
     def fragile():
@@ -141,8 +141,8 @@ async def test_a_factory_that_fails_is_named():
 
     async with running(fragile) as server, socket_to(server) as socket:
         assert await socket.recv() == (
-            '{"type":"error","data":{"message":"Environment factory \'fragile\' failed to create'
-            ' instance.","code":"FACTORY_ERROR","factory_name":"fragile"}}'
+            '{"type":"error","data":{"message":"Environment factory \'counting\' failed to create'
+            ' instance.","code":"FACTORY_ERROR","factory_name":"counting"}}'
         )
 
 

@@ -10,7 +10,7 @@ from ludus.env.contract.schema import fault_of, random_value
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.session import Session
 from ludus.env.types import Transition
-from ludus.proto.errors import CapacityError, ErrorCode, SessionLostError
+from ludus.proto.errors import CapacityError, ErrorCode
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
 from tests.env.served import WIRES, address_of, running
 
@@ -122,7 +122,7 @@ def keep_closed_sessions(monkeypatch):
 
 
 def refuse_without_the_code(monkeypatch):
-    monkeypatch.setattr(SessionCore, "_full", lambda self: SessionLostError("full"))
+    monkeypatch.setattr(CapacityError, "default_code", ErrorCode.SESSION_LOST)
 
 
 def step_after_the_end(monkeypatch):

@@ -30,6 +30,7 @@ from ludus.env.mcp.tools import (
     play_tools,
     step_with_tools,
 )
+from ludus.env.messages.openenv import error_data
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -296,22 +297,16 @@ class McpServer:
         return McpError(INTERNAL_ERROR, f"Unknown tool: {_shown(name)!r}")
 
     def _error_of(self, error: EnvError) -> McpError:
-        data: JsonObject = {"code": str(error.code)}
+        data = error_data(error, self._sessions, upstream=True)
+        message = data.pop("message")
         if error.retry_after_s > 0:
             data["retry_after_s"] = error.retry_after_s
-        if isinstance(error, CapacityError):
-            load = self._sessions.load
-            data |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
-            return McpError(SERVER_ERROR, error.message, data)
-        if error.code is ErrorCode.FACTORY_ERROR:
-            data["factory_name"] = self._sessions.description.name
-            said = error.message.partition(" instance.")[0]
-            return McpError(SERVER_ERROR, f"{said} instance.", data)
         if isinstance(error, SessionLostError):
-            return McpError(INVALID_PARAMS, f"Unknown session_id: {error.message}", data)
-        if isinstance(error, InfrastructureError | RateLimitError):
-            return McpError(SERVER_ERROR, error.message, data)
-        return McpError(INTERNAL_ERROR, error.message, data)
+            return McpError(INVALID_PARAMS, f"Unknown session_id: {message}", data)
+        is_server_side = isinstance(error, CapacityError | InfrastructureError | RateLimitError)
+        if is_server_side or error.code is ErrorCode.FACTORY_ERROR:
+            return McpError(SERVER_ERROR, message, data)
+        return McpError(INTERNAL_ERROR, message, data)
 
 
 def error_response(request_id: Any, error: McpError) -> JsonObject:

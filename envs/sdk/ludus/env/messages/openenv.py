@@ -216,10 +216,9 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
         load = sessions.load
         data |= {"active_sessions": load.num_sessions, "max_sessions": load.max_sessions}
     elif error.code is ErrorCode.FACTORY_ERROR:
-        words = error.message.split("'", 2)
-        data["factory_name"] = words[1] if len(words) > 1 else sessions.description.name
+        data["factory_name"] = name = sessions.description.name
         if upstream:
-            data["message"] = error.message.partition(" instance.")[0] + " instance."
+            data["message"] = f"Environment factory '{name}' failed to create instance."
     elif isinstance(cause, ValidationError):
         data |= validation_error_data(cause) if upstream else {"errors": faults(cause)}
     elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
