@@ -1,4 +1,4 @@
-"""A gRPC server around a SessionCore with any of the core's options, and a gateway that places.
+"""A gRPC server around a SessionCore with any of the core's options.
 
 For tests that need what a whole `EnvServer` does not let them set.
 """
@@ -40,7 +40,6 @@ async def grpc_served(
     *,
     port: int = 0,
     credentials: grpc.ServerCredentials | None = None,
-    gateway: env_pb2_grpc.GatewayServiceServicer | None = None,
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (),
     **core_options: Any,
 ) -> AsyncIterator[GrpcServed]:
@@ -51,8 +50,6 @@ async def grpc_served(
     )
     server = grpc.aio.server(options=options, interceptors=interceptors)
     env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(core), server)
-    if gateway is not None:
-        env_pb2_grpc.add_GatewayServiceServicer_to_server(gateway, server)
     if credentials is None:
         address = f"grpc://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     else:

@@ -7,11 +7,13 @@ import time
 import pytest
 
 from ludus.env.client import AsyncEnvClient, EnvClient, Reset
+from ludus.env.transports.interface import retry_refused
 from ludus.proto.errors import (
     CapacityError,
     EpisodeStateError,
     GroupMismatchError,
     InvalidCallError,
+    RateLimitError,
     SessionLostError,
 )
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
@@ -147,6 +149,19 @@ async def test_a_draining_server_is_waited_for_too():
         with pytest.raises(Exception, match="draining"):
             await client.open(wait_s=0.2)
         assert time.monotonic() - began_s > 0.15
+
+
+async def test_a_refusal_is_taken_up_again_when_the_server_said():
+    loop, attempts_s = asyncio.get_running_loop(), []
+
+    async def attempt() -> str:
+        attempts_s.append(loop.time())
+        if len(attempts_s) < 3:
+            raise RateLimitError("one at a time", retry_after_s=0.1)
+        return "opened"
+
+    assert await retry_refused(attempt, 10) == "opened"
+    assert all(later - one >= 0.1 for one, later in itertools.pairwise(attempts_s))
 
 
 async def test_the_synchronous_client_opens_groups(wire):

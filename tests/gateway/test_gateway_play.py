@@ -128,16 +128,6 @@ async def test_step_many_on_one_server_is_passed_on_untouched():
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_direct_mode_opens_on_the_server_that_the_gateway_names():
-    async with served(2) as (gateway, servers):
-        async with await AsyncEnvClient.connect(gateway.grpc_address, direct=True) as client:
-            session, _ = await client.open(seed=7)
-            assert (await session.step({"add": 2})).reward == 2.0
-            assert num_sessions(servers) == 1
-            assert gateway.num_sessions == 0
-        await until(lambda: num_sessions(servers) == 0)
-
-
 async def test_a_group_is_together_on_one_server_and_begins_alike():
     async with served(2) as (gateway, servers), client_of(gateway) as client:
         group = await client.open_group(6)

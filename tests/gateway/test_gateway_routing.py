@@ -101,18 +101,18 @@ async def test_an_id_of_another_environment_is_refused_where_one_is_named():
 
 async def test_an_id_cannot_be_opened_twice():
     async with served() as (gateway, servers):
-        placed = await sessions_of(gateway).place(1)
+        signed = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
         channel = grpc.aio.insecure_channel(servers[0].grpc_address.removeprefix("grpc://"))
         async with channel:
             stub = env_pb2_grpc.EnvServiceStub(channel)
-            request = pb.OpenRequest(session_id=placed.session_ids[0])
+            request = pb.OpenRequest(session_id=signed)
             await stub.Open(request)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Open(request)
             assert dict(caught.value.trailing_metadata())["ludus-code"] == "SESSION_LOST"
         async with Raw(gateway) as raw:
             with pytest.raises(grpc.aio.AioRpcError, match="the gateway chooses it"):
-                await raw.open(session_id=placed.session_ids[0])
+                await raw.open(session_id=signed)
 
 
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"

@@ -20,7 +20,6 @@ from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replay
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import parse_address
-from ludus.env.transports.direct import DirectTransport
 from ludus.env.transports.discovery import HttpProbe
 from ludus.env.transports.grpc import GrpcTransport
 from ludus.env.transports.interface import (
@@ -37,7 +36,6 @@ from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.env.transports.websocket import WebSocketTransport
 from ludus.env.types import Action, EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
-    ConfigError,
     EnvError,
     EpisodeStateError,
     ErrorCode,
@@ -67,7 +65,6 @@ class AsyncEnvClient:
         connect_timeout_s: float = 10.0,
         reconnect_timeout_s: float = 60.0,
         ca_file: str | None = None,
-        direct: bool = False,
         keepalive_s: float = 10.0,
         allow_ignored_seed: bool = False,
         max_calls_per_message: int = 0,
@@ -84,8 +81,6 @@ class AsyncEnvClient:
                 connection, wait for a server that went away.
             ca_file: certificates in PEM form that a TLS server's may come from; the system's
                 unless given.
-            direct: asks the gateway only where sessions may be opened and calls the servers
-                themselves.
             keepalive_s: a gRPC connection that is silent for so long is probed, and given up
                 when it stays silent for as long again.
             allow_ignored_seed: lets seeds be given to OpenEnv 0.1 servers, which ignore them:
@@ -93,7 +88,7 @@ class AsyncEnvClient:
             max_calls_per_message: over gRPC; 0 sends all calls that gather in one message.
 
         Raises:
-            ConfigError: the address has no known scheme, or `direct` is not over gRPC.
+            ConfigError: the address has no known scheme.
             UnavailableError: the server did not answer within `connect_timeout_s`.
             AuthenticationError: the token is missing or wrong.
         """
@@ -107,7 +102,7 @@ class AsyncEnvClient:
             allow_ignored_seed=allow_ignored_seed,
             max_calls_per_message=max_calls_per_message,
         )
-        transport = await _transport_for(options, connect_timeout_s, direct)
+        transport = await _transport_for(options, connect_timeout_s)
         try:
             await transport.connect(connect_timeout_s)
         except BaseException:
@@ -419,16 +414,9 @@ def encode_action(action: Any) -> Any:
     return orjson.dumps(action, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-async def _transport_for(options: ConnectOptions, patience_s: float, direct: bool) -> Transport:
+async def _transport_for(options: ConnectOptions, patience_s: float) -> Transport:
     """The wire that the address asks for; an http:// server is asked what it speaks."""
     address = options.address
-    if direct and not address.is_grpc:
-        raise ConfigError(
-            f"expected a gateway's grpc:// address for direct=True, got {address}; servers are"
-            " called directly over gRPC only"
-        )
-    if direct:
-        return DirectTransport(options)
     if address.is_grpc:
         return GrpcTransport(options)
     probed = await retry_until(HttpProbe(options).probe, patience_s)

@@ -103,11 +103,6 @@ class GrpcTransport:
         if self._granted_linger_s is None:
             self._granted_linger_s = (await self.describe()).linger_s
 
-    @property
-    def has_survivors(self) -> bool:
-        """True while sessions are held that outlive a broken connection."""
-        return len(self._surviving) > 0
-
     async def describe(self) -> EnvironmentDescription:
         """What the server says of its environment."""
         return read_description(await self.unary(self._stub.Describe, pb.DescribeRequest()))
@@ -121,17 +116,10 @@ class GrpcTransport:
 
     async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
         """Sessions on one seed, all or none, whose first results are the same."""
-        return await self.open_group_as([], args, size)
-
-    async def open_group_as(
-        self, session_ids: Sequence[str], args: OpenArgs, size: int
-    ) -> list[Opened]:
-        """The same under ids that a gateway signed; none lets the server choose."""
 
         def fill(call: pb.Call) -> None:
             fill_open_args(call.open_group.open, args)
             call.open_group.size = size
-            call.open_group.session_ids.extend(session_ids)
 
         stream, reply = await self.call_anywhere(fill, self._options.reconnect_timeout_s)
         opened = [self._opened(stream, one, args) for one in reply.open_group.sessions]

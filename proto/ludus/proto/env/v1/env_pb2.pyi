@@ -248,26 +248,6 @@ class StatusResponse(_message.Message):
     is_draining: bool
     def __init__(self, server_id: _Optional[str] = ..., num_sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
-class PlaceRequest(_message.Message):
-    __slots__ = ("environment", "num_sessions")
-    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    environment: str
-    num_sessions: int
-    def __init__(self, environment: _Optional[str] = ..., num_sessions: _Optional[int] = ...) -> None: ...
-
-class PlaceResponse(_message.Message):
-    __slots__ = ("grpc_address", "http_address", "session_ids", "open_within_s")
-    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    OPEN_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    grpc_address: str
-    http_address: str
-    session_ids: _containers.RepeatedScalarFieldContainer[str]
-    open_within_s: float
-    def __init__(self, grpc_address: _Optional[str] = ..., http_address: _Optional[str] = ..., session_ids: _Optional[_Iterable[str]] = ..., open_within_s: _Optional[float] = ...) -> None: ...
-
 class Trace(_message.Message):
     __slots__ = ("traceparent", "request_id")
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]

@@ -104,20 +104,6 @@ class Admission:
             raise self.full()
         return self._taken[size].popleft()
 
-    async def room_on_one(self, size: int) -> ServerLink:
-        """A server with room for all of them, set aside.
-
-        Raises:
-            CapacityError: none had it in time.
-        """
-        shares = await self.room(size, self.deadline_s())
-        if len(shares) == 1:
-            return shares[0].link
-        for share in shares:
-            share.link.give_back(share.num_sessions)
-        self._line.advance()
-        raise self.full()
-
     def deadline_s(self) -> float:
         """When an open that begins now is refused, by the event loop's clock."""
         return asyncio.get_running_loop().time() + self._limits.queue_timeout_s

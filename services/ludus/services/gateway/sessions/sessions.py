@@ -24,7 +24,7 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
-from ludus.env.security.session_ids import OPEN_WITHIN_S, SessionKey
+from ludus.env.security.session_ids import SessionKey
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
 from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -53,7 +53,6 @@ from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
-_DIRECT_HOLD_S = 5.0
 _MAX_LINGER_S = 600.0
 """The most that a client may ask for."""
 _IDLE_TIMEOUT_S = 600.0
@@ -75,16 +74,6 @@ class GatewayContext:
     metrics: GatewayMetrics
     limits: SessionsSection
     links: LinkOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a client opens sessions itself."""
-
-    grpc_address: str
-    http_address: str
-    session_ids: list[str]
-    open_within_s: float
 
 
 class GatewaySessions:
@@ -192,31 +181,6 @@ class GatewaySessions:
                 " chooses them"
             )
         return await self._open(args, size, connection, is_group=True)
-
-    async def place(self, num_sessions: int) -> Placement:
-        """Room on one server, for a client that opens its sessions there itself.
-
-        Raises:
-            CapacityError: no server had the room in time.
-        """
-        tenant = self._enter()
-        self._take_quota(tenant, num_sessions)
-        try:
-            link = await self.admission.room_on_one(num_sessions)
-        except BaseException:
-            self._quotas.closed(tenant, num_sessions)
-            raise
-
-        def give_back() -> None:
-            link.give_back(num_sessions)
-            self._quotas.closed(tenant, num_sessions)
-            self.admission.advance()
-
-        # The server has the last word; this keeps the gateway from overbooking meanwhile.
-        self._loop.call_later(_DIRECT_HOLD_S, give_back)
-        ids = [self._opener.sign(link, tenant) for _ in range(num_sessions)]
-        endpoint = link.endpoint
-        return Placement(endpoint.grpc_address, endpoint.http_address, ids, OPEN_WITHIN_S)
 
     async def _open(
         self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool

@@ -1,4 +1,4 @@
-"""The gRPC wire: EnvService of every environment, and GatewayService, on one port.
+"""The gRPC wire: EnvService of every environment, on one port.
 
     metadata `ludus-env`, or the session's id --> environment --> EnvServicer, CallRelay
     StepMany ------------------------------------------------> StepManyRelay, as bytes
@@ -64,15 +64,7 @@ class GatewayServicer:
         env_service["Connect"] = grpc.stream_stream_rpc_method_handler(
             self._connect, pb.CallBatch.FromString, pb.ReplyBatch.SerializeToString
         )
-        gateway_service = {
-            "Place": grpc.unary_unary_rpc_method_handler(
-                self._place, pb.PlaceRequest.FromString, pb.PlaceResponse.SerializeToString
-            )
-        }
-        return [
-            grpc.method_handlers_generic_handler("ludus.env.v1.EnvService", env_service),
-            grpc.method_handlers_generic_handler("ludus.env.v1.GatewayService", gateway_service),
-        ]
+        return [grpc.method_handlers_generic_handler("ludus.env.v1.EnvService", env_service)]
 
     def _unary(self, name: str) -> Callable[[Any, Context], Awaitable[Any]]:
         """Answers one rpc in the environment it is for."""
@@ -114,20 +106,6 @@ class GatewayServicer:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         connection = Connection(tenant=current_tenant().name)
         await self._relays[sessions.environment].serve(batches, context.write, connection)
-
-    async def _place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceResponse:
-        try:
-            name = request.environment or _metadata_of(context)
-            sessions = find_environment(self._environments, name)
-            placed = await sessions.place(max(request.num_sessions, 1))
-        except EnvError as error:
-            await abort(context, error)
-        return pb.PlaceResponse(
-            grpc_address=placed.grpc_address,
-            http_address=placed.http_address,
-            session_ids=placed.session_ids,
-            open_within_s=placed.open_within_s,
-        )
 
     def _find(self, context: Context, session_id: str = "") -> GatewaySessions:
         name = _metadata_of(context)
