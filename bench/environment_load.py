@@ -1,7 +1,7 @@
 """Our client as a load on a server of blackjack; `bench/environments.py` starts it.
 
     program stream ADDRESS --sessions 64 --max-calls-per-message 1    each awaits its own steps
-    program many ADDRESS --sessions 64 --groups 2                     StepMany per group
+    program many ADDRESS --sessions 64 --groups 2                     one step_many per group
     program pyspiel                                                   the game alone, in process
 
 Each line of standard input is a number of seconds; the answer is one line of JSON with the steps
@@ -70,7 +70,7 @@ async def _open_players(client: AsyncEnvClient, num_sessions: int, with_text: bo
 
 
 async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
-    """Returns after the call during which the time is up."""
+    """Play to the call during which the time is up."""
     session = player.session
     while time.perf_counter() < until_s:
         action = player.next_action()
@@ -85,7 +85,7 @@ async def play_alone(player: Player, until_s: float, counts: Counts) -> None:
 async def play_together(
     client: AsyncEnvClient, players: list[Player], until_s: float, counts: Counts
 ) -> None:
-    """The same for a group whose steps and resets travel in one StepMany."""
+    """The same for a group whose steps and resets travel in one call."""
     while time.perf_counter() < until_s:
         actions = [(player.session, player.next_action()) for player in players]
         outcomes = await client.step_many(actions)
@@ -99,7 +99,7 @@ async def play_together(
 
 
 async def run_stream(arguments: argparse.Namespace) -> None:
-    """Returns when standard input has ended."""
+    """Play whenever standard input says so, until it ends."""
     async with await AsyncEnvClient.connect(
         arguments.address, max_calls_per_message=arguments.max_calls_per_message
     ) as client:
@@ -108,11 +108,11 @@ async def run_stream(arguments: argparse.Namespace) -> None:
         async def play(until_s: float, counts: Counts) -> None:
             await asyncio.gather(*(play_alone(player, until_s, counts) for player in players))
 
-        await _answer_windows(play)
+        await answer_windows(play)
 
 
 async def run_many(arguments: argparse.Namespace) -> None:
-    """Returns when standard input has ended."""
+    """Play whenever standard input says so, until it ends."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         players = await _open_players(client, arguments.sessions, arguments.with_text)
         groups = [players[number :: arguments.groups] for number in range(arguments.groups)]
@@ -122,11 +122,11 @@ async def run_many(arguments: argparse.Namespace) -> None:
                 *(play_together(client, group, until_s, counts) for group in groups)
             )
 
-        await _answer_windows(play)
+        await answer_windows(play)
 
 
 async def run_pyspiel(arguments: argparse.Namespace) -> None:
-    """Returns when standard input has ended: the game alone, with the fields a player is shown."""
+    """Play, until standard input ends, the game alone, with the fields a player is shown."""
     import pyspiel
 
     game = pyspiel.load_game("blackjack")
@@ -148,11 +148,11 @@ async def run_pyspiel(arguments: argparse.Namespace) -> None:
                 _, legal_actions = observe(state)
                 counts.steps += 1
 
-    await _answer_windows(play)
+    await answer_windows(play)
 
 
 async def run_opens(arguments: argparse.Namespace) -> None:
-    """Says how long opening a session takes, first observation included."""
+    """Say how long opening a session takes, first observation included."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         durations_s: list[float] = []
 
@@ -169,7 +169,7 @@ async def run_opens(arguments: argparse.Namespace) -> None:
 
 
 async def run_hold(arguments: argparse.Namespace) -> None:
-    """Says how many of the sessions, all open at once, had every step answered."""
+    """Say how many of the sessions, all open at once, had every step answered."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         players = await _open_players(client, arguments.sessions, False)
         counts = Counts()
@@ -192,7 +192,7 @@ async def run_hold(arguments: argparse.Namespace) -> None:
 
 
 async def run_latency(arguments: argparse.Namespace) -> None:
-    """Says how long a step of one session takes."""
+    """Say how long a step of one session takes."""
     async with await AsyncEnvClient.connect(arguments.address) as client:
         (player,) = await _open_players(client, 1, False)
         durations_s: list[float] = []
@@ -207,7 +207,8 @@ async def run_latency(arguments: argparse.Namespace) -> None:
         _say(_percentiles(durations_s))
 
 
-async def _answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> None:
+async def answer_windows(play: Callable[[float, Counts], Awaitable[None]]) -> None:
+    """Play for as long as each line of standard input says, and say what was played."""
     _say({"ready": True})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -245,7 +246,7 @@ LOADS = {
 
 
 def main() -> None:
-    """Runs one load."""
+    """Run one load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("load", choices=LOADS)
     parser.add_argument("address", nargs="?", default="")

@@ -3,9 +3,10 @@
     core 0: server (ours, and OpenEnv's own)  <---->  core 1: clients (and the gateway)
 
 Every contender plays blackjack with 64 sessions, episode after episode, any legal move, each
-session with its own seeds; steps are counted, resets beside them. `StepMany` calls are over 64
-sessions each, and two are in flight, so that client and server work at once. The contenders
-alternate round by round, so that a machine that slows down slows down all of them. OpenEnv's own
+session with its own seeds; steps are counted, resets beside them. `step_many` calls are over 64
+sessions each, and two are in flight, so that client and server work at once. `training` plays as
+a rollout worker plays, through its own code (`bench/training_load.py`). The contenders alternate
+round by round, so that a machine that slows down slows down all of them. OpenEnv's own
 server and client come from the package index and run in a virtual environment of their own
 (`dev/upstream_environment.py`, `bench/upstream/`).
 """
@@ -38,6 +39,7 @@ from upstream_environment import python_of  # noqa: E402
 RESULTS = ROOT / "bench" / "results" / "env.json"
 UPSTREAM = ROOT / "bench" / "upstream"
 LOAD = [sys.executable, str(ROOT / "bench" / "environment_load.py")]
+TRAINING_LOAD = [sys.executable, str(ROOT / "bench" / "training_load.py")]
 OPENENV, OPENSPIEL = "openenv==0.10.0", "open_spiel==2.0.2"
 SERVER_CORE, CLIENT_CORE = 0, 1
 NUM_SESSIONS = 64
@@ -136,12 +138,8 @@ def all_servers(upstream_python: Path, with_gateway: bool) -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = _free_port()
-        upstream_command = [
-            str(upstream_python),
-            "-I",
-            str(UPSTREAM / "blackjack_server.py"),
-            str(port),
-        ]
+        program = str(UPSTREAM / "blackjack_server.py")
+        upstream_command = [str(upstream_python), "-I", program, str(port)]
         upstream = stack.enter_context(listening(upstream_command, port, SERVER_CORE))
         ours, http, grpc = stack.enter_context(our_server(folder))
         _, _, isolated = stack.enter_context(our_server(folder, "--isolation", "process"))
@@ -163,14 +161,14 @@ def gateway_to(grpc: str) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as free:
+        return free.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _wait_until(condition: Any, process: subprocess.Popen[str], what: str) -> None:
@@ -196,21 +194,27 @@ def cpu_seconds(process: subprocess.Popen[str] | None) -> float:
 
 def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
     """The rows of the table, in the order in which they alternate."""
-    upstream_client = [str(upstream_python), "-I", str(UPSTREAM / "blackjack_client.py")]
-    ours, grpc, sessions = servers.ours, servers.grpc, str(NUM_SESSIONS)
+    ours, grpc = servers.ours, servers.grpc
     in_two_groups = ["--groups", "2", "--sessions", str(2 * NUM_SESSIONS)]
     many = [*LOAD, "many", grpc, *in_two_groups]
     rows = [
         Contender(
             "base",
             "OpenEnv's server, OpenEnv's client",
-            [*upstream_client, servers.upstream_http, sessions],
+            upstream_client(upstream_python, servers.upstream_http, "together"),
             servers.upstream,
         ),
         Contender(
+            "base_as_trl_drives_it",
+            "OpenEnv's server, its client as TRL drives it",
+            upstream_client(upstream_python, servers.upstream_http, "in-turn"),
+            servers.upstream,
+        ),
+        Contender("training", "our rollout worker's own code", [*TRAINING_LOAD, grpc], ours),
+        Contender(
             "websocket_upstream_client",
             "our WebSocket, OpenEnv's client",
-            [*upstream_client, servers.http, sessions],
+            upstream_client(upstream_python, servers.http, "together"),
             ours,
         ),
         Contender(
@@ -225,17 +229,11 @@ def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
             [*LOAD, "stream", grpc],
             ours,
         ),
-        Contender("grpc_step_many", "StepMany over 64, two in flight", many, ours),
+        Contender("grpc_step_many", "step_many over 64, two in flight", many, ours),
         Contender(
             "grpc_step_many_with_text",
-            "StepMany over 64, two in flight, with text",
+            "step_many over 64, two in flight, with text",
             [*many, "--with-text"],
-            ours,
-        ),
-        Contender(
-            "grpc_step_many_halves",
-            "StepMany over 32, two in flight",
-            [*LOAD, "many", grpc, "--groups", "2"],
             ours,
         ),
         Contender("pyspiel", "the game alone, in process", [*LOAD, "pyspiel"], None),
@@ -244,6 +242,12 @@ def contenders(servers: Servers, upstream_python: Path) -> list[Contender]:
         command = [*LOAD, "many", servers.gateway_grpc, *in_two_groups]
         rows.append(Contender("gateway_step_many", "the same through the gateway", command, ours))
     return rows
+
+
+def upstream_client(python: Path, address: str, how: str) -> list[str]:
+    """The command of OpenEnv's own client."""
+    program = str(UPSTREAM / "blackjack_client.py")
+    return [str(python), "-I", program, address, str(NUM_SESSIONS), how]
 
 
 def measure(rows: list[Contender], num_rounds: int, window_s: float) -> None:
@@ -314,10 +318,11 @@ def measure_singles(servers: Servers) -> dict[str, dict[str, float]]:
 
 
 def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
-    """Medians against the base, and the gateway's against the same load without it."""
+    """Medians against the base, as TRL drives it too, and the gateway's against no gateway."""
     medians = {row.name: row.steps_per_s for row in rows}
-    names = ("websocket_upstream_client", "grpc_stream", "grpc_step_many")
+    names = ("training", "websocket_upstream_client", "grpc_stream", "grpc_step_many")
     ratios: dict[str, float | None] = {name: medians[name] / medians["base"] for name in names}
+    ratios["training_vs_trl"] = medians["training"] / medians["base_as_trl_drives_it"]
     gateway = medians.get("gateway_step_many")
     ratios["gateway_step_many_vs_direct"] = (
         None if gateway is None else gateway / medians["grpc_step_many"]
@@ -326,7 +331,7 @@ def ratios_of(rows: list[Contender]) -> dict[str, float | None]:
 
 
 def report(rows: list[Contender], singles: dict[str, dict[str, float]]) -> None:
-    """Nothing; prints the table."""
+    """Print the table."""
     base = rows[0].steps_per_s
     print(
         f"{'':48}{'steps/s':>9}{'x base':>8}{'resets/step':>13}{'us/step: client':>17}{'server':>8}"
@@ -355,6 +360,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "gateway_core": CLIENT_CORE,
         "step_many": "two groups of 64 sessions, one call each in flight, which mixes steps and"
         " resets; no text",
+        "training": "examples/blackjack/tiny.toml, with an engine that answers at once",
     }
 
 
@@ -372,7 +378,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints a table, and saves every sample."""
+    """Measure, print a table, and save every sample."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=3.0)

@@ -10,11 +10,13 @@ import trustme
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
+from ludus.env.grpc.servicer import EnvServicer
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
 from ludus.services.gateway.gateway import Gateway
+from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     NAME,
     client_of,
@@ -109,32 +111,35 @@ async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on():
 
 
 async def test_request_ids_of_step_many_reach_the_server():
-    seen: list[str] = []
+    seen: list[pb.Trace] = []
 
-    class Spy(grpc.aio.ServerInterceptor):
-        async def intercept_service(self, continuation, details):
-            if details.method.endswith("StepMany"):
-                seen.extend(value for key, value in details.invocation_metadata if key[0] in "xt")
-            return await continuation(details)
+    class Spy(EnvServicer):
+        async def Connect(self, request_iterator, context):
+            async def noted():
+                async for batch in request_iterator:
+                    seen.extend(call.trace for call in batch.calls if call.HasField("step_many"))
+                    yield batch
 
-    server = grpc.aio.server(interceptors=[Spy()])
+            await super().Connect(noted(), context)
+
+    server = grpc.aio.server()
     async with env_server() as real:
-        from ludus.env.grpc.servicer import EnvServicer
-
-        env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(real.core), server)
+        env_pb2_grpc.add_EnvServiceServicer_to_server(Spy(real.core), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
-            target = gateway.grpc_address.removeprefix("grpc://")
-            async with grpc.aio.insecure_channel(target) as channel:
-                stub = env_pb2_grpc.EnvServiceStub(channel)
-                opened = await stub.Open(pb.OpenRequest(reset=pb.ResetArgs(seed=1)))
-                step = pb.StepRequest(session_id=opened.session_id, action_json=b'{"add": 1}')
-                trace = (("x-request-id", "r-1"), ("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"))
-                reply = await stub.StepMany(pb.StepManyRequest(steps=[step]), metadata=trace)
-                assert reply.replies[0].result.reward == 1.0
+        async with (
+            Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway,
+            RawStream(gateway.grpc_address) as raw,
+        ):
+            session_id = await raw.open(reset=pb.ResetArgs(seed=1))
+            step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 1}')
+            trace = pb.Trace(request_id="r-1", traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+            steps = pb.StepManyRequest(steps=[step])
+            reply = await raw.ask(pb.Call(step_many=steps, trace=trace))
+            assert reply.step_many.replies[0].result.reward == 1.0
         await server.stop(None)
-    assert "r-1" in seen and any(one.startswith("00-aaa") for one in seen)
+    assert [one.request_id for one in seen] == ["r-1"]
+    assert seen[0].traceparent.startswith("00-aaa")
 
 
 async def test_beyond_this_machine_a_token_is_required():

@@ -3,15 +3,12 @@
 import asyncio
 import json
 
-import grpc
 import httpx
 import pytest
 import requests
 import websockets
 
-from ludus.env.client import AsyncEnvClient
-from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
+from ludus.env.client import AsyncEnvClient, Reset
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
 from tests.gateway.gateways import (
@@ -107,25 +104,20 @@ async def test_step_many_over_two_servers_answers_in_order():
                 assert result.reward == 1 + n % 3, n
 
 
-async def test_step_many_on_one_server_is_passed_on_untouched():
-    async with served(1) as (gateway, _):
-        channel = grpc.aio.insecure_channel(gateway.grpc_address.removeprefix("grpc://"))
-        async with channel:
-            stub = env_pb2_grpc.EnvServiceStub(channel)
-            opened = [await stub.Open(pb.OpenRequest(reset=pb.ResetArgs(seed=n))) for n in range(3)]
-            steps = [
-                pb.StepRequest(session_id=one.session_id, action_json=b'{"add": 2}', step_index=1)
-                for one in opened
-            ]
-            steps[2] = pb.StepRequest(session_id=opened[2].session_id, reset=pb.ResetArgs(seed=9))
-            reply = await stub.StepMany(pb.StepManyRequest(steps=steps))
-            rewards = [one.result.reward for one in reply.replies]
-            assert rewards == [2.0, 2.0, 0.0]
-            assert [one.result.step_index for one in reply.replies] == [1, 1, 0]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                raw = channel.unary_unary("/ludus.env.v1.EnvService/StepMany")
-                await raw(b"\xff\xff\xff")
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+async def test_step_many_on_one_server_mixes_steps_and_resets():
+    async with served(1) as (gateway, _), client_of(gateway) as client:
+        one, two, three = [(await client.open(seed=n))[0] for n in range(3)]
+        results = await client.step_many([(one, {"add": 2}), (two, "ADD 2"), (three, Reset(9))])
+        assert [result.reward for result in results] == [2.0, 2.0, None]
+        assert [result.step_index for result in results] == [1, 1, 0]
+
+
+async def test_sessions_that_end_with_their_episode_are_forgotten_after_a_step_many():
+    async with served(1) as (gateway, servers), client_of(gateway) as client:
+        session, _ = await client.open(seed=1, close_when_done=True)
+        while not (await client.step_many([(session, {"add": 1})]))[0].done:
+            assert gateway.num_sessions == 1
+        assert (gateway.num_sessions, num_sessions(servers)) == (0, 0)
 
 
 async def test_a_group_is_together_on_one_server_and_begins_alike():

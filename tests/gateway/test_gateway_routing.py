@@ -3,14 +3,13 @@
 import asyncio
 from pathlib import Path
 
-import grpc
 import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.services.gateway.gateway import Gateway
+from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     KEY,
     NAME,
@@ -27,39 +26,32 @@ from tests.gateway.gateways import (
 pytestmark = pytest.mark.asyncio
 
 
-class Raw:
-    """Unary calls to a gateway, with any session id."""
+class Raw(RawStream):
+    """Calls to a gateway, with any session id."""
 
     def __init__(self, gateway: Gateway, token: str = "") -> None:
-        self._channel = grpc.aio.insecure_channel(gateway.grpc_address.removeprefix("grpc://"))
-        self._stub = env_pb2_grpc.EnvServiceStub(self._channel)
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        super().__init__(gateway.grpc_address, token)
 
     async def open(self, **fields) -> str:
-        request = pb.OpenRequest(reset=pb.ResetArgs(seed=1), **fields)
-        return (await self._stub.Open(request, metadata=self._metadata)).session_id
+        return await super().open(reset=pb.ResetArgs(seed=1), **fields)
 
     async def step(self, session_id: str, step_index: int = 0) -> float:
-        request = pb.StepRequest(
-            session_id=session_id, action_json=b'{"add": 2}', step_index=step_index
-        )
-        return (await self._stub.Step(request, metadata=self._metadata)).reward
+        reply = await self.ask(pb.Call(step=_step(session_id, step_index)))
+        assert not reply.HasField("error"), reply.error
+        return reply.result.reward
 
     async def code_of_step(self, session_id: str) -> str:
-        """The wire code of a step that must fail, the same alone and in a StepMany."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.step(session_id)
-        code = dict(caught.value.trailing_metadata())["ludus-code"]
-        step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 2}')
-        many = await self._stub.StepMany(pb.StepManyRequest(steps=[step]), metadata=self._metadata)
-        assert many.replies[0].error.code == code
-        return code
+        """The wire code of a step that must fail, the same alone and among others."""
+        step = _step(session_id)
+        alone = await self.ask(pb.Call(step=step))
+        many = await self.ask(pb.Call(step_many=pb.StepManyRequest(steps=[step])))
+        assert many.step_many.replies[0].error.code == alone.error.code
+        return alone.error.code
 
-    async def __aenter__(self) -> "Raw":
-        return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._channel.close()
+def _step(session_id: str, step_index: int = 0) -> pb.StepRequest:
+    action = b'{"add": 2}'
+    return pb.StepRequest(session_id=session_id, action_json=action, step_index=step_index)
 
 
 async def test_a_session_opened_through_one_gateway_is_played_through_another():
@@ -102,17 +94,16 @@ async def test_an_id_of_another_environment_is_refused_where_one_is_named():
 async def test_an_id_cannot_be_opened_twice():
     async with served() as (gateway, servers):
         signed = SessionKey(KEY.encode()).sign(NAME, servers[0].core.options.server_id)
-        channel = grpc.aio.insecure_channel(servers[0].grpc_address.removeprefix("grpc://"))
-        async with channel:
-            stub = env_pb2_grpc.EnvServiceStub(channel)
-            request = pb.OpenRequest(session_id=signed)
-            await stub.Open(request)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Open(request)
-            assert dict(caught.value.trailing_metadata())["ludus-code"] == "SESSION_LOST"
-        async with Raw(gateway) as raw:
-            with pytest.raises(grpc.aio.AioRpcError, match="the gateway chooses it"):
-                await raw.open(session_id=signed)
+        async with RawStream(servers[0].grpc_address) as raw:
+            assert await raw.open(session_id=signed) == signed
+            again = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=signed)))
+            assert again.error.code == "SESSION_LOST"
+            forged = SessionKey(b"another-key-that-is-long-enough").sign(NAME, "somewhere")
+            refused = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=forged)))
+            assert refused.error.code == "UNAUTHENTICATED"
+        async with RawStream(gateway.grpc_address) as raw:
+            refused = await raw.ask(pb.Call(open=pb.OpenRequest(session_id=signed)))
+            assert "the gateway chooses it" in refused.error.message
 
 
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import grpc
-
 from ludus.env.runtime import run_until_signal
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
@@ -31,6 +29,7 @@ from ludus.env.serving.listeners import (
 )
 from ludus.env.serving.options import SESSION_KEY_VARIABLE
 from ludus.env.serving.subprocess import LocalServer
+from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
     GatewayConfig,
@@ -106,7 +105,7 @@ class Gateway:
                 [AuthenticateCalls(self.access)],
                 config.max_connection_age_s,
             )
-            self._grpc_server.add_generic_rpc_handlers(tuple(self._servicer.handlers()))
+            env_pb2_grpc.add_EnvServiceServicer_to_server(self._servicer, self._grpc_server)
         except BaseException:
             listener.close()
             await self._shut_down()
@@ -167,7 +166,7 @@ class Gateway:
         )
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
-        self._servicer = GatewayServicer(self.environments, routes, self.quotas, self.metrics)
+        self._servicer = GatewayServicer(self.environments, self.quotas, self.metrics)
 
     def _application(self, key: str) -> Any:
         # Of one origin, but no use as a session key to whoever learns it.
@@ -269,22 +268,14 @@ def _access_of(config: GatewayConfig) -> Access:
 
 def _link_options(servers: ServersSection) -> LinkOptions:
     token = value_of(servers.token_env)
-    make_channel = None
-    if servers.ca_file is not None:
-        credentials = client_channel_credentials(servers.ca_file)
-        make_channel = partial(_secure_channel, credentials)
     return LinkOptions(
         authorization=f"Bearer {token}" if token else "",
         poll_interval_s=servers.poll_interval_s,
         unreachable_after_s=servers.unreachable_after_s,
         retry_within_s=servers.retry_within_s,
         call_timeout_s=servers.call_timeout_s,
-        make_channel=make_channel,
+        credentials=client_channel_credentials(servers.ca_file) if servers.ca_file else None,
     )
-
-
-def _secure_channel(credentials: Any, target: str, options: Any) -> grpc.aio.Channel:
-    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 def _source_of(

@@ -35,6 +35,9 @@ MAX_GROUP_SIZE = 4096
 MAX_CALLS_AHEAD = 4096
 """Calls that are read before an earlier one is answered."""
 _ENOUGH_CALLS = 16
+_ENOUGH_ANSWERS = 32
+"""They travel without waiting for those after them: the client takes its next steps with these
+while the server works on the others."""
 _NUM_IDLE_TURNS = 8
 """Turns of the event loop, a few microseconds each, in which nothing more comes."""
 
@@ -57,23 +60,6 @@ class CallServer:
                 await self._serve_concurrently(batches, write, connection)
         finally:
             self._sessions.release(connection)
-
-    async def step_many(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
-        """One reply per step, in order."""
-        response = pb.StepManyResponse()
-        if self._immediate is not None:
-            add_reply = response.replies.add
-            for step in request.steps:
-                _step_now(self._immediate, step, add_reply())
-        else:
-            replies = [(step, response.replies.add()) for step in request.steps]
-            await asyncio.gather(*(self._step_or_error(step, reply) for step, reply in replies))
-        return response
-
-    @property
-    def answers_at_once(self) -> bool:
-        """True when no answer waits for anything, so that answering side by side gains nothing."""
-        return self._immediate is not None
 
     async def open(
         self, request: pb.OpenRequest, response: pb.OpenResponse, connection: Connection | None
@@ -155,20 +141,27 @@ class CallServer:
         write: Write,
         connection: Connection,
     ) -> None:
-        response, num_bytes = pb.ReplyBatch(), 0
+        response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
         self._sessions.attach(sessions_called(calls), connection)
         for call in calls:
-            if num_bytes > MAX_BATCH_BYTES:
+            if num_bytes > MAX_BATCH_BYTES or num_answers >= _ENOUGH_ANSWERS:
                 await write(response)
-                response, num_bytes = pb.ReplyBatch(), 0
+                response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
             reply = response.replies.add()
             reply.call_id = call.call_id
             if call.HasField("step") and not call.HasField("trace"):
                 result = _step_now(immediate, call.step, reply)
                 num_bytes += reply.ByteSize() if result is None else result.num_bytes
+            elif call.HasField("step_many") and not call.HasField("trace"):
+                add_reply = reply.step_many.replies.add
+                for step in call.step_many.steps:
+                    _step_now(immediate, step, add_reply())
+                num_bytes += reply.ByteSize()
+                num_answers += len(call.step_many.steps)
             else:
                 await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
+            num_answers += 1
         await write(response)
 
     async def _serve_concurrently(
@@ -224,12 +217,14 @@ class CallServer:
                     await self.state(call.state, reply.state)
                 case "call_tool":
                     await self.call_tool(call.call_tool, reply.call_tool)
+                case "step_many":
+                    await self._step_many(call.step_many, reply.step_many)
                 case "close" | "detach":
                     await self._end(call, reply)
                 case _:
                     raise InvalidCallError(
-                        "expected one of open, open_group, reset, step, state, call_tool,"
-                        " detach, close; got an empty call",
+                        "expected one of open, open_group, reset, step, step_many, state,"
+                        " call_tool, detach, close; got an empty call",
                         ErrorCode.UNKNOWN_TYPE,
                     )
         except EnvError as error:
@@ -241,6 +236,10 @@ class CallServer:
         else:
             await self._sessions.detach(call.detach.session_id)
         reply.close.SetInParent()
+
+    async def _step_many(self, request: pb.StepManyRequest, response: pb.StepManyResponse) -> None:
+        steps = [self._step_or_error(step, response.replies.add()) for step in request.steps]
+        await asyncio.gather(*steps)
 
     async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
         try:
@@ -270,7 +269,11 @@ def _step_now(
 
 def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
     """The ids of the sessions that exist already and are called."""
-    return (session_of(call) for call in calls if not call.HasField("open"))
+    for call in calls:
+        if call.HasField("step_many"):
+            yield from (step.session_id for step in call.step_many.steps)
+        elif not call.HasField("open"):
+            yield session_of(call)
 
 
 class _ReadAhead:
@@ -316,6 +319,8 @@ class _ReadAhead:
         return taken
 
     async def _gather(self) -> None:
+        if self._waiting and self._waiting[-1].HasField("step_many"):
+            return  # who calls so has gathered already
         num_idle_turns, num_calls = 0, len(self._waiting)
         while num_calls < _ENOUGH_CALLS and num_idle_turns < _NUM_IDLE_TURNS:
             await asyncio.sleep(0)

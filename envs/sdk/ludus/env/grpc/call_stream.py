@@ -35,7 +35,7 @@ class Duplex(Protocol):
     """A stream of batches both ways."""
 
     async def write(self, batch: pb.CallBatch) -> None:
-        """Returns when the batch is on its way.
+        """Send a batch.
 
         Raises:
             StreamBrokenError: the stream has ended.
@@ -47,7 +47,7 @@ class Duplex(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         ...
 
 
@@ -59,7 +59,7 @@ class CallStream:
         peer: the other side, for messages.
         timeout_s: for one call; its future then fails, the stream continues.
         max_calls_per_batch: 0 sends all that gather in one.
-        on_orphan: given replies that nobody waits for any more.
+        on_broken: told once why the stream ended.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class CallStream:
         *,
         timeout_s: float,
         max_calls_per_batch: int = 0,
-        on_orphan: Callable[[pb.Reply], None] | None = None,
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
         self.broken: str | None = None
@@ -79,7 +78,6 @@ class CallStream:
         self._peer = peer
         self._timeout_s = timeout_s
         self._max_calls = max_calls_per_batch or sys.maxsize
-        self._on_orphan = on_orphan
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
@@ -114,12 +112,26 @@ class CallStream:
         self._wake.set()
         return call, future
 
-    def ignore(self, future: asyncio.Future[pb.Reply]) -> None:
-        """Lets a reply come and go."""
+    def send_close(self, session_id: str) -> asyncio.Future[pb.Reply]:
+        """The future of the answer to a close, which nobody has to wait for."""
+        call, future = self.begin()
+        call.close.session_id = session_id
+        return self.unawaited(future)
+
+    def unawaited(self, future: asyncio.Future[pb.Reply]) -> asyncio.Future[pb.Reply]:
+        """The future, whose failure nobody has to look at."""
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    def close_opened(self, reply: pb.Reply) -> None:
+        """Free the sessions in a reply whose caller has given up."""
+        opened = [reply.open] if reply.HasField("open") else reply.open_group.sessions
+        for one in opened:
+            if self.broken is None:
+                self.send_close(one.session_id)
 
     async def close(self) -> None:
-        """Ends the stream; the server closes its sessions."""
+        """End the stream; the server closes its sessions."""
         self._break("the client was closed")
         self._duplex.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,8 +164,7 @@ class CallStream:
     def _settle(self, reply: pb.Reply) -> None:
         future, _ = self._in_flight.pop(reply.call_id, _NO_CALL)
         if future is None or future.done():
-            if self._on_orphan is not None:
-                self._on_orphan(reply)
+            self.close_opened(reply)
         elif reply.HasField("error"):
             future.set_exception(read_error(reply.error))
         else:

@@ -64,7 +64,7 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
 def session_of(call: pb.Call) -> str:
     """The id of the session that a call names; empty where it names none."""
     kind = call.WhichOneof("call")
-    if kind is None or kind == "open_group":
+    if kind is None or kind in ("open_group", "step_many"):
         return ""
     session_id: str = getattr(call, kind).session_id
     return session_id

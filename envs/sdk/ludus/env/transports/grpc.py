@@ -14,24 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
 
 import grpc
 import orjson
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.grpc.call_stream import CallStream, ConnectionLostError, StreamBrokenError
-from ludus.env.grpc.step_stream import StepStream
-from ludus.env.messages.protobuf import (
-    CONNECTED_KEY,
-    fill_open_args,
-    fill_reset_args,
-    read_description,
-    read_error,
-)
+from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
+from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
+from ludus.env.messages.protobuf import fill_open_args, fill_reset_args, read_error
 from ludus.env.security.client_tls import grpc_credentials
-from ludus.env.security.tracing import is_traced, trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
     ConnectOptions,
@@ -43,42 +35,16 @@ from ludus.env.transports.interface import (
 from ludus.env.transports.lazy_result import read_result
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import (
-    AuthenticationError,
-    CallTimeoutError,
-    EnvError,
-    InfrastructureError,
-    SessionLostError,
-    UnavailableError,
-    error_from_wire,
-)
+from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
 ENVIRONMENT_KEY = "ludus-env"
 """Metadata that names an environment at a gateway."""
 _CLOSE_PATIENCE_S = 2.0
 _RESEND_PAUSE_S = 0.05
 _LAST_RESEND_PAUSE_S = 1.0
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # else a dead server's backoff outlives its client
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
-"""How whoever calls a server reaches it; keepalive comes on top."""
-
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
-"""What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
 
 Fill = Callable[[pb.Call], None]
 """Writes a call; may be asked to do it again on another stream."""
-
-
-class UnimplementedError(EnvError):
-    """The other side knows no such call."""
 
 
 class GrpcTransport:
@@ -87,25 +53,27 @@ class GrpcTransport:
     def __init__(self, options: ConnectOptions) -> None:
         self.reconnect_timeout_s = options.reconnect_timeout_s
         self._options = options
-        self._metadata = _metadata_of(options)
-        self.channel = _open_channel(options)
-        self._stub = env_pb2_grpc.EnvServiceStub(self.channel)
+        self._port = ServerPort(
+            _open_channel(options),
+            str(options.address),
+            _metadata_of(options),
+            options.timeout_s,
+        )
         self._stream: CallStream | None = None
-        self._steps: StepStream[pb.StepManyRequest, pb.StepManyResponse] | None = None
         self._is_closed = False
         self._connecting = asyncio.Lock()
         self._granted_linger_s: float | None = None
         self._surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
 
     async def connect(self, patience_s: float) -> None:
-        """Returns when a stream to the server is up."""
+        """Wait for a stream to the server."""
         await self.live_stream(patience_s)
         if self._granted_linger_s is None:
             self._granted_linger_s = (await self.describe()).linger_s
 
     async def describe(self) -> EnvironmentDescription:
         """What the server says of its environment."""
-        return read_description(await self.unary(self._stub.Describe, pb.DescribeRequest()))
+        return await self._port.describe()
 
     async def open(self, args: OpenArgs) -> Opened:
         """A new session on the live stream, which is made again when it broke."""
@@ -132,52 +100,41 @@ class GrpcTransport:
         return opened
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One result or error per call, in order; they travel as one StepMany."""
+        """One result or error per call, in order; they travel as one call."""
         if not calls:
             return []
-        request = pb.StepManyRequest()
-        add = request.steps.add
-        for session, action, step_index in calls:
-            _fill_step(add(), session.session_id, action, step_index)
+
+        def fill(call: pb.Call) -> None:
+            add = call.step_many.steps.add
+            for session, action, step_index in calls:
+                _fill_step(add(), session.session_id, action, step_index)
+
+        patience_s = self._options.reconnect_timeout_s if self._surviving else 0.0
         try:
-            response = await self._step_many_or_again(request)
+            _, reply = await self.call_anywhere(fill, patience_s)
         except EnvError as error:
             return [error] * len(calls)
-        return [_outcome(reply) for reply in response.replies]
+        return [_outcome(one) for one in reply.step_many.replies]
 
     async def close(self) -> None:
-        """Ends the stream and with it all its sessions, those that would survive it too."""
+        """End the stream and with it all its sessions, those that would survive it too."""
         if self._surviving:
             with contextlib.suppress(EnvError, TimeoutError):  # else they linger to their end
                 async with asyncio.timeout(_CLOSE_PATIENCE_S):
                     await self._close_surviving()
         stream, self._is_closed = self._stream, True
-        if self._steps is not None:
-            await self._steps.close()
         if stream is not None:
             await stream.close()
-        await self.channel.close()
+        await self._port.close()
 
     async def _close_surviving(self) -> None:
-        """Returns when the server has heard that no session is to outlive its connection."""
+        """Tell the server that no session is to outlive its connection."""
         while True:
             stream = await self.live_stream(_CLOSE_PATIENCE_S)
-            closing = [session.send_close(stream) for session in self._surviving]
-            for future in closing:
-                stream.ignore(future)
+            closing = [stream.send_close(session.session_id) for session in self._surviving]
             await asyncio.wait(closing)
             if stream.broken is None:
                 return
-
-    async def unary(self, method: Any, request: Any) -> Any:
-        """The answer to a call outside the stream; errors are typed."""
-        metadata = self._metadata
-        if is_traced():
-            metadata = (*metadata, *trace_headers().items())
-        try:
-            return await method(request, metadata=metadata, timeout=self._options.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            _raise(error, self._options)
 
     async def call_anywhere(self, fill: Fill, patience_s: float) -> tuple[CallStream, pb.Reply]:
         """The reply to a call, made again when the connection breaks under it.
@@ -193,21 +150,12 @@ class GrpcTransport:
             try:
                 call, future = stream.begin()
                 fill(call)
-                return stream, await self._taken(future)
+                return stream, await _taken(stream, future)
             except ConnectionLostError:
                 if self._is_closed or loop.time() >= deadline_s:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RESEND_PAUSE_S)
-
-    async def _taken(self, future: asyncio.Future[pb.Reply]) -> pb.Reply:
-        try:
-            return await future
-        except asyncio.CancelledError:
-            # The reply may have come in the same turn of the loop as the cancellation.
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._close_orphan(future.result())
-            raise
 
     async def live_stream(self, patience_s: float) -> CallStream:
         """The stream, made again when it broke; many callers wait for one attempt."""
@@ -226,59 +174,14 @@ class GrpcTransport:
             self._surviving.add(session)
         return session, read_result(message.first) if message.HasField("first") else None
 
-    async def _step_many_or_again(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._options.reconnect_timeout_s
-        while True:
-            try:
-                return await self._step_together(request)
-            except UnavailableError:
-                if not self._surviving or loop.time() >= deadline_s:
-                    raise
-            await asyncio.sleep(_RESEND_PAUSE_S)
-            await self.live_stream(deadline_s - loop.time())
-
-    async def _step_together(self, request: pb.StepManyRequest) -> pb.StepManyResponse:
-        if is_traced():  # a stream's messages carry no trace of their own
-            return await self.unary(self._stub.StepMany, request)
-        if self._steps is None or self._steps.is_broken:
-            self._steps = StepStream(self._stub.StepStream(metadata=self._metadata))
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                return await self._steps.ask(request)
-        except grpc.aio.AioRpcError as error:
-            _raise(error, self._options)
-        except TimeoutError:
-            raise _too_slow(self._options) from None
-
     async def _new_stream(self, deadline_s: float) -> CallStream:
-        call = self._stub.Connect(metadata=self._metadata)
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
-        try:
-            await asyncio.wait_for(_connected(call), remaining_s)
-        except TimeoutError:
-            call.cancel()
-            raise UnavailableError(
-                f"expected an environment server at {self._options.address}, got no answer;"
-                " check the address and that the server runs"
-            ) from None
-        except grpc.aio.AioRpcError as error:
-            _raise(error, self._options)
         return CallStream(
-            GrpcDuplex(call),
+            await self._port.connect(remaining_s),
             str(self._options.address),
             timeout_s=self._options.timeout_s,
             max_calls_per_batch=self._options.max_calls_per_message,
-            on_orphan=self._close_orphan,
         )
-
-    def _close_orphan(self, reply: pb.Reply) -> None:
-        """Frees sessions whose opener has given up."""
-        opened = [reply.open] if reply.HasField("open") else reply.open_group.sessions
-        stream = self._stream
-        for one in opened:
-            if stream is not None and stream.broken is None:
-                GrpcSession(self, stream, one.session_id, False).abandon()
 
 
 class GrpcSession:
@@ -339,26 +242,21 @@ class GrpcSession:
         return orjson.loads((await future).call_tool.result_json)
 
     async def close(self) -> None:
-        """Returns when the server has freed the session; a broken stream may have done so."""
+        """Free the session; a broken stream may have done so."""
+
+        def fill(call: pb.Call) -> None:
+            call.close.session_id = self.session_id
+
         if self._stream.broken is None:
-            await self.send_close(self._stream)
+            await self._stream.send_close(self.session_id)
         elif self.survives_disconnect:
             with contextlib.suppress(InfrastructureError):  # its linger ends it anyway
-                await self.transport.call_anywhere(self._fill_close, _CLOSE_PATIENCE_S)
+                await self.transport.call_anywhere(fill, _CLOSE_PATIENCE_S)
 
     def abandon(self) -> None:
-        """Lets the server free the session, without waiting for it."""
+        """Let the server free the session, without waiting for it."""
         if self._stream.broken is None:
-            self._stream.ignore(self.send_close(self._stream))
-
-    def send_close(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
-        """The future of the answer to a close."""
-        call, future = stream.begin()
-        self._fill_close(call)
-        return future
-
-    def _fill_close(self, call: pb.Call) -> None:
-        call.close.session_id = self.session_id
+            self._stream.send_close(self.session_id)
 
     async def _call(self, fill: Fill) -> pb.Reply:
         try:
@@ -378,42 +276,14 @@ class GrpcSession:
         return reply
 
 
-class GrpcDuplex:
-    """A Connect call as a stream of batches."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    async def write(self, batch: pb.CallBatch) -> None:
-        """Returns when the batch is on its way."""
-        try:
-            await self._call.write(batch)
-        except grpc.aio.AioRpcError as error:
-            raise StreamBrokenError(error.details() or "") from None
-
-    async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """The batches of replies."""
-        try:
-            async for batch in self._call:
-                yield batch
-        except grpc.aio.AioRpcError as error:
-            raise StreamBrokenError(error.details() or "") from None
-
-    def cancel(self) -> None:
-        """Ends the call."""
-        self._call.cancel()
-
-
-async def _connected(call: Any) -> None:
-    """Returns when the server has accepted the stream, raises AioRpcError when it refuses."""
-    await call.wait_for_connection()
-    if CONNECTED_KEY in dict(await call.initial_metadata()):
-        return
-    # A refusal without metadata of its own looks like a connection at first.
-    status = await call.code()
-    raise grpc.aio.AioRpcError(
-        status, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
+async def _taken(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
+    try:
+        return await future
+    except asyncio.CancelledError:
+        # The reply may have come in the same turn of the loop as the cancellation.
+        if future.done() and not future.cancelled() and future.exception() is None:
+            stream.close_opened(future.result())
+        raise
 
 
 def _metadata_of(options: ConnectOptions) -> tuple[tuple[str, str], ...]:
@@ -426,19 +296,12 @@ def _metadata_of(options: ConnectOptions) -> tuple[tuple[str, str], ...]:
 
 
 def _open_channel(options: ConnectOptions) -> grpc.aio.Channel:
-    keepalive_ms = round(options.keepalive_s * 1000)
-    channel_options = (
-        *CHANNEL_OPTIONS,
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms),
-        # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
-        ("grpc.http2.ping_timeout_ms", keepalive_ms),
+    address = options.address
+    return open_channel(
+        address.authority,
+        grpc_credentials(options.ca_file) if address.is_secure else None,
+        channel_options(options.keepalive_s, options.keepalive_s),
     )
-    target = options.address.authority
-    if not options.address.is_secure:
-        return grpc.aio.insecure_channel(target, options=channel_options)
-    credentials = grpc_credentials(options.ca_file)
-    return grpc.aio.secure_channel(target, credentials, options=channel_options)
 
 
 def _fill_step(
@@ -459,31 +322,3 @@ def _outcome(reply: pb.StepReply) -> StepResult | EnvError:
     if reply.HasField("error"):
         return read_error(reply.error)
     return read_result(reply.result)
-
-
-def _raise(error: grpc.aio.AioRpcError, options: ConnectOptions) -> NoReturn:
-    """Raises what the status stands for; the server's own code has precedence."""
-    details = error.details() or ""
-    metadata = dict(error.trailing_metadata() or ())
-    if "ludus-code" in metadata:
-        retry_after_ms = str(metadata.get("retry-after-ms", ""))
-        retry_after_s = int(retry_after_ms) / 1000 if retry_after_ms.isdecimal() else 0.0
-        raise error_from_wire(str(metadata["ludus-code"]), details, retry_after_s) from None
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        raise AuthenticationError(details) from None
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        raise _too_slow(options) from None
-    if error.code() in _BROKEN:
-        raise UnavailableError(
-            f"expected an environment server at {options.address}, could not reach it:"
-            f" {details}; check the address and that the server runs"
-        ) from None
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        raise UnimplementedError(f"{options.address} does not offer this call: {details}") from None
-    raise EnvError(f"{options.address} answered {error.code().name}: {details}") from error
-
-
-def _too_slow(options: ConnectOptions) -> CallTimeoutError:
-    return CallTimeoutError(
-        f"expected an answer from {options.address} within {options.timeout_s:g} s, got none"
-    )

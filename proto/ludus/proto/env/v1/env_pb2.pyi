@@ -269,7 +269,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., session_id: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("call_id", "open", "reset", "step", "state", "close", "open_group", "call_tool", "detach", "trace")
+    __slots__ = ("call_id", "open", "reset", "step", "state", "close", "open_group", "call_tool", "detach", "step_many", "trace")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +279,7 @@ class Call(_message.Message):
     OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    STEP_MANY_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     open: OpenRequest
@@ -289,11 +290,12 @@ class Call(_message.Message):
     open_group: OpenGroupRequest
     call_tool: CallToolRequest
     detach: DetachRequest
+    step_many: StepManyRequest
     trace: Trace
-    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupRequest, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    def __init__(self, call_id: _Optional[int] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., state: _Optional[_Union[StateRequest, _Mapping]] = ..., close: _Optional[_Union[CloseRequest, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupRequest, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolRequest, _Mapping]] = ..., detach: _Optional[_Union[DetachRequest, _Mapping]] = ..., step_many: _Optional[_Union[StepManyRequest, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("call_id", "error", "open", "result", "state", "close", "open_group", "call_tool")
+    __slots__ = ("call_id", "error", "open", "result", "state", "close", "open_group", "call_tool", "step_many")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +304,7 @@ class Reply(_message.Message):
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     OPEN_GROUP_FIELD_NUMBER: _ClassVar[int]
     CALL_TOOL_FIELD_NUMBER: _ClassVar[int]
+    STEP_MANY_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     error: Error
     open: OpenResponse
@@ -310,7 +313,8 @@ class Reply(_message.Message):
     close: CloseResponse
     open_group: OpenGroupResponse
     call_tool: CallToolResponse
-    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupResponse, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolResponse, _Mapping]] = ...) -> None: ...
+    step_many: StepManyResponse
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., open: _Optional[_Union[OpenResponse, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., state: _Optional[_Union[StateResponse, _Mapping]] = ..., close: _Optional[_Union[CloseResponse, _Mapping]] = ..., open_group: _Optional[_Union[OpenGroupResponse, _Mapping]] = ..., call_tool: _Optional[_Union[CallToolResponse, _Mapping]] = ..., step_many: _Optional[_Union[StepManyResponse, _Mapping]] = ...) -> None: ...
 
 class CallBatch(_message.Message):
     __slots__ = ("calls",)

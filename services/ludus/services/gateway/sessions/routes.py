@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludus.env.security.session_ids import SessionKey
@@ -50,18 +49,6 @@ class RouteCache:
                 " token that opened it"
             )
         return route
-
-    def fresh(self, tenant: str) -> Callable[[str], Route | None]:
-        """A quick look-up for a loop: the tenant's route where it is known and has not expired."""
-        get, now_s = self._known.get, time.time()
-
-        def look_up(session_id: str) -> Route | None:
-            route = get(session_id)
-            if route is None or route.tenant != tenant or route.expires_s < now_s:
-                return None
-            return route
-
-        return look_up
 
     def read(self, session_id: str) -> Route:
         """The route, whoever asks.

@@ -382,7 +382,7 @@ class GatewaySessions:
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
         route = self.route(session_id)
-        self._tracked.touch((session_id,))
+        self._tracked.touch(session_id)
         code: str = OK
         started_s = self._loop.time()
         try:
@@ -397,10 +397,6 @@ class GatewaySessions:
         finally:
             took_s = self._loop.time() - started_s
             self._metrics.called(self.environment, kind, code, took_s)
-
-    def touch(self, session_ids: Iterable[str]) -> None:
-        """Note calls that go to the sessions' server by another way, outside any stream."""
-        self._tracked.touch(session_ids)
 
     def note_result(self, session_id: str, result: pb.StepResult) -> None:
         """Forget a session that ended with its episode."""

@@ -13,7 +13,6 @@ server broke: for the server they linger, and each `detach` lets the linger begi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ludus.env.sessions.interface import Connection, SessionEvents
@@ -85,13 +84,11 @@ class TrackedSessions:
             tracked.connection = connection
             connection.session_ids.add(session_id)
 
-    def touch(self, session_ids: Iterable[str]) -> None:
-        """Note calls that came outside any stream."""
-        get, now_s = self._by_id.get, self._loop.time()
-        for session_id in session_ids:
-            tracked = get(session_id)
-            if tracked is not None:
-                tracked.used_s, tracked.detached_s = now_s, 0.0
+    def touch(self, session_id: str) -> None:
+        """Note a call that came outside any stream."""
+        tracked = self._by_id.get(session_id)
+        if tracked is not None:
+            tracked.used_s, tracked.detached_s = self._loop.time(), 0.0
 
     def disown(self, session_id: str) -> None:
         """Note that the session's connection has ended."""

@@ -24,6 +24,7 @@ from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
+from ludus.services.gateway.wires.step_many import StepManyRelay
 
 _PASSED_ON = frozenset({"step", "reset", "state", "call_tool"})
 
@@ -34,6 +35,7 @@ class CallRelay:
     def __init__(self, sessions: GatewaySessions, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._sessions = sessions
         self._calls = CallServer(sessions)
+        self._step_many = StepManyRelay(sessions, metrics)
         self._quotas = quotas
         self._metrics = metrics
 
@@ -59,22 +61,23 @@ class CallRelay:
         link = sessions.fleet.link_of(route.server_id)
         return link.live_stream(route.server_id) if link is not None else None
 
-    def count_step(self) -> None:
-        """Takes a step from the tenant's rate.
+    def count_steps(self, num_steps: int) -> None:
+        """Take steps from the tenant's rate.
 
         Raises:
             RateLimitError: too fast.
         """
         try:
-            self._quotas.stepping(current_tenant(), 1)
+            self._quotas.stepping(current_tenant(), num_steps)
         except EnvError as error:
-            self._metrics.called(self._sessions.environment, "step", error.code, None)
+            environment = self._sessions.environment
+            self._metrics.called(environment, "step", error.code, None, num_steps)
             raise
 
     def settled(
         self, call: pb.Call, kind: str, outcome: pb.Reply | EnvError, took_s: float
     ) -> None:
-        """Notes what an answer says of its session."""
+        """Note what an answer says of its session."""
         sessions, code = self._sessions, OK
         if isinstance(outcome, EnvError):
             code = outcome.code
@@ -101,6 +104,9 @@ class CallRelay:
             case "detach":
                 await self._sessions.detach(call.detach.session_id)
                 reply.close.SetInParent()
+            case "step_many":
+                self.count_steps(len(call.step_many.steps))
+                reply = await self._step_many.step_many(call, connection)
             case "step" | "reset" | "state" | "call_tool":
                 message = getattr(call, kind)
                 reply = await self._sessions.call(
@@ -114,8 +120,8 @@ class CallRelay:
                     self._sessions.note_result(message.session_id, reply.result)
             case _:
                 raise InvalidCallError(
-                    "expected one of open, open_group, reset, step, state, call_tool, detach,"
-                    " close; got an empty call",
+                    "expected one of open, open_group, reset, step, step_many, state, call_tool,"
+                    " detach, close; got an empty call",
                     ErrorCode.UNKNOWN_TYPE,
                 )
         return reply
@@ -147,7 +153,7 @@ class _Conversation:
                 task.cancel()
 
     async def _drain(self) -> None:
-        """Returns when every call is answered."""
+        """Wait until every call is answered."""
         while self._num_on_the_way or self._tasks:
             if self._tasks:
                 await asyncio.wait(self._tasks)
@@ -163,7 +169,7 @@ class _Conversation:
         message = getattr(call, kind)
         try:
             if kind == "step":
-                self._relay.count_step()
+                self._relay.count_steps(1)
             stream = self._relay.stream_for(message.session_id, self._connection)
         except EnvError as error:
             self._refuse(call, message.session_id, error)

@@ -1,0 +1,93 @@
+"""A rollout worker as a load on a server of blackjack; `bench/environments.py` starts it.
+
+    program ADDRESS
+
+Plays as a rollout worker plays `examples/blackjack/tiny.toml`: groups of games of one deal, as
+many at once as the configuration says, through the worker's own code and with text. Only the
+engine is missing: a legal answer's tokens stand there at once. Each line of standard input is
+a number of seconds; the answer is one line of JSON with the steps and episodes that were played
+in that time, and the processor time they took here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvloop
+from environment_load import Counts, answer_windows
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.runtime import freeze_heap
+from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.group import group_seeds, play_group
+from ludus.trainer.rollout.player import make_player
+from ludus.trainer.types import Completion, GroupSpec, Sampling
+
+RUN = Path(__file__).parents[1] / "examples" / "blackjack" / "tiny.toml"
+ANSWERS = ("HIT", "STAND")
+
+
+class InstantGenerator:
+    """Answers at once, with a legal move that the seed decides."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        token_ids = [chat.answer_ids(answer) for answer in ANSWERS]
+        self._answers = [Completion(ids, [0.0] * len(ids), 0, stopped=True) for ids in token_ids]
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        """The answer's tokens."""
+        return self._answers[seed % len(self._answers)]
+
+
+async def play_groups(
+    run: RunConfig, player: Player, indices: Iterator[int], until_s: float, counts: Counts
+) -> None:
+    """Play one group after another until the time is up."""
+    rollout = run.rollout
+    sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
+    while time.perf_counter() < until_s:
+        index = next(indices)
+        seeds = group_seeds(run.seed, index, rollout.group_size, shared=True)
+        spec = GroupSpec(index, player.environment, seeds)
+        group = await play_group(player, spec, sampling, rollout.group_timeout_s)
+        counts.resets += len(group.rollouts)
+        counts.steps += sum(len(one.turns) for one in group.rollouts)
+
+
+async def serve_windows(run: RunConfig, address: str, chat: ChatTokenizer) -> None:
+    """Play whenever standard input says so, until it ends."""
+    async with await AsyncEnvClient.connect(address) as client:
+        (name,) = run.environments
+        max_sessions = (await client.describe()).max_sessions
+        player = make_player(run, name, client, InstantGenerator(chat), chat, max_sessions)
+        indices = itertools.count()
+        freeze_heap()
+
+        async def play(until_s: float, counts: Counts) -> None:
+            async with asyncio.TaskGroup() as slots:
+                for _ in range(run.rollout.num_groups_in_flight):
+                    slots.create_task(play_groups(run, player, indices, until_s, counts))
+
+        await answer_windows(play)
+
+
+def main() -> None:
+    """Run the load."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    arguments = parser.parse_args()
+    run = load_run_config(RUN, [])
+    tokenizer = make_tokenizer(["hard 16 vs 10", *ANSWERS], TinyModel().vocab_size)
+    uvloop.run(serve_windows(run, arguments.address, ChatTokenizer(tokenizer)))
+
+
+if __name__ == "__main__":
+    main()

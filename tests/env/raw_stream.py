@@ -1,0 +1,37 @@
+"""One Connect stream, call by call, with any session id."""
+
+from __future__ import annotations
+
+import grpc
+
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.env.v1 import env_pb2_grpc
+
+
+class RawStream:
+    """A stream to a gRPC address; sessions opened on it end with it, unless they linger."""
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self.channel = grpc.aio.insecure_channel(address.removeprefix("grpc://"))
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.call = env_pb2_grpc.EnvServiceStub(self.channel).Connect(metadata=metadata)
+
+    async def ask(self, call: pb.Call) -> pb.Reply:
+        """The reply, whether a result or an error."""
+        await self.call.write(pb.CallBatch(calls=[call]))
+        (reply,) = (await self.call.read()).replies
+        assert reply.call_id == call.call_id
+        return reply
+
+    async def open(self, **fields) -> str:
+        """The id of a new session."""
+        opened = await self.ask(pb.Call(open=pb.OpenRequest(**fields)))
+        assert not opened.HasField("error"), opened.error
+        return opened.open.session_id
+
+    async def __aenter__(self) -> RawStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.call.cancel()
+        await self.channel.close()
