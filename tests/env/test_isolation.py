@@ -248,7 +248,7 @@ async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting():
 async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
     async with worked(isolation=isolation) as server, client_of(server) as client:
         sessions = await open_many(client, 4)
-        first = host_of(server).spawner_pid
+        first = host_of(server).fork_server_pid
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: not lives(first))
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
@@ -263,19 +263,19 @@ async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
     await eventually(lambda: not any(map(lives, pids)))
 
 
-async def test_an_order_that_died_with_its_spawner_loses_no_open(isolation):
+async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
     async with worked(isolation=isolation) as server, client_of(server) as client:
         host = host_of(server)
         await open_many(client, 1)
-        spawner = host.spawner_pid
-        os.kill(spawner, signal.SIGSTOP)  # it takes orders, and carries none out
+        fork_server = host.fork_server_pid
+        os.kill(fork_server, signal.SIGSTOP)  # it takes orders, and carries none out
         killed = host.pids if isolation == "pool" else []  # else the warm ones do not suffice
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         await eventually(lambda: host.workers.num_ends == len(killed))
         opening = asyncio.create_task(open_many(client, 8))
         await eventually(lambda: any(worker.sessions for worker in host._workers))
-        os.kill(spawner, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
         sessions = await asyncio.wait_for(opening, 30)
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 8
@@ -369,7 +369,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
     async with client_of(server) as client:
         sessions = await open_many(client, 4)
         host = host_of(server)
-        pids = [host.spawner_pid, *host.pids]
+        pids = [host.fork_server_pid, *host.pids]
         hanging = asyncio.create_task(sessions[0].step({"add": int(Deed.HANG)}))
         await asyncio.sleep(0.05)
         begun_s = time.monotonic()

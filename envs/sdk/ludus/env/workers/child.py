@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeFacts:
+class EnvironmentFacts:
     """What a server has to know of an environment beside its description."""
 
     steps_on_event_loop: bool = False
@@ -62,7 +62,7 @@ class ProbeFacts:
 
 
 def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -> None:
-    """Returns when the server has ended the connection and every environment is closed."""
+    """Answer calls until the server ends the connection, then close every environment."""
     _end_with(connection)
     sessions = WorkerSessions(factory)
     stream: BufferedReader = connection.makefile("rb")
@@ -74,20 +74,20 @@ def serve(connection: socket.socket, factory: TargetFactory, num_threads: int) -
     sessions.close_all()
 
 
-def probe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
-    """Returns after it has sent an Error (empty when all is well), a description, and facts.
+def describe(connection: socket.socket, factory: TargetFactory, check_s: float) -> None:
+    """Send an Error (empty when all is well), a description, and facts.
 
     Args:
         check_s: how long to try whether the environment is deterministic, which is one more
             frame; 0 does not try.
     """
-    error, described, facts = pb.Error(), pb.DescribeResponse(), ProbeFacts()
+    error, described, facts = pb.Error(), pb.DescribeResponse(), EnvironmentFacts()
     imported = set(sys.modules)
     try:
         sample = factory()
         described = describe_message(describe_environment(sample))
         sample.close()
-        facts = ProbeFacts(
+        facts = EnvironmentFacts(
             steps_on_event_loop=sample.steps_on_event_loop,
             memory_mb=memory_mb(os.getpid()),
             modules=sorted(set(sys.modules) - imported),
@@ -221,9 +221,9 @@ def _serve_in_threads(
 
 
 def _end_with(connection: socket.socket) -> None:
-    """Nothing; a step that hangs does not keep this process alive when its server has died.
+    """End this process with its server, also when a step hangs.
 
-    The spawner ends its workers too, but it may have died before the server did.
+    The fork server ends its workers too, but it may have died before the server did.
     """
     if not hasattr(select, "POLLRDHUP"):
         return
@@ -235,8 +235,8 @@ def _watch(descriptor: int) -> None:
     waiting.register(descriptor, select.POLLRDHUP)
     waiting.poll()
     # Whoever stops the worker in good order waits for less long than this.
-    threading.Event().wait(_LAST_WORDS_S)
+    threading.Event().wait(_END_WITHIN_S)
     os.killpg(0, signal.SIGKILL)
 
 
-_LAST_WORDS_S = 5.0
+_END_WITHIN_S = 5.0

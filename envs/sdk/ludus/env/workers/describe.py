@@ -10,8 +10,8 @@ import orjson
 from ludus.env.grpc.call_stream import StreamBrokenError
 from ludus.env.messages.protobuf import read_description
 from ludus.env.types import EnvironmentDescription
-from ludus.env.workers.child import ProbeFacts
-from ludus.env.workers.forkserver_client import WorkerExit, WorkerProcess, WorkerSpawning
+from ludus.env.workers.child import EnvironmentFacts
+from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
 from ludus.env.workers.process import describe_exit, read_frame_of
 from ludus.env.workers.protocol import WorkerLimits, parsed
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -24,14 +24,16 @@ _MEMORY_ROOM = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class Described:
     """What the first worker found."""
 
     description: EnvironmentDescription
     steps_on_event_loop: bool
 
 
-async def probed(spawning: WorkerSpawning, limits: WorkerLimits, check_s: float) -> Probed:
+async def describe(
+    fork_server: ForkServerClient, limits: WorkerLimits, check_s: float
+) -> Described:
     """What a worker that builds one environment says of it.
 
     Args:
@@ -42,13 +44,13 @@ async def probed(spawning: WorkerSpawning, limits: WorkerLimits, check_s: float)
     """
     ended: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
     process = WorkerProcess(0, lambda how: None if ended.done() else ended.set_result(how))
-    connection = await spawning.probe(process, round(check_s * 1000))
+    connection = await fork_server.describe(process, round(check_s * 1000))
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_WITHIN_S):
             error = parsed(pb.Error, await read_frame_of(reader))
             described = parsed(pb.DescribeResponse, await read_frame_of(reader))
-            facts = ProbeFacts(**orjson.loads(await read_frame_of(reader)))
+            facts = EnvironmentFacts(**orjson.loads(await read_frame_of(reader)))
         if error.code:
             raise ConfigError(error.message)
         _require_room(facts, limits)
@@ -56,7 +58,7 @@ async def probed(spawning: WorkerSpawning, limits: WorkerLimits, check_s: float)
         if check_s > 0:
             is_deterministic = await _answer_to_check(reader, check_s)
             description = replace(description, is_deterministic=is_deterministic)
-        await spawning.import_all(facts.modules)
+        await fork_server.import_all(facts.modules)
     except TimeoutError:
         raise ConfigError(
             f"expected the environment to be built within {_WITHIN_S:g} s, but it was not"
@@ -68,11 +70,11 @@ async def probed(spawning: WorkerSpawning, limits: WorkerLimits, check_s: float)
         raise ConfigError(f"the environment's worker said nonsense: {failure}") from None
     finally:
         writer.transport.abort()
-        spawning.kill(process)
-    return Probed(description, facts.steps_on_event_loop)
+        fork_server.kill(process)
+    return Described(description, facts.steps_on_event_loop)
 
 
-def _require_room(facts: ProbeFacts, limits: WorkerLimits) -> None:
+def _require_room(facts: EnvironmentFacts, limits: WorkerLimits) -> None:
     needed_mb = facts.memory_mb * _MEMORY_ROOM
     if limits.memory_mb and needed_mb > limits.memory_mb:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """`python -m ludus.env.workers.forkserver FD`: the process from which workers are forked.
 
-    server --spawn, with a socket--> spawner --fork--> worker <--calls, answers--> server
-    server <--started, exited------- spawner
+    server --start, with a socket--> fork server --fork--> worker <--calls, answers--> server
+    server <--started, exited------- fork server
 
 It imports the environment's module once and builds nothing, so a fork is quick, its memory
 is shared, and no thread is lost in it. When its server ends, however, it kills what is
@@ -34,10 +34,11 @@ from ludus.env.workers import child as worker
 from ludus.env.workers.protocol import (
     ORDER,
     REPORT,
+    ForkServerSetup,
     OrderKind,
     ReportKind,
-    SpawnerSetup,
     WorkerLimits,
+    kill_group,
     read_frame,
 )
 from ludus.proto.errors import UserError
@@ -51,7 +52,7 @@ _OOM_SCORE = b"500"
 """When memory runs out the kernel ends workers before it ends their server."""
 
 
-class Spawner:
+class ForkServer:
     """Forks workers on orders from the control socket, and reports their ends."""
 
     def __init__(
@@ -70,7 +71,7 @@ class Spawner:
         signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Returns when the server is gone and so are all workers."""
+        """Obey until the server is gone, then kill all workers."""
         waiting = select.poll()
         waiting.register(self._control, select.POLLIN)
         waiting.register(self._wake, select.POLLIN)
@@ -86,7 +87,7 @@ class Spawner:
                     continue
                 break
         for pid in self._pids.values():
-            _kill_group(pid)
+            kill_group(pid)
         for pid in self._pids.values():
             os.waitpid(pid, 0)
 
@@ -98,7 +99,7 @@ class Spawner:
         kind, worker_id, argument = ORDER.unpack(order)
         if kind == OrderKind.KILL:
             if worker_id in self._pids:
-                _kill_group(self._pids[worker_id])
+                kill_group(self._pids[worker_id])
             return True
         if kind == OrderKind.IMPORT:
             _import_all(orjson.loads(_Unbuffered(self._control).read(worker_id)))
@@ -125,8 +126,8 @@ class Spawner:
             _limit(self._limits)
             random.seed()
             np.random.seed()
-            if kind == OrderKind.PROBE:
-                worker.probe(connection, self._factory, argument / 1000)
+            if kind == OrderKind.DESCRIBE:
+                worker.describe(connection, self._factory, argument / 1000)
             else:
                 worker.serve(connection, self._factory, argument)
             exit_code = 0
@@ -145,7 +146,7 @@ class Spawner:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 continue
             # Before its id can belong to somebody else: what the worker itself had started.
-            _kill_group(pid)
+            kill_group(pid)
             _, status, usage = os.wait4(pid, 0)
             del self._pids[worker_id]
             self._report(ReportKind.EXITED, worker_id, pid, status, usage.ru_utime + usage.ru_stime)
@@ -162,13 +163,13 @@ class Spawner:
 
 
 def main(descriptor: int) -> None:
-    """Returns when the server is gone."""
+    """Serve until the server is gone."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     control = socket.socket(fileno=descriptor)
     setup_json = read_frame(_Unbuffered(control))
     if setup_json is None:
         return
-    setup = SpawnerSetup.from_json(setup_json)
+    setup = ForkServerSetup.from_json(setup_json)
     sys.path[:] = setup.sys_path
     try:
         factory = FactoryName.from_json(setup.factory_json.encode()).resolve()
@@ -183,7 +184,7 @@ def main(descriptor: int) -> None:
             threading.active_count() - 1,
         )
     _import_all(setup.modules)
-    Spawner(control, factory, setup.limits).run()
+    ForkServer(control, factory, setup.limits).run()
 
 
 class _Unbuffered:
@@ -201,7 +202,7 @@ class _Unbuffered:
 
 
 def _import_all(modules: list[str]) -> None:
-    """Nothing; what workers would import one by one is imported once, and shared."""
+    """Import once, to be shared, what workers would import one by one."""
     for name in modules:
         with contextlib.suppress(Exception):  # then the worker says what is wrong
             importlib.import_module(name)
@@ -210,7 +211,7 @@ def _import_all(modules: list[str]) -> None:
 
 
 def _limit(limits: WorkerLimits) -> None:
-    """Nothing; sets what the kernel holds this process to."""
+    """Set what the kernel holds this process to."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _set_limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     if limits.cpu_s > 0:
@@ -235,13 +236,6 @@ def _data_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_bytes().split()[5])
         return pages * os.sysconf("SC_PAGESIZE")
     return 0
-
-
-def _kill_group(pid: int) -> None:
-    """Nothing; the worker's own group, or the worker alone before it has one."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

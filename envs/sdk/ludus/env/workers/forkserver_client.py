@@ -1,9 +1,9 @@
-"""The server's side of its spawner: orders workers and hears of their ends.
+"""The server's side of its fork server: orders workers and hears of their ends.
 
-    spawn() --order and socket--> spawner process --fork--> worker
-    on_exit <--report------------ spawner process
+    start() --order and socket--> fork server --fork--> worker
+    on_exit <--report------------ fork server
 
-A spawner that dies is restarted with the next worker that is wanted. Its workers live
+A fork server that dies is restarted with the next worker that is wanted. Its workers live
 on as orphans: nobody will tell how they end.
 """
 
@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -28,11 +27,12 @@ from ludus.env.targets.importable import FactoryName
 from ludus.env.workers.protocol import (
     ORDER,
     REPORT,
+    ForkServerSetup,
     OrderKind,
     ReportKind,
-    SpawnerSetup,
     WorkerLimits,
     frame_of,
+    kill_group,
 )
 from ludus.proto.errors import ConfigError, UnavailableError
 
@@ -54,19 +54,19 @@ class WorkerExit:
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """A worker process as the spawner knows it."""
+    """A worker process as the fork server knows it."""
 
     id: int
     on_exit: Callable[[WorkerExit], None]
-    """Told how it ended, unless its spawner has died."""
+    """Told how it ended, unless its fork server has died."""
     pid: int | None = None
     """Known a moment after it was ordered."""
     is_orphan: bool = False
-    """Its spawner has died."""
+    """Its fork server has died."""
 
 
-class WorkerSpawning:
-    """Starts the spawner when it is needed, and talks to it; belongs to one event loop.
+class ForkServerClient:
+    """Starts the fork server when it is needed, and talks to it; belongs to one event loop.
 
     Args:
         name: the environment factory of all workers.
@@ -76,27 +76,27 @@ class WorkerSpawning:
 
     def __init__(self, name: FactoryName, limits: WorkerLimits, secrets: Iterable[str]) -> None:
         self.pid: int | None = None
-        """Of the latest spawner process."""
-        self._setup = SpawnerSetup(name.to_json().decode(), list(sys.path), limits, [])
+        """Of the latest fork server."""
+        self._setup = ForkServerSetup(name.to_json().decode(), list(sys.path), limits, [])
         self._secrets = frozenset(secrets)
-        self._link: _Link | None = None
+        self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
 
-    async def spawn(self, process: WorkerProcess, num_threads: int) -> socket.socket:
+    async def start(self, process: WorkerProcess, num_threads: int) -> socket.socket:
         """The server's end of the connection to a new worker.
 
         Raises:
             ConfigError: the environment's module cannot be imported.
-            UnavailableError: there is no spawner to be had now.
+            UnavailableError: there is no fork server to be had now.
         """
-        return await self._order(OrderKind.SPAWN, process, num_threads)
+        return await self._order(OrderKind.START, process, num_threads)
 
-    async def probe(self, process: WorkerProcess, check_ms: int) -> socket.socket:
+    async def describe(self, process: WorkerProcess, check_ms: int) -> socket.socket:
         """The server's end of the connection to a worker that describes the environment."""
-        return await self._order(OrderKind.PROBE, process, check_ms)
+        return await self._order(OrderKind.DESCRIBE, process, check_ms)
 
     async def import_all(self, modules: list[str]) -> None:
-        """Returns when the spawner is told to import these modules, now and after a restart."""
+        """Have the fork server import these modules, now and after a restart."""
         self._setup = dataclasses.replace(self._setup, modules=modules)
         if modules and self._link is not None:
             names = orjson.dumps(modules)
@@ -104,15 +104,15 @@ class WorkerSpawning:
             await self._link.send(names)
 
     def kill(self, process: WorkerProcess) -> None:
-        """Nothing; the worker, and what it has started itself, is killed in a moment."""
+        """Have the worker killed in a moment, with what it has started itself."""
         link = self._link
         if link is not None and process.id in link.processes:
             link.send_soon(ORDER.pack(OrderKind.KILL, process.id, 0))
-        elif process.is_orphan:
-            _kill_directly(process)
+        elif process.is_orphan and process.pid is not None:
+            kill_group(process.pid)  # nobody else is left to do it
 
     async def stop(self) -> None:
-        """Returns when the spawner and all its workers are gone."""
+        """End the fork server and all its workers."""
         async with self._starting:
             if self._link is not None:
                 await self._link.stop()
@@ -126,7 +126,7 @@ class WorkerSpawning:
             return await self._order_from(link, kind, process, argument)
 
     async def _order_from(
-        self, link: _Link, kind: OrderKind, process: WorkerProcess, argument: int
+        self, link: _ForkServerProcess, kind: OrderKind, process: WorkerProcess, argument: int
     ) -> socket.socket:
         ours, theirs = socket.socketpair()
         process.is_orphan = False
@@ -141,20 +141,20 @@ class WorkerSpawning:
             theirs.close()
         return ours
 
-    async def _live_link(self) -> _Link:
+    async def _live_link(self) -> _ForkServerProcess:
         async with self._starting:
             if self._link is None or self._link.is_broken:
-                link = _Link(self._setup, self._secrets)
+                link = _ForkServerProcess(self._setup, self._secrets)
                 self.pid = link.pid
                 await link.wait_until_ready()
                 self._link = link
             return self._link
 
 
-class _Link:
-    """One spawner process and the socket to it."""
+class _ForkServerProcess:
+    """One fork server and the socket to it."""
 
-    def __init__(self, setup: SpawnerSetup, secrets: frozenset[str]) -> None:
+    def __init__(self, setup: ForkServerSetup, secrets: frozenset[str]) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         """Workers that live or are ordered, by id."""
         self.is_broken = False
@@ -177,7 +177,7 @@ class _Link:
         self.pid = self._process.pid
 
     async def wait_until_ready(self) -> None:
-        """Returns when the environment's module is imported there."""
+        """Wait until the environment's module is imported there."""
         # A duplicate, because a socket that a transport reads is not to be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
         try:
@@ -194,7 +194,7 @@ class _Link:
         except (asyncio.IncompleteReadError, OSError):
             await self.stop()
             raise UnavailableError(
-                "the process that starts workers ended while it imported the environment's"
+                "the fork server ended while it imported the environment's"
                 f" module (exit code {self._process.returncode}); its output says more"
             ) from None
         if kind == ReportKind.FAILED:
@@ -203,10 +203,10 @@ class _Link:
         self._start(self._read_reports(reader))
 
     async def send(self, order: bytes, connection: socket.socket | None = None) -> None:
-        """Returns when the order is on its way.
+        """Send an order, with a socket where it asks for one.
 
         Raises:
-            UnavailableError: the spawner is dead.
+            UnavailableError: the fork server is dead.
         """
         descriptors = [] if connection is None else [connection.fileno()]
         async with self._sending:
@@ -218,29 +218,30 @@ class _Link:
                 except OSError as error:
                     self._notice_end()
                     raise UnavailableError(
-                        f"the process that starts workers has ended: {error}; try again",
+                        f"the fork server has ended: {error}; try again",
                         retry_after_s=1.0,
                     ) from None
                 else:
                     order, descriptors = order[sent:], []
 
     def send_soon(self, order: bytes) -> None:
-        """Sends without a wait; to a dead spawner, in vain."""
+        """Send without a wait; to a dead fork server, in vain."""
         self._start(self._send_or_drop(order))
 
     async def stop(self) -> None:
-        """Returns when the process is gone, and with it its workers."""
+        """End the process, and with it its workers."""
         self.is_broken = True
         self._orders.close()
         self._transport.close()
         deadline_s = asyncio.get_running_loop().time() + _STOP_TIMEOUT_S
         while self._process.poll() is None:
             if asyncio.get_running_loop().time() > deadline_s:
-                _log.warning("the process that starts workers did not end; it is killed")
+                _log.warning("the fork server did not end; it is killed")
                 self._process.kill()
                 self._process.wait()
                 for process in self.processes.values():
-                    _kill_directly(process)
+                    if process.pid is not None:
+                        kill_group(process.pid)
                 break
             await asyncio.sleep(_BUSY_PAUSE_S)
         self._end()
@@ -264,7 +265,7 @@ class _Link:
 
     def _notice_end(self) -> None:
         if not self.is_broken:
-            _log.error("the process that starts workers (pid %d) has ended", self.pid)
+            _log.error("the fork server (pid %d) has ended", self.pid)
             self._end()
 
     def _end(self) -> None:
@@ -279,12 +280,3 @@ class _Link:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _kill_directly(process: WorkerProcess) -> None:
-    """Nothing; for workers whose spawner is dead, and with it whoever reaps them."""
-    if process.pid is None:
-        return
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(process.pid, signal.SIGKILL)

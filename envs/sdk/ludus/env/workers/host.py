@@ -25,8 +25,8 @@ from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.targets.importable import FactoryName
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import memory_mb
-from ludus.env.workers.describe import probed
-from ludus.env.workers.forkserver_client import WorkerSpawning
+from ludus.env.workers.describe import describe
+from ludus.env.workers.forkserver_client import ForkServerClient
 from ludus.env.workers.process import Worker
 from ludus.env.workers.protocol import WorkerLimits
 from ludus.env.workers.session import WorkerSession
@@ -78,14 +78,16 @@ class WorkerHost:
 
     runs_inline = False
 
-    def __init__(self, name: FactoryName, options: WorkerOptions, spawning: WorkerSpawning) -> None:
+    def __init__(
+        self, name: FactoryName, options: WorkerOptions, fork_server: ForkServerClient
+    ) -> None:
         self.name = name.target
         self.num_ended = 0
         """Workers that ended without being told to by this host's owner."""
         self.shares_workers = options.isolation == "pool"
         self.step_timeout_s = options.step_timeout_s
         self._options = options
-        self._spawning = spawning
+        self._fork_server = fork_server
         self._ids = itertools.count(1)
         self._workers: set[Worker] = set()
         """All that may still have a process."""
@@ -105,14 +107,14 @@ class WorkerHost:
         Raises:
             ConfigError: the environment cannot be imported or built, or not within its limits.
         """
-        spawning = WorkerSpawning(name, options.limits, options.secrets)
-        host = cls(name, options, spawning)
+        fork_server = ForkServerClient(name, options.limits, options.secrets)
+        host = cls(name, options, fork_server)
         try:
-            found = await probed(
-                spawning, options.limits, _CHECK_S if options.check_determinism else 0.0
+            found = await describe(
+                fork_server, options.limits, _CHECK_S if options.check_determinism else 0.0
             )
         except BaseException:
-            await spawning.stop()
+            await fork_server.stop()
             raise
         host.description = found.description
         if host.shares_workers and not found.steps_on_event_loop:
@@ -137,9 +139,9 @@ class WorkerHost:
         return WorkerCounts(sum(one.is_usable for one in self._workers), self.num_ended)
 
     @property
-    def spawner_pid(self) -> int | None:
+    def fork_server_pid(self) -> int | None:
         """The process from which workers are forked."""
-        return self._spawning.pid
+        return self._fork_server.pid
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> WorkerSession:
         """A new session, to be reset.
@@ -156,7 +158,7 @@ class WorkerHost:
             except SessionLostError:
                 if not worker.was_never_forked:
                     raise
-                continue  # nothing was begun, and the next spawner's workers are as good
+                continue  # nothing was begun, and the next fork server's workers are as good
             worker.sessions[session_id] = on_lost
             return session
 
@@ -184,7 +186,7 @@ class WorkerHost:
         return session
 
     async def close_session(self, session: WorkerSession) -> None:
-        """Returns when its environment is closed, or its worker is gone."""
+        """Close its environment, or find its worker gone."""
         worker = session.worker
         worker.sessions.pop(session.id, None)
         if not self.shares_workers:
@@ -202,7 +204,7 @@ class WorkerHost:
             return
 
     async def shut_down(self) -> None:
-        """Returns when the spawner and all workers are gone."""
+        """End the fork server and all workers."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
@@ -213,7 +215,7 @@ class WorkerHost:
         for worker in list(self._workers):
             worker.kill("its server is shutting down")
         await self._wait_for_exits()
-        await self._spawning.stop()
+        await self._fork_server.stop()
         for worker in list(self._workers):
             await worker.stream.close()
 
@@ -265,7 +267,7 @@ class WorkerHost:
     # -- workers -----------------------------------------------------------------------
 
     async def _started(self) -> Worker | None:
-        worker = Worker(next(self._ids), self._spawning, self._options.limits, self._on_end)
+        worker = Worker(next(self._ids), self._fork_server, self._options.limits, self._on_end)
         self._workers.add(worker)
         try:
             await worker.start(self._num_threads)
@@ -281,7 +283,7 @@ class WorkerHost:
         return worker
 
     def _refill(self) -> None:
-        """Nothing; sees to it that there are as many workers as there should be."""
+        """See to it that there are as many workers as there should be."""
         is_busy = self._refilling is not None and not self._refilling.done()
         if not is_busy and not self._is_stopping and self._num_wanted() > 0:
             self._refilling = self._begin(self._fill())
@@ -349,7 +351,7 @@ class WorkerHost:
 
 
 def _tell_nobody(_: str) -> None:
-    """Nothing; for a session that is not open yet."""
+    """Stand in for a session that is not open yet."""
 
 
 class _Failures:
@@ -367,7 +369,7 @@ class _Failures:
         return max(0.0, self._retry_at_s - asyncio.get_running_loop().time())
 
     def note(self, reason: str, *, while_building: bool) -> None:
-        """Counts one more, that was building an environment or not yet asked to."""
+        """Count one more, that was building an environment or not yet asked to."""
         self._num += 1
         self._reason = reason
         self._while_building = while_building
@@ -380,7 +382,7 @@ class _Failures:
         self._num, self._retry_at_s = 0, 0.0
 
     def raise_if_many(self) -> None:
-        """Returns unless the next worker is likely to fail as the last ones did.
+        """Refuse when the next worker is likely to fail as the last ones did.
 
         Raises:
             ExecutionError: the latest was building an environment (code FACTORY_ERROR).

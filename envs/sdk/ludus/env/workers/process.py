@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
 from ludus.env.sessions.hosts import OnLost
-from ludus.env.workers.forkserver_client import WorkerExit, WorkerProcess, WorkerSpawning
+from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
 from ludus.env.workers.protocol import FRAME_HEADER, MAX_FRAME_BYTES, WorkerLimits, frame_of, parsed
 from ludus.proto.env.v1 import env_pb2 as pb
 
@@ -38,7 +38,7 @@ class Worker:
     def __init__(
         self,
         worker_id: int,
-        spawning: WorkerSpawning,
+        fork_server: ForkServerClient,
         limits: WorkerLimits,
         on_end: Callable[[Worker], None],
     ) -> None:
@@ -52,7 +52,7 @@ class Worker:
         self.is_retired = False
         self.exited = asyncio.Event()
         """Set when the process is gone, as far as that can be known."""
-        self._spawning = spawning
+        self._fork_server = fork_server
         self._limits = limits
         self._on_end = on_end
         self._duplex: WorkerDuplex | None = None
@@ -61,8 +61,8 @@ class Worker:
         self._has_ended = False
 
     async def start(self, num_threads: int) -> None:
-        """Returns when calls can be made; they wait in the socket for the process."""
-        connection = await self._spawning.spawn(self.process, num_threads)
+        """Connect to a new process; calls wait in the socket until it is there."""
+        connection = await self._fork_server.start(self.process, num_threads)
         try:
             reader, writer = await asyncio.open_unix_connection(
                 sock=connection, limit=_READ_BUFFER_BYTES
@@ -70,7 +70,7 @@ class Worker:
         except BaseException:
             connection.close()
             raise
-        self._duplex = WorkerDuplex(reader, writer, self._last_words)
+        self._duplex = WorkerDuplex(reader, writer, self._reason_of_end)
         self.stream = CallStream(
             self._duplex, "its worker", timeout_s=_FOR_EVER_S, on_broken=self._on_broken
         )
@@ -82,7 +82,7 @@ class Worker:
 
     @property
     def was_never_forked(self) -> bool:
-        """True when its spawner died before it carried the order out."""
+        """True when its fork server died before it carried the order out."""
         return self.process.is_orphan and self.process.pid is None
 
     @property
@@ -97,14 +97,14 @@ class Worker:
         return describe_exit(self._exit, self._limits)
 
     def kill(self, reason: str) -> None:
-        """Ends it at once, in the middle of whatever it does."""
+        """End it at once, in the middle of whatever it does."""
         if self.is_usable:
             self._killed_because = reason
-        self._spawning.kill(self.process)
+        self._fork_server.kill(self.process)
         self._hang_up()
 
     def retire(self) -> None:
-        """Lets it close its environments and go; it is killed when it does not."""
+        """Let it close its environments and go; kill it when it does not."""
         if not self.is_usable:
             return
         self.is_retired = True
@@ -117,7 +117,7 @@ class Worker:
 
     def _kill_if_alive(self) -> None:
         if not self.exited.is_set():
-            self._spawning.kill(self.process)
+            self._fork_server.kill(self.process)
 
     def _on_exit(self, ended: WorkerExit) -> None:
         self._exit = ended
@@ -125,7 +125,7 @@ class Worker:
         # Its own children may still hold the socket.
         asyncio.get_running_loop().call_later(_SOCKET_HELD_S, self._hang_up)
 
-    async def _last_words(self, complaint: str) -> str:
+    async def _reason_of_end(self, complaint: str) -> str:
         """Why the stream ended; a worker that still lives without its stream is killed."""
         if complaint:
             self.kill(complaint)
@@ -140,7 +140,7 @@ class Worker:
     def _on_broken(self, _: str) -> None:
         self._has_ended = True
         if self.process.is_orphan:
-            self._spawning.kill(self.process)
+            self._fork_server.kill(self.process)
             self.exited.set()
         sessions, self.sessions = self.sessions, {}
         for on_lost in sessions.values():
@@ -152,7 +152,7 @@ class WorkerDuplex:
     """Frames over the socket to a worker, for `CallStream`.
 
     Args:
-        last_words: given a complaint about what was read, or nothing, it says why the
+        reason_of_end: given a complaint about what was read, or nothing, it says why the
             worker ended.
     """
 
@@ -160,14 +160,14 @@ class WorkerDuplex:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        last_words: Callable[[str], Awaitable[str]],
+        reason_of_end: Callable[[str], Awaitable[str]],
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._last_words = last_words
+        self._reason_of_end = reason_of_end
 
     async def write(self, batch: pb.CallBatch) -> None:
-        """Returns when the batch is on its way."""
+        """Send the batch."""
         self._writer.write(frame_of(batch.SerializeToString()))
         try:
             await self._writer.drain()
@@ -187,10 +187,10 @@ class WorkerDuplex:
                 complaint = f"it answered nonsense: {error}"
                 break
             yield batch
-        raise StreamBrokenError(await self._last_words(complaint))
+        raise StreamBrokenError(await self._reason_of_end(complaint))
 
     def cancel(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         self._writer.transport.abort()
 
 

@@ -1,7 +1,7 @@
-"""What a server, its spawner and its workers say to each other over their sockets.
+"""What a server, its fork server and its workers say to each other over their sockets.
 
-    server   --orders (fixed size, with a socket)--> spawner
-    server   <--reports (fixed size)---------------- spawner
+    server   --orders (fixed size, with a socket)--> fork server
+    server   <--reports (fixed size)---------------- fork server
     server   <--frames: CallBatch | ReplyBatch-----> worker
 
 A frame is a length and a protobuf message. A worker runs foreign code, so nothing that
@@ -10,6 +10,9 @@ comes from one is ever unpickled, and its frames are bounded.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import struct
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -24,17 +27,17 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A worker that sends more at once is taken for broken."""
 FRAME_HEADER = struct.Struct("<I")
 ORDER = struct.Struct("<BIH")
-"""Order, worker id (or a length), and the worker's threads or a probe's milliseconds."""
+"""Order, worker id (or a length), and the worker's threads or milliseconds to check."""
 REPORT = struct.Struct("<BIiid")
 """Report, worker id, process id, wait status (or a text's length), CPU seconds."""
 
 
 class OrderKind(IntEnum):
-    """What a server tells its spawner."""
+    """What a server tells its fork server."""
 
-    SPAWN = 1
+    START = 1
     """A worker on the socket that comes along."""
-    PROBE = 2
+    DESCRIBE = 2
     """A worker that describes the environment and ends."""
     KILL = 3
     IMPORT = 4
@@ -42,7 +45,7 @@ class OrderKind(IntEnum):
 
 
 class ReportKind(IntEnum):
-    """What a spawner tells its server."""
+    """What a fork server tells its server."""
 
     READY = 1
     """The environment's module is imported."""
@@ -61,8 +64,8 @@ class WorkerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class SpawnerSetup:
-    """The first frame that a spawner reads."""
+class ForkServerSetup:
+    """The first frame that a fork server reads."""
 
     factory_json: str
     sys_path: list[str]
@@ -75,7 +78,7 @@ class SpawnerSetup:
         return orjson.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> SpawnerSetup:
+    def from_json(cls, text: bytes) -> ForkServerSetup:
         """The setup that `to_json` wrote."""
         found = orjson.loads(text)
         return cls(**{**found, "limits": WorkerLimits(**found["limits"])})
@@ -112,3 +115,10 @@ def parsed(kind: type[MessageT], frame: bytes) -> MessageT:
     except DecodeError as error:
         raise ValueError(f"expected a {kind.__name__}: {error}") from None
     return message
+
+
+def kill_group(pid: int) -> None:
+    """Kill a worker and what it has started, or the worker alone before it has a group."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

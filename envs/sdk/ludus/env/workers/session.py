@@ -22,7 +22,7 @@ _ALMOST = 0.1
 """Of a time limit: clocks and timers are not exact."""
 
 
-class SessionPlace(Protocol):
+class _Host(Protocol):
     """What a session has to know of its host."""
 
     @property
@@ -31,7 +31,7 @@ class SessionPlace(Protocol):
         ...
 
     async def close_session(self, session: WorkerSession) -> None:
-        """Returns when its environment is closed, or its worker is gone."""
+        """Close its environment, or find its worker gone."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class WorkerSession:
     __slots__ = ("_begun_s", "_call", "_host", "_last", "id", "worker")
     direct = None
 
-    def __init__(self, session_id: str, worker: Worker, host: SessionPlace) -> None:
+    def __init__(self, session_id: str, worker: Worker, host: _Host) -> None:
         self.id = session_id
         self.worker = worker
         self._host = host
@@ -60,7 +60,7 @@ class WorkerSession:
         return self._last
 
     async def open(self, with_text: bool) -> None:
-        """Returns when its environment is built."""
+        """Build its environment."""
         call, future = self._begin()
         call.open.session_id = self.id
         call.open.without_text = not with_text
@@ -105,17 +105,17 @@ class WorkerSession:
         return await self._settled(future, lambda reply: reply.call_tool.result_json)
 
     async def send_close(self) -> None:
-        """Returns when its environment is closed."""
+        """Close its environment."""
         call, future = self._begin()
         call.close.session_id = self.id
         await self._settled(future, lambda reply: None)
 
     async def close(self) -> None:
-        """Returns when the environment is freed."""
+        """Free its environment."""
         await self._host.close_session(self)
 
     def kill(self, reason: str) -> None:
-        """Ends the worker, as soon as the server's own limit has passed where it is shared.
+        """End the worker, as soon as the server's own limit has passed where it is shared.
 
         A client may ask for a shorter limit, but not for the end of other sessions.
         """
