@@ -9,7 +9,7 @@ import pytest
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import ThreadHost, local_host
+from ludus.env.sessions.hosts import LocalHost, local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import MAX_REMEMBERED_SESSIONS
@@ -335,7 +335,7 @@ async def test_the_episode_id_asked_for_is_in_the_state(factory):
     assert await core.state(session_id) == b'{"episode_id":"E","step_count":0,"total":0}'
 
 
-class DyingHost(ThreadHost):
+class DyingHost(LocalHost):
     """Loses every session right after its first answer, before anybody knows its id."""
 
     async def open(self, session_id, *, with_text, on_lost):
@@ -354,7 +354,7 @@ class DyingHost(ThreadHost):
 
 async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
     described = local_host(ThreadedCountingEnv).description
-    core = SessionCore(DyingHost(ThreadedCountingEnv, described), CoreOptions(max_sessions=1))
+    core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):
             await open_in(core, ResetArgs())

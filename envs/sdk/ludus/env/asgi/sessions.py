@@ -11,8 +11,9 @@ at once when a full server needs its place (`EvictableSessions`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.requests import Request
 
@@ -53,6 +54,16 @@ def forget_header(request: Request) -> dict[str, str]:
     """What makes the client forget its session."""
     path = request.scope.get("root_path", "") or "/"
     return {"set-cookie": f"{SESSION_COOKIE}=; HttpOnly; SameSite=Lax; Path={path}; Max-Age=0"}
+
+
+@contextlib.asynccontextmanager
+async def fresh_session(sessions: Sessions, reset: ResetArgs | None = None) -> AsyncIterator[str]:
+    """A session for one call that names none; it is closed after it."""
+    session_id = (await sessions.open(OpenArgs(reset, with_text=False))).session_id
+    try:
+        yield session_id
+    finally:
+        await sessions.close(session_id)
 
 
 class EvictableSessions:
@@ -135,22 +146,16 @@ class HttpSessions:
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.step(session_id, action, 0, timeout_s)
-        session_id = (await self._sessions.open(OpenArgs(ResetArgs(), with_text=False))).session_id
-        try:
+        async with fresh_session(self._sessions, ResetArgs()) as session_id:
             return await self._sessions.step(session_id, action, 0, timeout_s)
-        finally:
-            await self._sessions.close(session_id)
 
     async def state(self, named: str | None) -> bytes:
         """The state; of a new environment where no session is named."""
         session_id = self.use(named)
         if session_id is not None:
             return await self._sessions.state(session_id)
-        session_id = (await self._sessions.open(OpenArgs(with_text=False))).session_id
-        try:
+        async with fresh_session(self._sessions) as session_id:
             return await self._sessions.state(session_id)
-        finally:
-            await self._sessions.close(session_id)
 
     def use(self, named: str | None) -> str | None:
         """The session that a call acts on, which is in use from now; None for a fresh one."""

@@ -34,17 +34,17 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """The first head has to come within the time-out."""
+        """Start the timer of the first head."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Stop the timer."""
         self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what belongs to a head that does not end."""
+        """Count what belongs to a head that does not end."""
         super().data_received(data)
         if not self._is_in_head or self.transport.is_closing():
             return
@@ -57,7 +57,7 @@ class BoundedHttp(HttpToolsProtocol):
             )
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Begin to count a head."""
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
@@ -65,12 +65,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps headers; trailers behind a body come without bound and are of no use."""
+        """Keep headers; trailers behind a body come without bound and are of no use."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A head has ended."""
+        """Stop counting: the head is whole."""
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()

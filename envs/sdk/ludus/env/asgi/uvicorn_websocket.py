@@ -38,11 +38,11 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
     _is_app_waiting = False
 
     def answer_directly(self, handler: DirectHandler) -> None:
-        """Lets the handler see text frames first."""
+        """Let the handler see text frames first."""
         self._direct = handler
 
     def when_gone(self, callback: Callable[[], None]) -> None:
-        """Lets the callback know when the connection is lost."""
+        """Let the callback know when the connection is lost."""
         self._when_gone = callback
 
     def write_at_once(self, frame: bytes) -> bool:
@@ -54,7 +54,7 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the connection's task, and whoever wants to know at once."""
+        """Tell the connection's task, and whoever wants to know at once."""
         super().connection_lost(exc)
         self._direct = None
         gone, self._when_gone = self._when_gone, None
@@ -62,7 +62,7 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             gone()
 
     def handle_connect(self, event: Request) -> None:
-        """Starts the connection's task and offers it the short way."""
+        """Start the connection's task and offer it the short way."""
         super().handle_connect(event)
         if not self.handshake_complete:
             extensions: dict[str, Any] = self.scope["extensions"]  # type: ignore[assignment]
@@ -92,7 +92,7 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             self._is_app_waiting = False
 
     def shutdown(self) -> None:
-        """Closes the connection and says that the server goes."""
+        """Close the connection and say that the server goes."""
         if not self.handshake_complete or self.conn.state is not State.OPEN:
             super().shutdown()
             return
@@ -103,12 +103,12 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def keepalive_timeout(self) -> None:
-        """Cuts a connection whose peer answers no ping."""
+        """Cut a connection whose peer answers no ping."""
         super().keepalive_timeout()
         self.loop.call_later(_CUT_AFTER_S, self.transport.abort)
 
     def on_task_complete(self, task: Task[None]) -> None:
-        """Cuts the connection if it has not closed in time."""
+        """Cut the connection if it has not closed in time."""
         super().on_task_complete(task)
         if not self.disconnected:
             self.loop.call_later(self.close_timeout, self.transport.abort)

@@ -63,7 +63,7 @@ class CheckReport:
         return all(check.ok for check in self.checks)
 
     def raise_if_failed(self) -> None:
-        """Returns when no rule was broken.
+        """Raise unless every rule held.
 
         Raises:
             EnvironmentCheckError: names every broken rule.

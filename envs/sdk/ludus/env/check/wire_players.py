@@ -58,11 +58,7 @@ class CheckedServer:
         return not self.description.server_id and not self.description.max_sessions
 
     def require_extras(self, what: str) -> None:
-        """Nothing, where the server knows more than OpenEnv's protocol.
-
-        Raises:
-            NotOfferedError: it does not.
-        """
+        """Raise NotOfferedError where the server knows no more than OpenEnv's protocol."""
         if self.is_upstream:
             raise NotOfferedError(f"OpenEnv's protocol has no {what}")
 
@@ -87,12 +83,12 @@ class CheckedServer:
         return player
 
     async def close(self) -> None:
-        """Closes every session that was opened."""
+        """Close every session that was opened."""
         while self._opened:
             await self._opened.pop().close()
 
     async def measure_capacity(self) -> None:
-        """Opens sessions until one is refused, or enough are open."""
+        """Open sessions until one is refused, or enough are open."""
         try:
             for num_opened in range(MAX_OPENED + 1):
                 self.capacity = num_opened
@@ -163,7 +159,7 @@ class WirePlayer:
         return False
 
     async def take(self, action: Played) -> None:
-        """Takes one action and notes its result."""
+        """Take one action and note its result."""
         if isinstance(action, str):
             result = await self.session.step(text=action)
         else:

@@ -18,7 +18,7 @@ from ludus.env.check.wire_players import (
     record_of,
 )
 from ludus.env.client.client import AsyncSession, encode_action
-from ludus.env.contract.rules import BrokenRuleError
+from ludus.env.contract.rules import expect, expect_same
 from ludus.env.contract.schema import fault_of
 from ludus.env.types import StepResult
 from ludus.proto.errors import EnvError, ErrorCode
@@ -38,8 +38,8 @@ async def a_full_server_refuses_with_a_code(checked: CheckedServer) -> None:
     if checked.refusal is None:
         raise NotOfferedError(f"more than {MAX_OPENED} sessions, which is as far as this looks")
     code = checked.refusal.code
-    _expect(code == ErrorCode.CAPACITY_REACHED, "the code CAPACITY_REACHED", code)
-    _expect(checked.capacity > 0, "room for at least one session", "none")
+    expect(code == ErrorCode.CAPACITY_REACHED, "the code CAPACITY_REACHED", code)
+    expect(checked.capacity > 0, "room for at least one session", "none")
     session = await _open_soon(checked)
     await session.close()
 
@@ -50,15 +50,16 @@ async def the_server_describes_its_schemas(checked: CheckedServer) -> None:
     for name in ("action", "observation"):
         schema = getattr(description, f"{name}_schema")
         is_object = schema.get("type") == "object" or "properties" in schema
-        _expect(is_object, f"a JSON schema of an object for the {name}", schema or "nothing")
-    _expect(bool(description.name), "a name", "none")
+        expect(is_object, f"a JSON schema of an object for the {name}", schema or "nothing")
+    expect(bool(description.name), "a name", "none")
 
 
 async def same_seed_and_actions_give_the_same_episode(checked: CheckedServer) -> None:
     """In another session of the same server."""
     for seed in checked.seeds:
         first = await checked.play(seed, policy_seed=seed)
-        _expect_same(first, await checked.play(seed, first.actions), f"seed {seed}")
+        again = await checked.play(seed, first.actions)
+        expect_same(first.record, again.record, f"seed {seed}")
 
 
 async def seeds_are_not_ignored(checked: CheckedServer) -> None:
@@ -72,7 +73,7 @@ async def seeds_are_not_ignored(checked: CheckedServer) -> None:
             return
     unseeded = {b"".join((await checked.play(None)).record) for _ in checked.seeds}
     found = f"one and the same for all of {list(checked.seeds)}, but others without a seed"
-    _expect(unseeded == seeded, "episodes that differ with the seed", found)
+    expect(unseeded == seeded, "episodes that differ with the seed", found)
 
 
 async def sessions_side_by_side_do_not_disturb_each_other(checked: CheckedServer) -> None:
@@ -86,7 +87,7 @@ async def sessions_side_by_side_do_not_disturb_each_other(checked: CheckedServer
         *(player.finish(like.actions) for player, like in zip(together, plan, strict=True))
     )
     for before, after in zip(plan, together, strict=True):
-        _expect_same(before, after, f"one of {num_together} sessions side by side")
+        expect_same(before.record, after.record, f"one of {num_together} sessions side by side")
 
 
 async def a_second_reset_starts_again(checked: CheckedServer) -> None:
@@ -95,7 +96,7 @@ async def a_second_reset_starts_again(checked: CheckedServer) -> None:
     player = await checked.player(seed)
     await player.finish()
     again = record_of(await player.session.reset(seed=seed))
-    _expect(again == player.record[0], player.record[0].decode(), again.decode())
+    expect(again == player.record[0], player.record[0].decode(), again.decode())
 
 
 async def a_group_begins_alike(checked: CheckedServer) -> None:
@@ -105,14 +106,14 @@ async def a_group_begins_alike(checked: CheckedServer) -> None:
     for session, _ in group:
         await session.close()
     firsts = {record_of(first) for _, first in group}
-    _expect(len(firsts) == 1, f"{size} sessions that begin alike", f"{len(firsts)} beginnings")
+    expect(len(firsts) == 1, f"{size} sessions that begin alike", f"{len(firsts)} beginnings")
 
 
 async def a_step_before_the_reset_is_refused(checked: CheckedServer) -> None:
     """With the code NOT_RESET."""
     checked.require_extras("rule for it")
     reference = await checked.play(checked.seeds[0])
-    _expect(bool(reference.actions), "an episode of at least one step", "none")
+    expect(bool(reference.actions), "an episode of at least one step", "none")
     async with await checked.client.open_session() as session:
         await _expect_error(_step(session, reference.actions[0]), ErrorCode.NOT_RESET)
 
@@ -166,7 +167,7 @@ async def a_repeated_step_gets_its_first_answer(checked: CheckedServer) -> None:
         for _ in range(2):
             found = record_of(await session._wire.step(encoded, number))
             wanted = reference.record[number]
-            _expect(found == wanted, f"step {number} to be {wanted.decode()}", found.decode())
+            expect(found == wanted, f"step {number} to be {wanted.decode()}", found.decode())
 
 
 async def a_closed_session_is_gone(checked: CheckedServer) -> None:
@@ -184,7 +185,7 @@ async def observations_fit_their_schema(checked: CheckedServer) -> None:
     schema = checked.description.observation_schema
     for result in (await checked.play(checked.seeds[0])).results:
         fault = fault_of(result.observation, schema)
-        _expect(not fault, "observations that fit their schema", fault)
+        expect(not fault, "observations that fit their schema", fault)
 
 
 async def the_state_fits_its_schema(checked: CheckedServer) -> None:
@@ -193,7 +194,7 @@ async def the_state_fits_its_schema(checked: CheckedServer) -> None:
     for _ in range(2):
         state = await player.session.state()
         fault = fault_of(state, checked.description.state_schema)
-        _expect(not fault, "a state that fits its schema", fault)
+        expect(not fault, "a state that fits its schema", fault)
         await player.advance()
 
 
@@ -203,7 +204,7 @@ async def actions_of_the_schema_are_taken_or_refused_with_a_code(checked: Checke
         player = await checked.play(seed, policy_seed=seed + 1)
         codes = {str(error.code) for error in player.refusals}
         failed = codes & {str(ErrorCode.EXECUTION_ERROR)}
-        _expect(not failed, "results or refusals", f"a failure: {player.refusals}")
+        expect(not failed, "results or refusals", f"a failure: {player.refusals}")
 
 
 async def every_legal_answer_is_taken(checked: CheckedServer) -> None:
@@ -221,11 +222,11 @@ async def flags_and_rewards_are_sound(checked: CheckedServer) -> None:
     """No reward after a reset, and a running episode."""
     player = await checked.play(checked.seeds[0])
     first = player.results[0]
-    _expect(not first.done, "a running episode after a reset", "one that is over")
+    expect(not first.done, "a running episode after a reset", "one that is over")
     if not checked.is_upstream:
-        _expect(first.reward is None, "no reward after a reset", first.reward)
+        expect(first.reward is None, "no reward after a reset", first.reward)
     early = [result for result in player.results[:-1] if result.done]
-    _expect(not early, "no result after the end of an episode", early)
+    expect(not early, "no result after the end of an episode", early)
 
 
 WIRE_RULES: dict[str, WireRule] = {
@@ -277,9 +278,9 @@ async def _expect_error(call: Awaitable[StepResult], *codes: ErrorCode) -> None:
     try:
         result = await call
     except EnvError as error:
-        _expect(error.code in codes, expected, f"{error.code}: {error.message}")
+        expect(error.code in codes, expected, f"{error.code}: {error.message}")
         return
-    _expect(False, expected, f"a result: {record_of(result).decode()}")
+    expect(False, expected, f"a result: {record_of(result).decode()}")
 
 
 async def _expect_continues(
@@ -289,17 +290,4 @@ async def _expect_continues(
     for number, action in enumerate(reference.actions[:2], 1):
         found, wanted = record_of(await _step(session, action)), reference.record[number]
         said = f"an untouched episode after {circumstance}, step {number} {wanted.decode()}"
-        _expect(found == wanted, said, found.decode())
-
-
-def _expect_same(before: WirePlayer, after: WirePlayer, circumstance: str) -> None:
-    for index, (first, second) in enumerate(zip(before.record, after.record, strict=False)):
-        said = f"the same episode for {circumstance}; step {index} was {first.decode()}"
-        _expect(first == second, said, second.decode())
-    said = f"the same episode for {circumstance}; it took {len(before.actions)} steps"
-    _expect(len(before.actions) == len(after.actions), said, len(after.actions))
-
-
-def _expect(held: bool, expected: str, found: object) -> None:
-    if not held:
-        raise BrokenRuleError(f"expected {expected}, got {found}")
+        expect(found == wanted, said, found.decode())

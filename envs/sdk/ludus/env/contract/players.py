@@ -38,7 +38,7 @@ class CheckedEnvironment:
         return self._made[-1]
 
     def close(self) -> None:
-        """Closes every instance that was made."""
+        """Close every instance that was made."""
         while self._made:
             self._made.pop().close()
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.asgi.sessions import EvictableSessions
+from ludus.env.asgi.sessions import EvictableSessions, fresh_session
 from ludus.env.asgi.socket import SessionSockets
 from ludus.env.mcp.tools import (
     call_environment_tool,
@@ -153,11 +153,8 @@ class McpServer:
         """The payload of a step whose action is OpenEnv's for tools, as JSON."""
         if session_id is not None or action["type"] == "list_tools":
             return await step_with_tools(self._sessions, session_id or "", action)
-        fresh = await self._open(OpenArgs(with_text=False), None)
-        try:
+        async with fresh_session(self._sessions) as fresh:
             return await step_with_tools(self._sessions, fresh, action)
-        finally:
-            await self._sessions.close(fresh)
 
     # -- session ids of clients that may play ------------------------------------------
 
@@ -181,7 +178,7 @@ class McpServer:
         return McpCaller(session_id, may_play=True)
 
     async def end(self, caller: McpCaller) -> None:
-        """Ends the caller's session."""
+        """End the caller's session."""
         if caller.session_id is not None:
             await self._sessions.close(caller.session_id)
 
@@ -227,14 +224,12 @@ class McpServer:
         is_play = caller.may_play and any(t.name == name for t in play_tools(description))
         if not is_own and not is_play:
             raise self._unknown_tool(name, caller)
-        session_id, is_fresh = await self._session_for(params, caller)
-        try:
-            if is_own:
-                return await call_environment_tool(self._sessions, session_id, name, arguments)
-            return await play(self._sessions, session_id, name, arguments)
-        finally:
-            if is_fresh:
-                await self._sessions.close(session_id)
+        call = call_environment_tool if is_own else play
+        session_id = await self._session_for(params, caller)
+        if session_id is not None:
+            return await call(self._sessions, session_id, name, arguments)
+        async with fresh_session(self._sessions) as fresh:
+            return await call(self._sessions, fresh, name, arguments)
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None:
@@ -259,19 +254,17 @@ class McpServer:
 
     # -- sessions ----------------------------------------------------------------------
 
-    async def _session_for(self, params: JsonObject, caller: McpCaller) -> tuple[str, bool]:
-        """The session a tool is called in, and whether it was opened for the one call."""
+    async def _session_for(self, params: JsonObject, caller: McpCaller) -> str | None:
+        """The session a tool is called in; None for one that is opened for the one call."""
         if caller.session_id is not None:
             self._spare.used(caller.session_id)
-            return caller.session_id, False
+            return caller.session_id
         if caller.connection is not None:
-            return await self._own_session(caller), False
+            return await self._own_session(caller)
         named = params.get("session_id")
-        if not named:
-            return await self._open(OpenArgs(with_text=False), None), True
-        if not isinstance(named, str):
+        if named and not isinstance(named, str):
             raise McpError(INVALID_PARAMS, "expected 'session_id' to be a string")
-        return named, False
+        return named or None
 
     async def _own_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:

@@ -23,7 +23,7 @@ MAX_BATCH_BYTES = 4 * 1024 * 1024
 
 
 def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
-    """Writes the result into a message in place, which saves protobuf a copy."""
+    """Write the result into a message in place, which saves protobuf a copy."""
     message.session_id = session_id
     message.step_index = result.step_index
     message.observation_json = result.observation_json
@@ -71,7 +71,7 @@ def session_of(call: pb.Call) -> str:
 
 
 def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
-    """Writes the arguments of an open into a message in place."""
+    """Write the arguments of an open into a message in place."""
     message.SetInParent()
     if args.reset is not None:
         fill_reset_args(message.reset, args.reset)
@@ -97,7 +97,7 @@ def read_open_args(message: pb.OpenRequest) -> OpenArgs:
 
 
 def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
-    """Writes a new session into a message in place."""
+    """Write a new session into a message in place."""
     message.session_id = opened.session_id
     if opened.first is not None:
         fill_result(message.first, opened.session_id, opened.first)
@@ -110,7 +110,7 @@ def read_opened(message: pb.OpenResponse) -> Opened:
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
-    """Writes the arguments of a reset into a message in place."""
+    """Write the arguments of a reset into a message in place."""
     message.SetInParent()
     if args.seed is not None:
         message.seed = args.seed
@@ -157,7 +157,7 @@ def read_action(message: pb.StepRequest) -> bytes | str:
 
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
-    """Writes an error into a message in place."""
+    """Write an error into a message in place."""
     message.code = error.code
     message.message = error.message
     message.session_id = session_id
@@ -211,7 +211,7 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
 
 
 def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
-    """Appends the arrays to a repeated Tensor field."""
+    """Append the arrays to a repeated Tensor field."""
     for name, array in tensors.items():
         little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         messages.add(

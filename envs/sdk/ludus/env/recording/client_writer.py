@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import secrets
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ludus.env.recording.format import (
     RecordedResult,
     RecordedStep,
     hash_of_observation,
+    timestamp,
 )
 from ludus.env.recording.writer import RecordingFile
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -37,27 +37,27 @@ class EpisodeWriter:
         self._episode: RecordedEpisode | None = None
 
     def begin(self, seed: int, first: StepResult) -> None:
-        """Starts an episode."""
+        """Start an episode."""
         self._episode = RecordedEpisode(
             environment=self._environment,
             episode_id=secrets.token_hex(8),
             seed=seed,
             first=_recorded(first),
-            started_at=_now(),
+            started_at=timestamp(),
         )
 
     def note(self, action: JsonObject | str, result: StepResult) -> None:
-        """Adds a step."""
+        """Add a step."""
         assert self._episode is not None, "an episode has begun"
         step = RecordedStep(text=action) if isinstance(action, str) else RecordedStep(action=action)
         step.result = _recorded(result)
         self._episode.steps.append(step)
 
     def end(self, reason: str) -> None:
-        """Writes the episode, if one has begun."""
+        """Write the episode, if one has begun."""
         if self._episode is None:
             return
-        self._episode.ended_at = _now()
+        self._episode.ended_at = timestamp()
         self._episode.end_reason = reason
         self._file.append(self._episode.model_dump_json(exclude_none=True).encode())
         self._file.close()
@@ -72,7 +72,3 @@ def _recorded(result: StepResult) -> RecordedResult:
         truncated=result.truncated,
         observation=result.observation,
     )
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -6,6 +6,7 @@ same way again; observations themselves are there when they were asked for.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,11 @@ class RecordedEpisode(_Line):
     def episode_return(self) -> float:
         """The sum of its rewards."""
         return sum((step.result.reward or 0.0) if step.result else 0.0 for step in self.steps)
+
+
+def timestamp() -> str:
+    """The present moment, as recordings write it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def hash_of_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str:

@@ -13,7 +13,6 @@ slows players down instead of filling memory. Session ids and tokens are never w
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import secrets
 from collections import OrderedDict
@@ -32,6 +31,7 @@ from ludus.env.recording.format import (
     RecordedStep,
     hash_of_json,
     hash_of_observation,
+    timestamp,
 )
 from ludus.env.sessions.interface import (
     Connection,
@@ -328,7 +328,7 @@ class RecordingSessions:
             seed=args.seed,
             reset_options=args.options,
             first=self._result(first),
-            started_at=_now(),
+            started_at=timestamp(),
         )
         self._running[session_id] = _Running(episode, first.step_index)
         if len(self._running) > MAX_RUNNING:
@@ -398,7 +398,7 @@ class RecordingSessions:
         if self._running.get(session_id) is running:
             del self._running[session_id]
         episode = running.episode
-        episode.ended_at = _now()
+        episode.ended_at = timestamp()
         episode.end_reason = running.end_reason
         if running.is_cut:
             episode.end_reason += "; too long, later steps left out"
@@ -412,7 +412,3 @@ def _call_of(action: bytes | str) -> RecordedStep:
         return RecordedStep(action=orjson.loads(action))
     except orjson.JSONDecodeError:  # refused as malformed, which a replay does not repeat
         return RecordedStep()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,10 +1,10 @@
 """Where sessions run: on the event loop, in threads, or in worker processes.
 
-| host       | isolation             | a step that hangs                                |
-|------------|-----------------------|--------------------------------------------------|
-| InlineHost | none                  | blocks the server: for environments that promise not to |
-| ThreadHost | none                  | keeps its thread; its session ends               |
-| WorkerHost | `pool` or `process`   | is killed with its worker, whose sessions end     |
+| host                  | isolation           | a step that hangs                          |
+|-----------------------|---------------------|--------------------------------------------|
+| LocalHost, no threads | none                | blocks the server: it promised not to      |
+| LocalHost             | none                | keeps its thread; its session ends         |
+| WorkerHost            | `pool` or `process` | is killed with its worker and its sessions |
 """
 
 from __future__ import annotations
@@ -107,60 +107,40 @@ class SessionHost(Protocol):
         ...
 
 
-class InlineHost:
-    """Sessions on the event loop, for environments that promise to answer at once."""
+class LocalHost:
+    """Sessions in this process.
 
-    runs_inline = True
-    workers = None
+    Args:
+        num_threads: where their calls run; 0 is the event loop, for environments that promise
+            to answer at once. A thread cannot be stopped, only left behind.
+    """
 
-    def __init__(self, factory: EnvironmentFactory, description: EnvironmentDescription) -> None:
-        self.name = factory_name(factory, description)
-        self.description = description
-        self._factory = factory
-
-    async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
-        """A new session, to be reset."""
-        session = build_session(self._factory, self.name, session_id, with_text)
-        return LocalSession(session, None)
-
-    async def shut_down(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-class ThreadHost:
-    """Sessions in the server's threads; a thread cannot be stopped, only left behind."""
-
-    runs_inline = False
     workers = None
 
     def __init__(
-        self,
-        factory: EnvironmentFactory,
-        description: EnvironmentDescription,
-        num_threads: int = 32,
+        self, factory: EnvironmentFactory, description: EnvironmentDescription, num_threads: int
     ) -> None:
         self.name = factory_name(factory, description)
         self.description = description
+        self.runs_inline = num_threads == 0
         self._factory = factory
-        self._threads = ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
+        self._threads = (
+            None if self.runs_inline else ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
+        )
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
         """A new session, to be reset."""
         build = partial(build_session, self._factory, self.name, session_id, with_text)
-        session = await asyncio.get_running_loop().run_in_executor(self._threads, build)
-        return LocalSession(session, self._threads)
+        return LocalSession(await _run(self._threads, build), self._threads)
 
     async def shut_down(self) -> None:
         """Let go of the threads; steps that still run are abandoned."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class LocalSession:
-    """A session in this process.
-
-    Args:
-        threads: where its calls run; None is the event loop.
-    """
+    """A session whose calls run in threads, one at a time, or where there are none, directly."""
 
     __slots__ = ("_session", "_threads", "direct")
 
@@ -176,34 +156,35 @@ class LocalSession:
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        return await self._run(lambda: self._session.reset(args))
+        return await _run(self._threads, lambda: self._session.reset(args))
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """The answer to one action."""
-        return await self._run(lambda: self._session.step(action, step_index))
+        return await _run(self._threads, lambda: self._session.step(action, step_index))
 
     async def state_json(self) -> bytes:
         """The environment's state."""
-        return await self._run(self._session.state_json)
+        return await _run(self._threads, self._session.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned, as JSON."""
-        return await self._run(lambda: self._session.call_tool(name, arguments))
+        return await _run(self._threads, lambda: self._session.call_tool(name, arguments))
 
     async def close(self) -> None:
         """Free what the environment holds."""
-        await self._run(self._session.close)
+        await _run(self._threads, self._session.close)
 
     def kill(self, reason: str) -> None:
         """Do nothing: neither a thread nor the event loop can be stopped in a call."""
 
-    async def _run(self, call: Callable[[], ResultT]) -> ResultT:
-        if self._threads is None:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+async def _run(threads: Executor | None, call: Callable[[], ResultT]) -> ResultT:
+    if threads is None:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
-def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> InlineHost | ThreadHost:
+def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> LocalHost:
     """The host in this process that fits the environment.
 
     Raises whatever the factory raises: a server with a broken factory does not start.
@@ -214,9 +195,7 @@ def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> InlineHost
         runs_inline = sample.steps_on_event_loop
     finally:
         sample.close()
-    if runs_inline:
-        return InlineHost(factory, description)
-    return ThreadHost(factory, description, num_threads)
+    return LocalHost(factory, description, 0 if runs_inline else num_threads)
 
 
 def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:

@@ -127,7 +127,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Frees what the environment holds; a failure is logged, not raised."""
+        """Free what the environment holds; a failure is logged, not raised."""
         try:
             self._environment.close()
         except Exception:  # noqa: BLE001 - foreign code; the session is gone either way
