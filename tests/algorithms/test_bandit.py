@@ -73,7 +73,7 @@ class Tables(torch.nn.Module):
         """Log-probs, entropies and values [N, T] of each token, as seen from the one before it."""
         seen = torch.cat([token_ids[:, :1], token_ids[:, :-1]], dim=1)
         logits = self.logits[seen] + self.answers_only
-        return token_logprobs(logits, token_ids), entropy(logits), self.values[seen]
+        return token_logprobs(logits, token_ids), entropy(logits.log_softmax(-1)), self.values[seen]
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def train_step(
             targets = returns(advantages, old_values, mask)
         if isinstance(config, PpoConfig) or config.kl_placement == "reward":
             advantages = whiten(advantages, mask, moments(advantages, mask))
-    denominator = loss_denominator(mask, config.aggregation, max_tokens=4)
+    denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=4)
     for _ in range(2):
         new, entropies, values = policy.say(ids)
         loss = policy_gradient_loss(
@@ -163,7 +163,7 @@ def train_step(
             kl_coef=config.kl_coef,
         ).loss
         if isinstance(config, PpoConfig):
-            tokens = loss_denominator(mask, "token_mean")
+            tokens = int(mask.sum())
             loss = loss + config.value_coef * value_loss(
                 values, old_values, targets, mask, config.value_clip, tokens
             )

@@ -74,7 +74,7 @@ def run(
         advantages=group_advantages(batch.rewards[None], scale=scale).T[rows],
         loss_mask=batch.mask[rows],
         config=config,
-        denominator=loss_denominator(batch.mask, config.aggregation, max_tokens=8),
+        denominator=loss_denominator(batch.mask.sum(-1), config.aggregation, max_tokens=8),
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,
     )
@@ -221,14 +221,14 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: Algor
     policy = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
 
     logprobs = token_logprobs(features @ policy, actions)
-    denominator = loss_denominator(mask, config.aggregation, max_tokens=8)
+    denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=8)
     reinforce = aggregate(-advantages * logprobs, mask, config.aggregation, denominator)
     terms = policy_gradient_loss(
         logprobs=logprobs,
         old_logprobs=None,
         rollout_logprobs=logprobs.detach(),
         ref_logprobs=None,
-        entropy=entropy(features @ policy),
+        entropy=entropy((features @ policy).log_softmax(-1)),
         advantages=advantages,
         loss_mask=mask,
         config=config,
@@ -253,7 +253,7 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
             old_logprobs=None,
             rollout_logprobs=logprobs,
             ref_logprobs=None,
-            entropy=entropy(logits),
+            entropy=entropy(logits.log_softmax(-1)),
             advantages=torch.zeros(1, 1),
             loss_mask=torch.tensor([[True]]),
             config=GrpoConfig(),

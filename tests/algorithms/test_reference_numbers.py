@@ -198,5 +198,5 @@ def test_table_gspo_loss(
 
 
 def _mean(per_token: Tensor, ragged: RaggedBatch, how: str) -> float:
-    denominator = loss_denominator(ragged.mask, how, max_tokens=8)
+    denominator = loss_denominator(ragged.mask.sum(-1), how, max_tokens=8)
     return aggregate(per_token, ragged.mask, how, denominator).item()

@@ -12,10 +12,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.micro_batches import (
-    Cutting,
     MicroBatch,
-    micro_batches,
-    one_piece,
+    MicroBatchConfig,
+    make_micro_batches,
+    one_micro_batch,
     split_samples,
 )
 from ludus.trainer.learner.model import Policy
@@ -49,20 +49,24 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-def all_pieces(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
-    """The pieces of the whole batch on one rank."""
-    return micro_batches(batch, np.arange(batch.num_samples), Cutting(max_tokens, costs))
+def all_micro_batches(batch: Batch, costs: RowCosts | None, max_tokens: int) -> list[MicroBatch]:
+    """The micro-batches of the whole batch on one rank."""
+    return make_micro_batches(
+        batch, np.arange(batch.num_samples), MicroBatchConfig(max_tokens, costs)
+    )
 
 
-def answers_by_tag(policy: Policy, pieces: list[MicroBatch]) -> dict[float, list[float]]:
+def answers_by_tag(policy: Policy, micro_batches: list[MicroBatch]) -> dict[float, list[float]]:
     """For each sample its log-probs and entropies, in the order of its tokens."""
     answers: dict[float, list[float]] = {}
-    for piece in pieces:
-        said = policy(piece.rows, temperature=0.7, entropy="value")
-        logprobs, entropies = (piece.of_samples(v) for v in (said.logprobs, said.entropies))
-        for row, mask in enumerate(piece.mask):
+    for micro_batch in micro_batches:
+        output = policy(micro_batch.rows, temperature=0.7, wanted_entropy="value")
+        logprobs, entropies = (
+            micro_batch.of_samples(v) for v in (output.logprobs, output.entropies)
+        )
+        for row, mask in enumerate(micro_batch.mask):
             of_sample = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
-            answers[piece.rewards[row].sum().item()] = of_sample
+            answers[micro_batch.rewards[row].sum().item()] = of_sample
     return answers
 
 
@@ -83,9 +87,9 @@ def test_packed_sequences_get_the_answers_that_they_get_alone(
     policy: Policy, batch: Batch, max_tokens: int
 ) -> None:
     with torch.no_grad():
-        alone = answers_by_tag(policy, all_pieces(batch, None, max_tokens=1))
+        alone = answers_by_tag(policy, all_micro_batches(batch, None, max_tokens=1))
         for costs in (SHARE_ALL, FAIR):
-            packed = answers_by_tag(policy, all_pieces(batch, costs, max_tokens))
+            packed = answers_by_tag(policy, all_micro_batches(batch, costs, max_tokens))
             assert packed.keys() == alone.keys()
             for tag, answer in packed.items():
                 assert answer == pytest.approx(alone[tag], abs=2e-5)
@@ -113,7 +117,7 @@ def test_where_attention_is_free_every_prefix_is_computed_once(batch: Batch) -> 
 def test_rows_get_longer_as_attention_gets_cheaper() -> None:
     batch = make_batch(num_samples=60, prefix_tokens=20)
     longest = [
-        max(p.rows.token_ids.shape[1] for p in all_pieces(batch, costs, max_tokens=4096))
+        max(p.rows.token_ids.shape[1] for p in all_micro_batches(batch, costs, max_tokens=4096))
         for costs in (RowCosts(1.0, 1.0), RowCosts(100.0, 1.0), SHARE_ALL)
     ]
     assert longest[0] < longest[1] < longest[2]
@@ -122,7 +126,10 @@ def test_rows_get_longer_as_attention_gets_cheaper() -> None:
 def test_sequences_without_a_common_prefix_cost_no_more_than_padded() -> None:
     batch = make_batch(num_samples=60)
     packed, padded = (
-        sum(piece.rows.num_tokens for piece in all_pieces(batch, costs, max_tokens=256))
+        sum(
+            micro_batch.rows.num_tokens
+            for micro_batch in all_micro_batches(batch, costs, max_tokens=256)
+        )
         for costs in (FAIR, None)
     )
     assert packed <= padded
@@ -170,61 +177,65 @@ def test_a_model_that_takes_no_mask_of_ours_is_not_given_trees(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [8, 40, 10_000])
 @pytest.mark.parametrize("costs", [None, FAIR])
-def test_every_sample_is_on_exactly_one_rank_in_equally_many_pieces(
+def test_every_sample_is_on_exactly_one_rank_in_equally_many_micro_batches(
     num_ranks: int, max_tokens: int, costs: RowCosts | None
 ) -> None:
     batch = make_batch(num_samples=25, prefix_tokens=5)
     for samples in split_samples(batch, 2):
-        pieces = [
-            micro_batches(batch, samples, Cutting(max_tokens, costs, rank, num_ranks))
+        micro_batches = [
+            make_micro_batches(batch, samples, MicroBatchConfig(max_tokens, costs, rank, num_ranks))
             for rank in range(num_ranks)
         ]
-        assert len({len(of_rank) for of_rank in pieces}) == 1
-        paid = [r for of_rank in pieces for p in of_rank for r in p.rewards.sum(1).tolist()]
+        assert len({len(of_rank) for of_rank in micro_batches}) == 1
+        earned = [
+            r for of_rank in micro_batches for p in of_rank for r in p.rewards.sum(1).tolist()
+        ]
         expected = [batch.rewards[i].sum() for i in samples]
-        assert sorted(paid) == pytest.approx(sorted(expected))
+        assert sorted(earned) == pytest.approx(sorted(expected))
 
 
 def test_ranks_share_the_work_even_where_one_row_could_hold_it_all() -> None:
     batch = make_batch(num_samples=48, prefix_tokens=4)
     samples = np.arange(48)
     work = [
-        sum(p.rows.num_tokens for p in micro_batches(batch, samples, cutting))
-        for cutting in (Cutting(10_000, SHARE_ALL, rank, 2) for rank in range(2))
+        sum(p.rows.num_tokens for p in make_micro_batches(batch, samples, config))
+        for config in (MicroBatchConfig(10_000, SHARE_ALL, rank, 2) for rank in range(2))
     ]
     assert max(work) < 1.5 * min(work)
 
 
 @pytest.mark.parametrize("costs", [None, FAIR])
-def test_a_piece_stays_within_its_tokens_unless_one_sequence_alone_exceeds_them(
+def test_a_micro_batch_stays_within_its_tokens_unless_one_sequence_alone_exceeds_them(
     costs: RowCosts | None,
 ) -> None:
-    pieces = all_pieces(make_batch(num_samples=25), costs, max_tokens=40)
-    assert len(pieces) > 3
-    assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in pieces)
+    micro_batches = all_micro_batches(make_batch(num_samples=25), costs, max_tokens=40)
+    assert len(micro_batches) > 3
+    assert all(p.rows.num_tokens <= 40 or len(p.rows.token_ids) == 1 for p in micro_batches)
 
 
-def test_one_piece_holds_every_sample_in_order_however_unequal_their_lengths() -> None:
+def test_one_micro_batch_holds_every_sample_in_order_however_unequal_their_lengths() -> None:
     lengths = [90, 3, 40, 3, 12]
     samples = [
         sample([3 + i] * length, [False] + [True] * (length - 1))
         for i, length in enumerate(lengths)
     ]
-    piece = one_piece(samples)
-    assert piece.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
-    tokens = piece.of_samples(piece.rows.targets)
+    micro_batch = one_micro_batch(samples)
+    assert micro_batch.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
+    tokens = micro_batch.of_samples(micro_batch.rows.targets)
     assert tokens[:, 0].tolist() == [3, 4, 5, 6, 7]
 
 
 def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
-    piece = one_piece([sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2])
+    micro_batch = one_micro_batch(
+        [sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2]
+    )
     both = collate(
         [
             sample([3, 4, 5, 6], [False, True, True, False]),
             sample([3, 4, 5, 6], [False] * 3 + [True]),
         ]
     )
-    [shared] = all_pieces(both, SHARE_ALL, max_tokens=100)
-    assert piece.rows.num_tokens == shared.rows.num_tokens == 4
+    [shared] = all_micro_batches(both, SHARE_ALL, max_tokens=100)
+    assert micro_batch.rows.num_tokens == shared.rows.num_tokens == 4
     assert shared.rows.targets.tolist() == [4, 5, 6]
     assert shared.mask.sum(1).tolist() == [2, 1]

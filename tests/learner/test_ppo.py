@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.data.batch import collate
+from ludus.trainer.learner.algorithm import make_algorithm
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.learner.micro_batches import one_piece
+from ludus.trainer.learner.micro_batches import one_micro_batch
 from ludus.trainer.learner.model import PolicyOutput
-from ludus.trainer.learner.targets import make_targets
 from ludus.trainer.types import Coefficients, TrainingSample
 from tests.learner.tiny_policy import make_batch, make_learner, make_samples
 
@@ -31,7 +31,7 @@ def weights(learner: Learner) -> torch.Tensor:
 
 
 def three_turns(terminated: bool) -> TrainingSample:
-    """p s p s s p: paid 1 and 2 on the last token of its turns."""
+    """p s p s s p: rewards of 1 and 2 on the last token of its turns."""
     return TrainingSample(
         token_ids=[5, 6, 7, 8, 9, 10],
         loss_mask=[False, True, False, True, True, False],
@@ -43,15 +43,15 @@ def three_turns(terminated: bool) -> TrainingSample:
 
 
 def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off() -> None:
-    piece = one_piece([three_turns(terminated=True), three_turns(terminated=False)])
-    said = PolicyOutput(
+    samples = one_micro_batch([three_turns(terminated=True), three_turns(terminated=False)])
+    start = PolicyOutput(
         logprobs=torch.zeros(3),
         entropies=None,
         values=torch.tensor([0.5, 1.0, 1.5]),
         last_values=torch.tensor([4.0, 4.0]),
     )
-    algorithm = PpoConfig(gamma=0.5, lam=0.5)
-    targets = make_targets(piece, said, None, algorithm, kl_coef=0.0)
+    algorithm = make_algorithm(PpoConfig(gamma=0.5, lam=0.5))
+    targets = algorithm.targets(samples, start, None, kl_coef=0.0)
     # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
     ended, cut = [1.0 - 0.5 + 0.25 * a + 0.5 * 1.0 for a in (-0.125, 0.375)], [2.0 - 1.5, 2.5]
     expected = torch.tensor([[ended[0], -0.125, cut[0]], [ended[1], 0.375, cut[1]]])
@@ -159,9 +159,9 @@ def test_divergence_in_the_reward_pulls_the_policy_back(
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -> None:
     learner = make_learner(model_path, PPO, max_tokens_per_micro_batch=64)
-    pieces = learner._cut(make_batch(num_samples=24), np.arange(24))
-    assert len(pieces) > 1
-    [targets] = learner._targets([pieces], STEP)
-    values = torch.cat([t.advantages[p.mask] for t, p in zip(targets, pieces, strict=True)])
+    micro_batches = learner._cut(make_batch(num_samples=24), np.arange(24))
+    assert len(micro_batches) > 1
+    [targets] = learner._targets([micro_batches], STEP)
+    values = torch.cat([t.advantages[p.mask] for t, p in zip(targets, micro_batches, strict=True)])
     assert values.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert values.std().item() == pytest.approx(1.0, abs=1e-4)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ludus.trainer.interfaces import EngineOutput, EngineRequest
-from ludus.trainer.learner.micro_batches import one_piece
+from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
-from ludus.trainer.types import CanaryPrompt, Sampling, TrainingSample
+from ludus.trainer.types import CanaryPrompt, Sampling
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     END_TOKEN_ID,
@@ -134,10 +134,9 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
             output = outputs[request.request_id]
             token_ids = request.prompt_ids + output.token_ids
             sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
-            nothing = [0.0] * len(token_ids)
-            piece = one_piece([TrainingSample(token_ids, sampled, nothing, nothing, nothing, True)])
+            micro_batch = one_micro_batch([unscored_sample(token_ids, sampled)])
             with torch.no_grad():
-                logprobs = piece.of_samples(policy(piece.rows, temperature).logprobs)
+                logprobs = micro_batch.of_samples(policy(micro_batch.rows, temperature).logprobs)
             assert logprobs[0].tolist() == pytest.approx(output.logprobs, abs=TOLERANCE)
 
 

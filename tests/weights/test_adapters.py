@@ -21,6 +21,7 @@ from ludus.trainer.learner.lora import (
     save_adapters,
     set_adapters_enabled,
 )
+from ludus.trainer.prepare import prepare_model
 from ludus.trainer.weights.adapters import AdapterMerger
 
 CONFIG = LoraConfig(rank=4, alpha=24.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -137,6 +138,14 @@ def test_a_target_that_the_model_does_not_have_is_refused_with_those_it_has(base
     with pytest.raises(ConfigError, match=expected):
         check_targets(str(base), wrong)
     check_targets(str(base), CONFIG)
+
+
+async def test_a_run_with_a_wrong_target_is_refused_before_weights_are_loaded(
+    base: Path, tmp_path: Path
+) -> None:
+    model = ["model.kind=pretrained", f"model.path={base}", 'model.lora.targets=["qkv_proj"]']
+    with pytest.raises(ConfigError, match=r"no linear layer \['qkv_proj'\]"):
+        await prepare_model(load_run_config(None, model), {}, tmp_path)
 
 
 def test_a_wrong_target_of_a_tiny_model_is_refused_at_parse() -> None:

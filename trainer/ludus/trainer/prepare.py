@@ -16,6 +16,7 @@ from ludus.env.types import StepResult
 from ludus.proto.config import PretrainedModel, RunConfig, TinyModel
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.environments import Environment
+from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
     Exchange,
@@ -43,8 +44,10 @@ async def prepare_model(
     from where it began.
     """
     match run.model:
-        case PretrainedModel(path=path):
+        case PretrainedModel(path=path, lora=lora):
             _check_path(path)
+            if lora is not None:
+                await asyncio.to_thread(check_targets, path, lora)
             return path
         case TinyModel() as config:
             if not (folder / _MODEL_CONFIG_FILE).is_file():

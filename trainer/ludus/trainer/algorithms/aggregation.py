@@ -36,19 +36,14 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation, denominato
     return row_sums.sum() / denominator
 
 
-def loss_denominator(mask: Tensor, how: Aggregation, max_tokens: int | None = None) -> int:
-    """What these rows add to the step's denominator; sum it over micro-batches and ranks.
+def loss_denominator(num_sampled: Tensor, how: Aggregation, max_tokens: int) -> int:
+    """By what the losses of an optimizer step are divided.
 
-    "constant" needs `max_tokens`, the longest that a row may get.
+    Args:
+        num_sampled: [N] sampled tokens of all rows of the step, on all ranks.
+        max_tokens: the longest that a row may get.
     """
     if how == "token_mean":
-        return int(mask.sum())
-    num_sequences = int(mask.any(-1).sum())
-    if how == "sequence_mean":
-        return num_sequences
-    if max_tokens is None:
-        raise ValueError(
-            "max_tokens expected a number for how = 'constant', got None; "
-            "pass the token limit of a sequence"
-        )
-    return num_sequences * max_tokens
+        return int(num_sampled.sum())
+    num_sequences = int((num_sampled > 0).sum())
+    return num_sequences * max_tokens if how == "constant" else num_sequences

@@ -8,13 +8,18 @@ not, and would train on nonsense without a word. So the model is asked, once, at
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ludus.trainer.data.batch import collate
-from ludus.trainer.learner.micro_batches import Cutting, micro_batches
+from ludus.trainer.learner.micro_batches import (
+    MicroBatchConfig,
+    make_micro_batches,
+    unscored_sample,
+)
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.learner.packing import RowCosts
 from ludus.trainer.types import Batch, TrainingSample
@@ -65,18 +70,18 @@ def can_pack_trees(policy: Policy, dtype: torch.dtype, device: torch.device) -> 
 def _answers(policy: Policy, batch: Batch, costs: RowCosts | None, device: torch.device) -> Tensor:
     """The log-probs of all sampled tokens, in an order that does not depend on the packing."""
     answers: dict[float, list[float]] = {}
-    for piece in micro_batches(batch, np.arange(batch.num_samples), Cutting(1024, costs)):
-        piece = piece.to(device)
-        logprobs = piece.of_samples(policy(piece.rows, temperature=1.0).logprobs)
-        for number, row, mask in zip(piece.rewards[:, 0], logprobs, piece.mask, strict=True):
+    config = MicroBatchConfig(1024, costs)
+    for micro_batch in make_micro_batches(batch, np.arange(batch.num_samples), config):
+        moved = micro_batch.to(device)
+        logprobs = moved.of_samples(policy(moved.rows, temperature=1.0).logprobs)
+        for number, row, mask in zip(moved.rewards[:, 0], logprobs, moved.mask, strict=True):
             answers[float(number)] = row[mask].tolist()
     return torch.tensor([value for number in sorted(answers) for value in answers[number]])
 
 
 def _sample(token_ids: list[int]) -> TrainingSample:
     """All but the first token sampled; the first reward tells the samples apart."""
-    nothing = [0.0] * len(token_ids)
     mask = [index > 0 for index in range(len(token_ids))]
     number = float(_SEQUENCES.index(token_ids))
     rewards = [number * (index == 1) for index in range(len(token_ids))]
-    return TrainingSample(token_ids, mask, nothing, nothing, rewards, terminated=True)
+    return replace(unscored_sample(token_ids, mask), rewards=rewards)

@@ -1,12 +1,12 @@
 """One rank of the learner: a training step, the weights to publish, the state to keep.
 
-    Batch --split--> minibatches --cut--> pieces
+    Batch --split--> minibatches --cut--> micro-batches
                                             |  all of the step, before anything moves
                                             v
                        policy, reference: Targets (old log-probs, values, advantages)
                                             |  minibatch by minibatch
                                             v
-                       forward, loss, backward for each piece; clip; AdamW
+                       forward, loss, backward for each micro-batch; clip; AdamW
 
 Every method is a collective: all ranks call it with equal arguments, or all of them hang.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from ludus.proto.config import (
-    AlgorithmConfig,
-    LearnerConfig,
-    LoraConfig,
-    PpoConfig,
-    ReinforceConfig,
-)
+from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.algorithms.policy_loss import policy_gradient_loss
-from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.lora import (
     ADAPTER_FOLDER,
@@ -56,15 +47,23 @@ from ludus.trainer.learner.lora import (
     set_adapters_enabled,
 )
 from ludus.trainer.learner.micro_batches import (
-    Cutting,
     MicroBatch,
-    micro_batches,
-    one_piece,
+    MicroBatchConfig,
+    make_micro_batches,
+    one_micro_batch,
     split_samples,
+    unscored_sample,
 )
-from ludus.trainer.learner.model import VALUE_HEAD, Policy, PolicyOutput, prepare, row_costs
-from ludus.trainer.learner.step_metrics import PieceSums, StepMetrics, StepTotals
-from ludus.trainer.learner.targets import Targets, make_targets, whitened
+from ludus.trainer.learner.model import (
+    VALUE_HEAD,
+    Entropy,
+    Policy,
+    PolicyOutput,
+    full_tensor,
+    prepare,
+    row_costs,
+)
+from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, TrainingSample
@@ -100,8 +99,8 @@ class Learner:
         torch.manual_seed(spec.seed)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         config, algorithm = spec.config, spec.algorithm
-        has_critic = isinstance(algorithm, PpoConfig) or bool(config.value_head)
-        self._policy = self._load_policy(value_head=has_critic)
+        self._algorithm = make_algorithm(algorithm)
+        self._policy = self._load_policy(value_head=self._algorithm.has_critic)
         # With adapters the reference is the policy without them.
         self._reference = (
             self._load_policy(offload=config.offload_reference)
@@ -118,7 +117,7 @@ class Learner:
             self._policy, getattr(torch, config.dtype), self._device
         )
         self._reshard()
-        self._cutting = Cutting(
+        self._micro_batches = MicroBatchConfig(
             config.max_tokens_per_micro_batch,
             row_costs(self._policy.language_model) if packs_trees else None,
             self._rank,
@@ -145,11 +144,11 @@ class Learner:
         parts = split_samples(batch, self._spec.config.num_minibatches)
         minibatches = [self._cut(batch, samples) for samples in parts]
         targets = self._targets(minibatches, coefficients)
-        sums: list[PieceSums] = []
+        sums: list[MicroBatchSums] = []
         grad_norms: list[float] = []
-        for samples, pieces, towards in zip(parts, minibatches, targets, strict=True):
+        for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
             denominators = self._denominators(batch, samples)
-            sums += self._accumulate(pieces, towards, denominators, coefficients)
+            sums += self._accumulate(micro_batches, aims, denominators, coefficients)
             grad_norms.append(self._apply_gradients())
         return _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
 
@@ -160,11 +159,10 @@ class Learner:
         All weights of the policy, or the adapters alone; copies, which no later step changes.
         """
         if self._spec.lora is not None:
-            adapters = adapter_state(self._policy.language_model)
-            return {name: tensor.clone() for name, tensor in adapters.items()}
+            return adapter_state(self._policy.language_model)
         names = self._policy.full_names()
         return {
-            names[name]: _full(parameter)
+            names[name]: full_tensor(parameter)
             for name, parameter in self._policy.named_parameters()
             if name in names
         }
@@ -176,18 +174,18 @@ class Learner:
         answers: list[list[float]] = []
         for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
             samples = [_as_sample(prompt) for prompt in prompts[start : start + _PROMPTS_AT_ONCE]]
-            piece = one_piece(samples).to(self._device)
-            logprobs = piece.of_samples(self._policy(piece.rows, temperature=1.0).logprobs)
-            answers += [row[mask].tolist() for row, mask in zip(logprobs, piece.mask, strict=True)]
+            asked = one_micro_batch(samples).to(self._device)
+            logprobs = asked.of_samples(self._policy(asked.rows, temperature=1.0).logprobs)
+            answers += [row[mask].tolist() for row, mask in zip(logprobs, asked.mask, strict=True)]
         self._reshard()
         return answers
 
     def save(self, folder: Path) -> None:
-        """Nothing; writes weights, optimizer and random state, each rank its part."""
+        """Write weights, optimizer and random state, each rank its part."""
         dcp.save(self._state(), checkpoint_id=folder)
 
     def export_model(self, folder: Path) -> None:
-        """Nothing; rank 0 writes the policy as a folder that any Hugging Face loader reads."""
+        """Write the policy, from rank 0, as a folder that any Hugging Face loader reads."""
         state = self.full_state()
         value_head = self._value_head_state()
         lora = self._spec.lora
@@ -204,7 +202,7 @@ class Learner:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
 
     def load(self, folder: Path) -> None:
-        """Nothing; continues from what `save` wrote, also with another number of ranks.
+        """Continue from what `save` wrote, also with another number of ranks.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model.
@@ -240,7 +238,7 @@ class Learner:
     def _value_head_state(self) -> dict[str, Tensor]:
         """The value head's weights as full tensors on the CPU; empty without one."""
         return {
-            name.removeprefix(f"{VALUE_HEAD}."): _full(parameter)
+            name.removeprefix(f"{VALUE_HEAD}."): full_tensor(parameter)
             for name, parameter in self._policy.named_parameters()
             if name.startswith(VALUE_HEAD)
         }
@@ -256,121 +254,70 @@ class Learner:
         }
 
     def _reshard(self) -> None:
-        """Nothing; after a forward pass that no backward pass follows, FSDP holds whole copies.
+        """Shard the policy again.
 
-        They would be taken for the parameters.
+        After a forward pass that no backward pass follows, FSDP holds whole copies, which would
+        be taken for the parameters.
         """
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()
 
     def _cut(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
-        pieces = micro_batches(batch, samples, self._cutting)
-        return [piece.to(self._device) for piece in pieces]
+        micro_batches = make_micro_batches(batch, samples, self._micro_batches)
+        return [micro_batch.to(self._device) for micro_batch in micro_batches]
 
     @torch.no_grad()
     def _targets(
         self, minibatches: Sequence[Sequence[MicroBatch]], coefficients: Coefficients
     ) -> list[list[Targets]]:
-        """For each piece of each minibatch, what it is trained towards."""
-        algorithm, temperature = self._spec.algorithm, self._spec.temperature
-        critic = isinstance(algorithm, PpoConfig)
-        recomputes = algorithm.old_logprobs == "recompute"
-        in_reward = algorithm.kl_placement == "reward" and coefficients.kl > 0
+        """For each micro-batch of each minibatch, what the loss compares the policy with."""
+        temperature, kl_coef = self._spec.temperature, coefficients.kl
         targets: list[list[Targets]] = []
-        for index, pieces in enumerate(minibatches):
-            # The first minibatch meets the weights unmoved: its own answer is the old one.
-            asks = critic or (recomputes and (index > 0 or in_reward))
+        for index, micro_batches in enumerate(minibatches):
+            needs_start = self._algorithm.needs_start(index, coefficients)
             targets.append([])
-            for piece in pieces:
-                start = self._policy(piece.rows, temperature) if asks else None
-                reference = self._ask_reference(piece) if coefficients.kl > 0 else None
-                targets[-1].append(
-                    make_targets(piece, start, reference, algorithm, coefficients.kl)
-                )
-        if isinstance(algorithm, PpoConfig) and algorithm.normalise_advantages:
-            return [whitened(t, p) for t, p in zip(targets, minibatches, strict=True)]
-        if isinstance(algorithm, ReinforceConfig) and algorithm.kl_placement == "reward":
-            return _whitened_together(targets, minibatches)
-        return targets
+            for micro_batch in micro_batches:
+                start = self._policy(micro_batch.rows, temperature) if needs_start else None
+                reference = self._ask_reference(micro_batch) if kl_coef > 0 else None
+                made = self._algorithm.targets(micro_batch, start, reference, kl_coef)
+                targets[-1].append(made)
+        return self._algorithm.whitened(targets, minibatches)
 
-    def _ask_reference(self, piece: MicroBatch) -> PolicyOutput:
+    def _ask_reference(self, micro_batch: MicroBatch) -> PolicyOutput:
         if self._reference is not None:
-            output: PolicyOutput = self._reference(piece.rows, self._spec.temperature)
+            output: PolicyOutput = self._reference(micro_batch.rows, self._spec.temperature)
             return output
         set_adapters_enabled(self._policy, False)
         try:
-            output = self._policy(piece.rows, self._spec.temperature)
+            output = self._policy(micro_batch.rows, self._spec.temperature)
         finally:
             set_adapters_enabled(self._policy, True)
         return output
 
     def _accumulate(
         self,
-        pieces: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         targets: Sequence[Targets],
-        denominators: _Denominators,
+        denominators: Denominators,
         coefficients: Coefficients,
-    ) -> list[PieceSums]:
-        """The sums of each piece; the gradients wait in the parameters."""
-        sums: list[PieceSums] = []
-        for index, (piece, towards) in enumerate(zip(pieces, targets, strict=True)):
+    ) -> list[MicroBatchSums]:
+        """The sums of each micro-batch; the gradients wait in the parameters."""
+        entropy: Entropy = "gradient" if coefficients.entropy > 0 else "value"
+        sums: list[MicroBatchSums] = []
+        for index, (micro_batch, aims) in enumerate(zip(micro_batches, targets, strict=True)):
             if isinstance(self._policy, FSDPModule):
-                self._policy.set_requires_gradient_sync(index == len(pieces) - 1)
-            loss, of_piece = self._loss(piece, towards, denominators, coefficients)
+                self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)
+            output = self._policy(micro_batch.rows, self._spec.temperature, entropy)
+            loss = self._algorithm.loss(micro_batch, output, aims, denominators, coefficients)
             # FSDP averages gradients over ranks; the denominator has already counted them all.
-            (loss * self._num_ranks).backward()
-            sums.append(of_piece)
+            (loss.total * self._num_ranks).backward()
+            sums.append(MicroBatchSums(loss, aims.critic, micro_batch))
         return sums
 
-    def _loss(
-        self,
-        piece: MicroBatch,
-        targets: Targets,
-        denominators: _Denominators,
-        coefficients: Coefficients,
-    ) -> tuple[Tensor, PieceSums]:
-        """What is to be made small, and what it is made of."""
-        algorithm = self._spec.algorithm
-        said = self._policy(
-            piece.rows,
-            self._spec.temperature,
-            entropy="gradient" if coefficients.entropy > 0 else "value",
-        )
-        terms = policy_gradient_loss(
-            logprobs=piece.of_samples(said.logprobs),
-            old_logprobs=targets.old_logprobs,
-            rollout_logprobs=piece.rollout_logprobs,
-            ref_logprobs=targets.ref_logprobs,
-            entropy=piece.of_samples(said.entropies),
-            advantages=targets.advantages,
-            loss_mask=piece.mask,
-            config=algorithm,
-            denominator=denominators.policy,
-            entropy_coef=coefficients.entropy,
-            kl_coef=coefficients.kl,
-        )
-        if not isinstance(algorithm, PpoConfig) or targets.critic is None:
-            return terms.loss, PieceSums(terms, None, None, piece)
-        critic_loss = value_loss(
-            piece.of_samples(said.values),
-            targets.critic.old_values,
-            targets.critic.returns,
-            piece.mask,
-            algorithm.value_clip,
-            denominators.critic,
-        )
-        loss = terms.loss + algorithm.value_coef * critic_loss
-        return loss, PieceSums(terms, critic_loss, targets.critic, piece)
-
-    def _denominators(self, batch: Batch, samples: np.ndarray) -> _Denominators:
+    def _denominators(self, batch: Batch, samples: np.ndarray) -> Denominators:
         """Of the whole optimizer step: every rank counts all samples, not only its own."""
-        how = self._spec.algorithm.aggregation
-        num_tokens = float(batch.num_sampled[batch.sequence_of_sample[samples]].sum())
-        if how == "token_mean":
-            return _Denominators(num_tokens, num_tokens)
-        return _Denominators(
-            float(len(samples) * (self._spec.max_tokens if how == "constant" else 1)), num_tokens
-        )
+        num_sampled = torch.from_numpy(batch.num_sampled[batch.sequence_of_sample[samples]])
+        return self._algorithm.denominators(num_sampled, self._spec.max_tokens)
 
     def _apply_gradients(self) -> float:
         """The gradient's norm before clipping.
@@ -380,7 +327,7 @@ class Learner:
         """
         parameters = [p for p in self._policy.parameters() if p.grad is not None]
         total = torch.nn.utils.clip_grad_norm_(parameters, self._spec.config.max_grad_norm)
-        norm = float(_full(total))
+        norm = float(full_tensor(total))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient's norm is {norm}; lower learner.learning_rate or "
@@ -389,14 +336,6 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
-
-
-@dataclass(frozen=True, slots=True)
-class _Denominators:
-    """By what the losses of an optimizer step are divided."""
-
-    policy: float
-    critic: float
 
 
 def _metrics(
@@ -430,25 +369,10 @@ def _metrics(
     )
 
 
-def _whitened_together(
-    targets: Sequence[Sequence[Targets]], minibatches: Sequence[Sequence[MicroBatch]]
-) -> list[list[Targets]]:
-    """The targets of all minibatches, whitened as one."""
-    done = iter(whitened([*chain(*targets)], [*chain(*minibatches)]))
-    return [[next(done) for _ in pieces] for pieces in minibatches]
-
-
 def _as_sample(canary: CanaryPrompt) -> TrainingSample:
     token_ids = canary.prompt_ids + canary.completion_ids
-    nothing = [0.0] * len(token_ids)
     mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
-    return TrainingSample(token_ids, mask, nothing, nothing, nothing, terminated=True)
-
-
-def _full(parameter: Tensor) -> Tensor:
-    """A copy on the CPU of the whole of a parameter that may be sharded; a collective."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().to("cpu", copy=True).contiguous()
+    return unscored_sample(token_ids, mask)
 
 
 def _device_of_rank(rank: int) -> torch.device:

@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import peft
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ludus.proto.config import LoraConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.interfaces import StateDict
+from ludus.trainer.learner.model import full_tensor
+from ludus.trainer.models.load import load_skeleton
 
 ADAPTER_FOLDER = "adapter"
 """Inside an exported model's folder: beside its files, transformers would take the adapters for
@@ -32,7 +32,7 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Nothing; the model has adapters, and nothing else in it is trained.
+    """Add adapters to the model, and freeze everything else.
 
     They start from torch's random state: ranks must have seeded it alike.
 
@@ -44,14 +44,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def check_targets(model_path: str, config: LoraConfig) -> None:
-    """Nothing; for the moment before anything heavy starts: no weights are read.
+    """Refuse targets that the model lacks, before anything heavy starts: no weights are read.
 
     Raises:
         ConfigError: the model has no layer of a target's name.
+        NotFoundError: there is no model.
     """
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    _refuse_missing_targets(_linear_layers(skeleton), config)
+    _refuse_missing_targets(_linear_layers(load_skeleton(model_path)), config)
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +59,7 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     A collective where the model is sharded.
     """
     return {
-        name.replace(_CHECKPOINT_PREFIX, "").replace(f".{_ADAPTER}.", "."): _full(parameter)
+        name.replace(_CHECKPOINT_PREFIX, "").replace(f".{_ADAPTER}.", "."): full_tensor(parameter)
         for name, parameter in model.named_parameters()
         if f".{_ADAPTER}." in name
     }
@@ -72,7 +71,7 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
     A collective where the model is sharded.
     """
     return {
-        name.replace(_CHECKPOINT_PREFIX, "").replace(".base_layer.", "."): _full(parameter)
+        name.replace(_CHECKPOINT_PREFIX, "").replace(".base_layer.", "."): full_tensor(parameter)
         for name, parameter in model.named_parameters()
         if f".{_ADAPTER}." not in name
     }
@@ -81,7 +80,7 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
 def save_adapters(
     folder: Path, adapters: StateDict, config: LoraConfig, base_model_path: str
 ) -> None:
-    """Nothing; writes files that `peft.PeftModel.from_pretrained` loads over the base model."""
+    """Write files that `peft.PeftModel.from_pretrained` loads over the base model."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = _peft_config(config).to_dict() | {"base_model_name_or_path": base_model_path}
     plain = {
@@ -93,7 +92,7 @@ def save_adapters(
 
 
 def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
-    """Nothing; without its adapters the model is the one that training began with."""
+    """Switch the adapters: without them the model is the one that training began with."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(enabled)
@@ -122,8 +121,3 @@ def _refuse_missing_targets(layers: Iterable[str], config: LoraConfig) -> None:
         raise ConfigError(
             f"model.lora.targets: the model has no linear layer {missing}; it has {list(layers)}"
         )
-
-
-def _full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().contiguous()

@@ -1,12 +1,13 @@
-"""Cuts a batch into pieces that fit through the model, the same number on every rank.
+"""Cuts a batch into micro-batches that fit through the model, as many on every rank.
 
-    sequences --packing--> rows --by length--> ranks --by tokens--> pieces
+    sequences --packing--> rows --by length--> ranks --by tokens--> micro-batches
 
 The loss divides by denominators of the whole optimizer step, so it does not depend on where
-the cuts are. Only sampled tokens are in the loss, so a piece says nothing of the others.
+the cuts are. Only sampled tokens are in the loss, so a micro-batch says nothing of the others.
 
-Shapes: R = rows of a piece, L = its longest row, P = places before a sampled token, E = sampled
-tokens that differ in token or prefix, N = samples, S = sampled tokens of the longest sample.
+Shapes: R = rows of a micro-batch, L = its longest row, P = positions before a sampled token, E =
+sampled tokens that differ in token or prefix, N = samples, S = sampled tokens of the longest
+sample.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class PackedRows:
     """int64 [R, L] position of each token in its sequences."""
     ends: Tensor | None
     """int64 [R, L] see `packing`; None where each row is one sequence: causal attention does."""
-    places: Tensor
+    positions: Tensor
     """int64 [P] row * L + column of each token that a sampled one follows."""
     targets: Tensor
     """int64 [E] the sampled tokens."""
-    place_of_target: Tensor
+    position_of_target: Tensor
     """int64 [E] which of the P each follows."""
-    last_places: Tensor
+    last_positions: Tensor
     """int64 [N] row * L + column of each sample's last token."""
 
     @property
@@ -62,7 +63,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A piece: rows, and the samples that stand in them."""
+    """Rows, and the samples that stand in them."""
 
     rows: PackedRows
     target_of_token: Tensor
@@ -83,16 +84,16 @@ class MicroBatch:
         return values.index_select(0, self.target_of_token.flatten()).view(self.mask.shape)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The piece on `device`."""
+        """The micro-batch on `device`."""
         return _moved(self, device)
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class MicroBatchConfig:
     """How a batch is cut."""
 
     max_tokens: int
-    """Tokens of a piece, padding included."""
+    """Tokens of a micro-batch, padding included."""
     costs: RowCosts | None
     """Of rows that hold several sequences; None gives each sequence a row of its own."""
     rank: int = 0
@@ -107,13 +108,13 @@ def split_samples(batch: Batch, num_minibatches: int) -> list[Ints]:
     return np.array_split(np.arange(batch.num_samples), num_minibatches)
 
 
-def micro_batches(batch: Batch, samples: Ints, cutting: Cutting) -> list[MicroBatch]:
-    """The pieces of `samples` that a rank computes; every rank gets equally many."""
-    num_ranks, max_tokens = cutting.num_ranks, cutting.max_tokens
+def make_micro_batches(batch: Batch, samples: Ints, config: MicroBatchConfig) -> list[MicroBatch]:
+    """The micro-batches of `samples` that a rank computes; every rank gets equally many."""
+    num_ranks, max_tokens = config.num_ranks, config.max_tokens
     layout = lay_out(
         batch.sequences,
         np.unique(batch.sequence_of_sample[samples]),
-        costs=cutting.costs,
+        costs=config.costs,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
     )
@@ -121,21 +122,27 @@ def micro_batches(batch: Batch, samples: Ints, cutting: Cutting) -> list[MicroBa
     by_length = np.argsort(lengths, kind="stable")
     # Every num_ranks-th row in order of length: equal work for all.
     shares = [by_length[rank::num_ranks] for rank in range(num_ranks)]
-    plans = [[rows[piece] for piece in cut_rows(lengths[rows], max_tokens)] for rows in shares]
+    plans = [[rows[part] for part in cut_rows(lengths[rows], max_tokens)] for rows in shares]
     tokens = _sampled_tokens(batch, samples)
-    pieces = [_make_piece(batch, tokens, layout, rows) for rows in plans[cutting.rank]]
-    missing = max(len(plan) for plan in plans) - len(pieces)
-    return pieces + [_empty_piece()] * missing
+    own = [_make_micro_batch(batch, tokens, layout, rows) for rows in plans[config.rank]]
+    missing = max(len(plan) for plan in plans) - len(own)
+    return own + [_empty_micro_batch()] * missing
 
 
-def one_piece(samples: Sequence[TrainingSample]) -> MicroBatch:
-    """All of `samples` in one piece and in their order, each sequence in a row of its own."""
+def one_micro_batch(samples: Sequence[TrainingSample]) -> MicroBatch:
+    """All of `samples` in their order, each sequence in a row of its own."""
     batch = collate(samples)
     everything = np.arange(batch.num_samples)
     sequence_ids = np.arange(len(batch.sequences))
     layout = lay_out(batch.sequences, sequence_ids, costs=None, max_tokens=sys.maxsize, num_ranks=1)
     rows = np.arange(len(layout.row_starts) - 1)
-    return _make_piece(batch, _sampled_tokens(batch, everything), layout, rows)
+    return _make_micro_batch(batch, _sampled_tokens(batch, everything), layout, rows)
+
+
+def unscored_sample(token_ids: list[int], loss_mask: list[bool]) -> TrainingSample:
+    """A sample of which only the log-probs are asked."""
+    nothing = [0.0] * len(token_ids)
+    return TrainingSample(token_ids, loss_mask, nothing, nothing, nothing, terminated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,9 @@ def _sampled_tokens(batch: Batch, samples: Ints) -> _SampledTokens:
     )
 
 
-def _make_piece(batch: Batch, tokens: _SampledTokens, layout: Layout, rows: Ints) -> MicroBatch:
+def _make_micro_batch(
+    batch: Batch, tokens: _SampledTokens, layout: Layout, rows: Ints
+) -> MicroBatch:
     leaves = np.flatnonzero(np.isin(layout.row_of_sequence, rows))
     sequence_ids = layout.sequence_ids[leaves]
     leaf_of_sequence = np.full(len(batch.sequences), -1)
@@ -211,14 +220,14 @@ def _pack(
     columns = np.arange(lengths.max())
     within = columns < lengths[:, None]
     node_at = np.where(within, starts[:, None] + columns, 0)
-    place_of_node = np.zeros(len(layout.token_ids), dtype=np.int64)
-    place_of_node[node_at[within]] = np.flatnonzero(within)
+    position_of_node = np.zeros(len(layout.token_ids), dtype=np.int64)
+    position_of_node[node_at[within]] = np.flatnonzero(within)
 
     target_nodes, first, target_of_token = np.unique(
         nodes[sampled], return_index=True, return_inverse=True
     )
     before = nodes[:, :-1][sampled[:, 1:]][first]
-    places, place_of_target = np.unique(place_of_node[before], return_inverse=True)
+    positions, position_of_target = np.unique(position_of_node[before], return_inverse=True)
     one_each = np.bincount(layout.row_of_sequence, minlength=rows.max() + 1)[rows].max() == 1
     # What pads a row looks at padding only, never at nothing: that would be nan.
     ends = np.where(within, layout.ends[node_at] - starts[:, None], len(columns))
@@ -226,15 +235,15 @@ def _pack(
         token_ids=torch.from_numpy(np.where(within, layout.token_ids[node_at], 0)),
         depths=torch.from_numpy(np.where(within, layout.depths[node_at], 0)),
         ends=None if one_each else torch.from_numpy(ends),
-        places=torch.from_numpy(places),
+        positions=torch.from_numpy(positions),
         targets=torch.from_numpy(layout.token_ids[target_nodes]),
-        place_of_target=torch.from_numpy(place_of_target),
-        last_places=torch.from_numpy(place_of_node[last_nodes]),
+        position_of_target=torch.from_numpy(position_of_target),
+        last_positions=torch.from_numpy(position_of_node[last_nodes]),
     )
     return packed, target_of_token
 
 
-def _empty_piece() -> MicroBatch:
+def _empty_micro_batch() -> MicroBatch:
     """One token, no sample: a rank with less work joins the others' collectives with it."""
     none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1)
     one = torch.zeros(1, dtype=torch.int64)

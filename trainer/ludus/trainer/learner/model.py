@@ -19,9 +19,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LearnerConfig
+from ludus.trainer.algorithms.logits import entropy
 from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.packing import RowCosts
 
@@ -61,10 +63,10 @@ class Policy(nn.Module):
             nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, rows: PackedRows, temperature: float, entropy: Entropy = "none"
+        self, rows: PackedRows, temperature: float, wanted_entropy: Entropy = "none"
     ) -> PolicyOutput:
         """Log-probs, and values where there is a value head, of what was sampled in `rows`."""
-        with _only_at(self.language_model.get_output_embeddings(), rows.places) as hidden:
+        with _only_at(self.language_model.get_output_embeddings(), rows.positions) as hidden:
             logits = self.language_model(
                 input_ids=rows.token_ids,
                 attention_mask=None if rows.ends is None else ancestors(rows.ends),
@@ -73,20 +75,21 @@ class Policy(nn.Module):
             ).logits[0]
         logits = logits.float() if temperature == 1 else logits.float() / temperature
         all_logprobs = logits.log_softmax(-1)
-        before = rows.place_of_target
+        before = rows.position_of_target
         # Indexed in one dimension: the gradient of a two-dimensional index is several times slower.
         logprobs = all_logprobs.flatten().index_select(
             0, before * all_logprobs.shape[1] + rows.targets
         )
-        entropies = _entropy(all_logprobs, entropy)
+        entropies = None
+        if wanted_entropy != "none":
+            of_all = all_logprobs if wanted_entropy == "gradient" else all_logprobs.detach()
+            entropies = entropy(of_all).index_select(0, before)
         values = last_values = None
         if self.value_head is not None:
-            places = torch.cat([rows.places, rows.last_places])
-            said = self.value_head(hidden[0].index_select(0, places)).float().squeeze(-1)
-            values = said[: len(rows.places)].index_select(0, before)
-            last_values = said[len(rows.places) :]
-        if entropies is not None:
-            entropies = entropies.index_select(0, before)
+            positions = torch.cat([rows.positions, rows.last_positions])
+            output = self.value_head(hidden[0].index_select(0, positions)).float().squeeze(-1)
+            values = output[: len(rows.positions)].index_select(0, before)
+            last_values = output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
 
     def full_names(self) -> dict[str, str]:
@@ -154,8 +157,8 @@ def prepare(
 
 
 @contextmanager
-def _only_at(head: nn.Module, places: Tensor) -> Iterator[list[Tensor]]:
-    """The list that gets the hidden states [R * L, width], of which the head sees `places`.
+def _only_at(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
+    """The list that gets the hidden states [R * L, width], of which the head sees `positions`.
 
     Logits are the largest tensor by far. Only the model itself knows what it does with them
     after the head, so it is the head's input that is cut down.
@@ -164,7 +167,7 @@ def _only_at(head: nn.Module, places: Tensor) -> Iterator[list[Tensor]]:
 
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         seen.append(args[0].flatten(0, 1))
-        return (seen[0].index_select(0, places)[None],)
+        return (seen[0].index_select(0, positions)[None],)
 
     handle = head.register_forward_pre_hook(select)
     try:
@@ -173,12 +176,7 @@ def _only_at(head: nn.Module, places: Tensor) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _entropy(logprobs: Tensor, wanted: Entropy) -> Tensor | None:
-    """-sum(p * log p) in nats."""
-    if wanted == "none":
-        return None
-    if wanted == "value":
-        logprobs = logprobs.detach()
-    # A token that cannot be sampled has log p = -inf and adds nothing.
-    finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
-    return -(logprobs.exp() * finite).sum(-1)
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A copy on the CPU of the whole of a parameter that may be sharded; a collective."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().to("cpu", copy=True).contiguous()

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 _GROWTH = 1.5
 """Between one row length that is tried and the next."""
 _MOST_UNEQUAL = 4
-"""Longest row of a piece to its shortest."""
+"""Longest row of a micro-batch to its shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class RowCosts:
     """In attention, for each pair of tokens of a row."""
 
     def of_rows(self, row_lengths: Ints, max_tokens: int) -> float:
-        """The cost of rows of these lengths, in pieces and padded as they will be."""
+        """The cost of rows of these lengths, in micro-batches and padded as they will be."""
         row_lengths = np.sort(row_lengths)
         cost = 0.0
-        for piece in cut_rows(row_lengths, max_tokens):
-            longest = int(row_lengths[piece.stop - 1])
-            num_tokens = (piece.stop - piece.start) * longest
+        for part in cut_rows(row_lengths, max_tokens):
+            longest = int(row_lengths[part.stop - 1])
+            num_tokens = (part.stop - part.start) * longest
             cost += num_tokens * (self.per_token + self.per_pair * longest)
         return cost
 

@@ -1,4 +1,4 @@
-"""What a training step did: sums of its pieces, added up over pieces and ranks in one go."""
+"""What a training step did: sums over its micro-batches and over all ranks, in one go."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ludus.trainer.algorithms.moments import moments, variance
 from ludus.trainer.algorithms.policy_loss import LossTerms
+from ludus.trainer.learner.algorithm import CriticTargets, Loss
 from ludus.trainer.learner.micro_batches import MicroBatch
-from ludus.trainer.learner.targets import CriticTargets
 
 _NUM_TERMS = len(fields(LossTerms))
 _NUM_MOMENTS = 3
@@ -54,31 +54,30 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSums:
-    """What one piece adds to the metrics of its step."""
+class MicroBatchSums:
+    """What one micro-batch adds to the metrics of its step."""
 
-    terms: LossTerms
-    value_loss: Tensor | None
+    loss: Loss
     critic: CriticTargets | None
-    piece: MicroBatch
+    micro_batch: MicroBatch
 
     def flat(self) -> Tensor:
-        """All sums in a row, in float64: they add up over pieces and ranks."""
-        terms = [getattr(self.terms, field.name).detach() for field in fields(LossTerms)]
-        device = self.piece.mask.device
+        """All sums in a row, in float64: they add up over micro-batches and ranks."""
+        terms = [getattr(self.loss.terms, field.name).detach() for field in fields(LossTerms)]
+        device = self.micro_batch.mask.device
         nothing = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=device)
-        value_loss = nothing[:1] if self.value_loss is None else self.value_loss.detach()[None]
+        value_loss = nothing[:1] if self.loss.value is None else self.loss.value.detach()[None]
         returned = missed = nothing
         if self.critic is not None:
-            returned = moments(self.critic.returns, self.piece.mask)
-            missed = moments(self.critic.returns - self.critic.old_values, self.piece.mask)
+            returned = moments(self.critic.returns, self.micro_batch.mask)
+            missed = moments(self.critic.returns - self.critic.old_values, self.micro_batch.mask)
         return torch.cat(
             [
                 torch.stack([term.double() for term in terms]),
                 value_loss.double(),
                 returned,
                 missed,
-                torch.tensor([float(self.piece.rows.num_tokens)], device=device).double(),
+                torch.tensor([float(self.micro_batch.rows.num_tokens)], device=device).double(),
             ]
         )
 
@@ -96,9 +95,9 @@ class StepTotals:
     num_tokens_forwarded: int
 
     @classmethod
-    def of(cls, pieces: Sequence[PieceSums]) -> StepTotals:
-        """The sums over these pieces and all ranks; a collective."""
-        total = torch.stack([sums.flat() for sums in pieces]).sum(0)
+    def of(cls, parts: Sequence[MicroBatchSums]) -> StepTotals:
+        """The sums over these micro-batches and all ranks; a collective."""
+        total = torch.stack([sums.flat() for sums in parts]).sum(0)
         dist.all_reduce(total)
         terms, value_loss, returned, missed, num_tokens = total.cpu().split(
             [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]

@@ -17,7 +17,7 @@ from transformers import Qwen2ForCausalLM
 
 from ludus.env import Message
 from ludus.proto.config import TinyModel
-from ludus.trainer.learner.micro_batches import one_piece
+from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.types import TrainingSample
@@ -81,8 +81,7 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
         answer_ids = chat.answer_ids(exchange.answer)
         token_ids += prompt_ids + answer_ids
         loss_mask += [False] * len(prompt_ids) + [True] * len(answer_ids)
-    nothing = [0.0] * len(token_ids)
-    return TrainingSample(token_ids, loss_mask, nothing, nothing, nothing, terminated=True)
+    return unscored_sample(token_ids, loss_mask)
 
 
 def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
@@ -94,6 +93,6 @@ def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
 
 
 def _cross_entropy(policy: Policy, samples: Sequence[TrainingSample]) -> torch.Tensor:
-    piece = one_piece(samples)
-    logprobs = piece.of_samples(policy(piece.rows, temperature=1.0).logprobs)
-    return -logprobs[piece.mask].mean()
+    micro_batch = one_micro_batch(samples)
+    logprobs = micro_batch.of_samples(policy(micro_batch.rows, temperature=1.0).logprobs)
+    return -logprobs[micro_batch.mask].mean()

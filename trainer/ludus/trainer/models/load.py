@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -32,14 +35,18 @@ def load_language_model(
     Raises:
         NotFoundError: there is none.
     """
-    try:
+    with _refusing(path):
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise NotFoundError(
-            f"model.path = '{path}': no model can be loaded from there ({reason}); expected a "
-            "folder that save_pretrained wrote, or a Hugging Face id"
-        ) from error
+
+
+def load_skeleton(path: str | Path) -> PreTrainedModel:
+    """The model of a folder or a Hugging Face id without its weights, of which none is read.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    with _refusing(path), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -53,3 +60,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     saved = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     is_self_contained = saved.get("tokenizer_class") == _SELF_CONTAINED
     return (PreTrainedTokenizerFast if is_self_contained else AutoTokenizer).from_pretrained(path)
+
+
+@contextmanager
+def _refusing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise NotFoundError(
+            f"model.path = '{path}': no model can be loaded from there ({reason}); expected a "
+            "folder that save_pretrained wrote, or a Hugging Face id"
+        ) from error

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from ludus.env.backoff import doubling
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class RetryDeadline:
             WeightSyncError: the time is over, or the attempt failed in a way that waiting does
                 not fix.
         """
-        pause_s = _FIRST_PAUSE_S
+        pauses_s = doubling(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         num_attempts = 0
         while True:
             num_attempts += 1
@@ -49,15 +50,15 @@ class RetryDeadline:
                 return answer_within(attempt, self._timeout_s - self.spent_s)
             except StoreUnavailableError as error:
                 reason = error
+            # Many workers wait for the same store: they must not all come back at once.
+            pause_s = next(pauses_s) * random.uniform(0.5, 1.0)
             if self.spent_s + pause_s >= self._timeout_s:
                 raise WeightSyncError(
                     f"{self._doing} failed for {self.spent_s:.1f} s, {num_attempts} attempts "
                     f"(weights.timeout_s = {self._timeout_s:g}); the last: {reason}; see that "
                     "the store is up, or raise weights.timeout_s"
                 ) from reason
-            # Many workers wait for the same store: they must not all come back at once.
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(pause_s)
 
 
 def answer_within(attempt: Callable[[], T], timeout_s: float) -> T:
