@@ -9,8 +9,8 @@ from collections.abc import Callable
 from ludus.env.sessions.core import SessionCore
 
 
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """Returns when the condition holds; fails the test when it does not in time."""
+async def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until the condition holds; fail the test when it does not in time."""
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come true in time"
@@ -18,7 +18,7 @@ async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> 
 
 
 async def settled(core: SessionCore, num_sessions: int) -> None:
-    """Returns when there are so many sessions; connections take a moment to end."""
+    """Wait until there are so many sessions; connections take a moment to end."""
     deadline_s = time.monotonic() + 5.0
     while core.load.num_sessions != num_sessions:
         found = core.load.num_sessions

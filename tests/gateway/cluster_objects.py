@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 from uuid import NAMESPACE_DNS, uuid5
 
@@ -56,11 +53,3 @@ def endpoint_slice(
         "endpoints": list(members),
         "ports": [{"name": name, "port": port, "protocol": "TCP"} for name, port in ports.items()],
     }
-
-
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """Returns when the condition holds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        await asyncio.sleep(0.005)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,15 +80,18 @@ def endpoint_of(server: Any, **fields: Any) -> Endpoint:
 async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gateway, list]]:
     """A gateway and its servers, all in this event loop.
 
-    `server_options` go to the servers, everything else to the gateway's configuration.
+    `server_options` go to the servers, `clock` to the gateway, everything else to its
+    configuration.
     """
+    clock = fields.pop("clock", time.monotonic)
     server_options = fields.pop("server_options", {})
     factory = fields.pop("factory", CountingEnv)
     servers = [env_server(factory, **server_options) for _ in range(num_servers)]
     for server in servers:
         await server.start()
     try:
-        async with gateway_to(*servers, **fields) as gateway:
+        config = config_of(*(server.grpc_address for server in servers), **fields)
+        async with Gateway(config, clock=clock) as gateway:
             yield gateway, servers
     finally:
         for server in servers:
@@ -105,13 +109,6 @@ async def client_of(place: Gateway | str, **options: Any) -> AsyncIterator[Async
 def http_of(gateway: Gateway) -> httpx.AsyncClient:
     """A client of a gateway's HTTP port, to be entered with `async with`."""
     return httpx.AsyncClient(base_url=gateway.http_address)
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Returns when the condition holds; fails the test when it does not in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def sessions_of(gateway: Gateway) -> GatewaySessions:
@@ -142,5 +139,4 @@ __all__ = [
     "served",
     "server_process",
     "sessions_of",
-    "until",
 ]

@@ -17,7 +17,8 @@ from ludus.services.gateway.kubernetes.deletion_cost import (
     DeletionCost,
     bucket_of,
 )
-from tests.gateway.cluster_objects import NAMESPACE, client_of, eventually
+from tests.env.polling import eventually
+from tests.gateway.cluster_objects import NAMESPACE, client_of
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 

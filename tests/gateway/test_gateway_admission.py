@@ -18,6 +18,7 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from ludus.services.gateway.gateway import Gateway
+from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
     CountingEnv,
@@ -30,7 +31,6 @@ from tests.gateway.gateways import (
     num_sessions,
     served,
     sessions_of,
-    until,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -73,7 +73,7 @@ async def test_who_waits_is_admitted_in_order_of_arrival():
         waiting = []
         for number in range(8):
             waiting.append(asyncio.create_task(wait(number)))
-            await until(lambda number=number: sessions.load.num_waiting == number + 1)
+            await eventually(lambda number=number: sessions.load.num_waiting == number + 1)
         await sessions.close(held[0].session_id)
         await asyncio.gather(*waiting)
         assert admitted == list(range(8))
@@ -88,7 +88,7 @@ async def test_the_queue_is_bounded_in_length_and_in_time():
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         waiting = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(2)]
-        await until(lambda: sessions.load.num_waiting == 2)
+        await eventually(lambda: sessions.load.num_waiting == 2)
         with pytest.raises(CapacityError):
             await sessions.open(SEEDED)
         assert loop.time() - started_s < 0.5
@@ -105,7 +105,7 @@ async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
         sessions = sessions_of(gateway)
         held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
-        await until(lambda: sessions.load.num_waiting == 1)
+        await eventually(lambda: sessions.load.num_waiting == 1)
         await servers[0].core.close(held[0].session_id)
         await asyncio.wait_for(waiting, 5)
 
@@ -120,9 +120,9 @@ async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
         await asyncio.sleep(0.2)
-        await until(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: num_sessions(servers) == 0)
         assert gateway.num_sessions == 0
-        await until(lambda: sessions.load.num_sessions == 0)
+        await eventually(lambda: sessions.load.num_sessions == 0)
 
 
 async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
@@ -195,8 +195,8 @@ async def test_a_group_over_servers_that_begin_differently_is_refused_and_closed
     async with one, other, gateway_to(one, other) as gateway:
         with pytest.raises(GroupMismatchError, match="2 servers"):
             await sessions_of(gateway).open_group(SEEDED, 5)
-        await until(lambda: num_sessions([one, other]) == 0)
-        await until(lambda: sessions_of(gateway).load.num_sessions == 0)
+        await eventually(lambda: num_sessions([one, other]) == 0)
+        await eventually(lambda: sessions_of(gateway).load.num_sessions == 0)
 
 
 # -- draining ----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ async def test_a_draining_server_finishes_its_sessions_while_new_ones_go_elsewhe
         before = servers[0].core.load.num_sessions
         assert 0 < before < 10
         servers[0].core.drain()
-        await until(lambda: fleet_size(gateway) == 256)
+        await eventually(lambda: fleet_size(gateway) == 256)
         for _ in range(10):
             await sessions.open(SEEDED)
         assert servers[0].core.load.num_sessions == before
@@ -248,7 +248,7 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
         sessions = sessions_of(gateway)
         held = [await sessions.open(SEEDED) for _ in range(2)]
         waiting = asyncio.create_task(sessions.open(SEEDED))
-        await until(lambda: sessions.load.num_waiting == 1)
+        await eventually(lambda: sessions.load.num_waiting == 1)
         async with httpx.AsyncClient() as http:
             drained = await http.get(f"{gateway.http_address}/drain")
             assert drained.json() == {"is_draining": True, "num_sessions": 2}
@@ -261,7 +261,7 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
         for one in held:
             await sessions.step(one.session_id, b'{"add": 1}', 1)
             await sessions.close(one.session_id)
-        await until(lambda: gateway.num_sessions == 0)
+        await eventually(lambda: gateway.num_sessions == 0)
 
 
 # -- leaving nothing behind --------------------------------------------------------------
@@ -276,7 +276,7 @@ async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger
         sessions.release(connection)
         await asyncio.sleep(0.2)
         assert num_sessions(servers) == 10
-        await until(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: num_sessions(servers) == 0)
 
 
 async def test_without_linger_sessions_end_with_their_connection():
@@ -286,7 +286,7 @@ async def test_without_linger_sessions_end_with_their_connection():
         for _ in range(10):
             await sessions.open(SEEDED, connection)
         sessions.release(connection)
-        await until(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: num_sessions(servers) == 0)
         assert gateway.num_sessions == 0
 
 
@@ -319,7 +319,7 @@ async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
             await asyncio.gather(*(rude_socket(n) for n in range(begin, begin + 50)))
         for begin in range(0, 50, 10):
             await asyncio.gather(*(rude_grpc(n) for n in range(begin, begin + 10)))
-        await until(lambda: num_sessions(servers) == 0, timeout_s=15)
+        await eventually(lambda: num_sessions(servers) == 0, within_s=15)
         sessions = sessions_of(gateway)
-        await until(lambda: sessions.load.num_sessions == 0)
-        await until(lambda: gateway.num_sessions == 0, timeout_s=15)
+        await eventually(lambda: sessions.load.num_sessions == 0)
+        await eventually(lambda: gateway.num_sessions == 0, within_s=15)

@@ -9,6 +9,7 @@ from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from ludus.services.gateway.kubernetes.deletion_cost import ANNOTATION
+from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
     NAMESPACE,
     SLICES,
@@ -18,7 +19,7 @@ from tests.gateway.cluster_objects import (
     member,
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
-from tests.gateway.gateways import NAME, config_of, env_server, sessions_of, until
+from tests.gateway.gateways import NAME, config_of, env_server, sessions_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -56,16 +57,16 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
             assert 0 < len(on_a) < 8
             loads.update(sessions.fleet.loads_of_pods())
             assert set(loads) == {"a", "b"}
-            await until(lambda: ANNOTATION in str(cluster.get(*pods, "a")))
+            await eventually(lambda: ANNOTATION in str(cluster.get(*pods, "a")))
 
             cluster.put(slice_of("a", one, ready=False, terminating=True))
-            await until(lambda: sessions.environment_load.num_draining_servers == 1)
+            await eventually(lambda: sessions.environment_load.num_draining_servers == 1)
             for _ in range(4):
                 await sessions.open(SEEDED)
             assert one.core.load.num_sessions == len(on_a)
             await sessions.step(on_a[0].session_id, b'{"add": 1}', 1)
 
             cluster.remove(*SLICES, "slice-a")
-            await until(lambda: len(sessions.fleet.links) == 1)
+            await eventually(lambda: len(sessions.fleet.links) == 1)
             with pytest.raises(SessionLostError, match="removed"):
                 await sessions.step(on_a[0].session_id, b'{"add": 1}', 2)

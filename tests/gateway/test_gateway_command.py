@@ -14,7 +14,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.services.gateway.config import GatewayConfig
-from tests.gateway.gateways import until
+from tests.env.polling import eventually
 
 LUDUS = str(Path(sys.executable).with_name("ludus"))
 BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
@@ -69,7 +69,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
     with running(*BLACKJACK, "--servers", "2") as (process, address):
-        await until(lambda: len(children_of(process.pid)) == 2)
+        await eventually(lambda: len(children_of(process.pid)) == 2)
         children = children_of(process.pid)
         async with await AsyncEnvClient.connect(address) as client:
             session, first = await client.open(seed=3)
@@ -77,7 +77,7 @@ async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
             assert (await session.step(text="STAND")).done
         process.send_signal(end)
         assert await asyncio.to_thread(process.wait, 15) == (0 if end == signal.SIGTERM else -9)
-        await until(lambda: not any(is_alive(pid) for pid in children), timeout_s=30)
+        await eventually(lambda: not any(is_alive(pid) for pid in children), within_s=30)
 
 
 async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_again():

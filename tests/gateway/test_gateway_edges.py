@@ -15,7 +15,9 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import CapacityError, ConfigError, PortInUseError
+from ludus.services.gateway.fleet import admission
 from ludus.services.gateway.gateway import Gateway
+from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     NAME,
@@ -26,7 +28,6 @@ from tests.gateway.gateways import (
     num_sessions,
     served,
     sessions_of,
-    until,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -99,15 +100,14 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
                 assert num_sessions(servers) == 1
 
 
-async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on():
-    async with served(max_connection_age_s=0.5) as (gateway, servers):
-        gateway_grace_s = 11.0
-        async with client_of(gateway) as client:
-            session, _ = await client.open(seed=1)
-            stream = client._transport._stream
-            await until(lambda: stream.broken is not None, timeout_s=gateway_grace_s + 5)
-            assert (await session.step({"add": 2})).step_index == 1
-            assert num_sessions(servers) == 1
+async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on(monkeypatch):
+    monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 200)
+    async with served(max_connection_age_s=0.5) as (gateway, servers), client_of(gateway) as client:
+        session, _ = await client.open(seed=1)
+        stream = client._transport._stream
+        await eventually(lambda: stream.broken is not None)
+        assert (await session.step({"add": 2})).step_index == 1
+        assert num_sessions(servers) == 1
 
 
 async def test_request_ids_of_step_many_reach_the_server():
@@ -156,7 +156,8 @@ async def test_a_port_in_use_is_named_and_nothing_is_started(name):
             await Gateway(config_of("grpc://127.0.0.1:1", **ports)).start()
 
 
-async def test_without_servers_opens_wait_for_one_and_say_what_is_missing():
+async def test_without_servers_opens_wait_for_one_and_say_what_is_missing(monkeypatch):
+    monkeypatch.setattr(admission, "MIN_DESCRIBE_S", 0.3)
     sessions = {"queue_timeout_s": 0.3}
     async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
         with pytest.raises(CapacityError, match="found none"):
@@ -172,7 +173,7 @@ async def test_a_client_that_comes_before_the_first_server_is_served_when_it_sta
     port = _free_port()
     async with Gateway(config_of(f"grpc://127.0.0.1:{port}")) as gateway:
         connecting = asyncio.create_task(AsyncEnvClient.connect(gateway.grpc_address))
-        await until(lambda: sessions_of(gateway).load.num_waiting == 1)
+        await eventually(lambda: sessions_of(gateway).load.num_waiting == 1)
         late = env_server(grpc_port=port)
         async with late, await connecting as client:
             session, _ = await client.open(seed=1)

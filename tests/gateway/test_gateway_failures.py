@@ -11,6 +11,7 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
+from tests.env.polling import eventually
 from tests.gateway.gateways import (
     KEY,
     NAME,
@@ -21,7 +22,6 @@ from tests.gateway.gateways import (
     gateway_to,
     server_process,
     sessions_of,
-    until,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -125,7 +125,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1, 1))
-            await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+            await eventually(lambda: b'"total":1' in state_of(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             result = await asyncio.wait_for(stepping, 8)
@@ -141,7 +141,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
             opened = await sessions.open(SEEDED)
             cable.swallows_answers = True
             stepping = asyncio.create_task(sessions.step(opened.session_id, ADD_1))
-            await until(lambda: b'"total":1' in state_of(server, opened.session_id))
+            await eventually(lambda: b'"total":1' in state_of(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
             with pytest.raises(SessionLostError):
@@ -149,7 +149,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
             assert b'"total":1' in state_of(server, opened.session_id)
 
 
-async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke():
+async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
     async with env_server() as server:
         cable, lingering = Cable(server.grpc_address), {"linger_s": 1.0}
         async with (
@@ -159,11 +159,21 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             sessions = sessions_of(gateway)
             connection = Connection()
             thinking = await sessions.open(SEEDED, connection)
+            num_detached = 0
+            detach = server.core.detach
+
+            async def count(session_id: str) -> None:
+                nonlocal num_detached
+                num_detached += 1
+                await detach(session_id)
+
+            monkeypatch.setattr(server.core, "detach", count)
             cable.cut()
-            await asyncio.sleep(3.0)
+            # It lingers for the server; the gateway lets the linger begin again and again.
+            await eventually(lambda: num_detached >= 4)
             assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
             sessions.release(connection)
-            await until(lambda: server.core.load.num_sessions == 0)
+            await eventually(lambda: server.core.load.num_sessions == 0)
 
 
 async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_time():
@@ -188,7 +198,7 @@ async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_t
                 assert other.core.load.num_sessions == before + 5
                 assert sessions.environment_load.num_unreachable_servers == 1
                 cable.is_connected = True
-                await until(lambda: sessions.environment_load.num_servers == 2)
+                await eventually(lambda: sessions.environment_load.num_servers == 2)
                 assert (await sessions.step(away[0].session_id, ADD_1, 1)).reward == 1.0
 
 
@@ -200,12 +210,12 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
             sessions = sessions_of(gateway)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
-                await until(lambda: sessions.environment_load.num_servers == 1)
+                await eventually(lambda: sessions.environment_load.num_servers == 1)
                 for _ in range(5):
                     await sessions.open(SEEDED)
             finally:
                 frozen.process.send_signal(signal.SIGCONT)
-            await until(lambda: sessions.environment_load.num_servers == 2)
+            await eventually(lambda: sessions.environment_load.num_servers == 2)
 
 
 async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used():
@@ -228,7 +238,7 @@ async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again(
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             source.list(endpoint_of(other))
             source.list(endpoint_of(one), endpoint_of(other))
-            await until(lambda: sessions.environment_load.num_servers == 2)
+            await eventually(lambda: sessions.environment_load.num_servers == 2)
             for one_opened in opened:
                 assert (await sessions.step(one_opened.session_id, ADD_1, 1)).reward == 1.0
 

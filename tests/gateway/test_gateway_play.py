@@ -11,6 +11,7 @@ import websockets
 from ludus.env.client import AsyncEnvClient, Reset
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
+from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
     client_of,
@@ -19,7 +20,6 @@ from tests.gateway.gateways import (
     http_of,
     num_sessions,
     served,
-    until,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -49,7 +49,7 @@ async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire
         through = await episode_of(by_gateway[wire])
         direct = await episode_of(by_server[wire])
         assert str(through) == str(direct)
-        await until(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: num_sessions(servers) == 0)
 
 
 async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
@@ -67,8 +67,8 @@ async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():
             assert (await ask("step", add=2))["data"]["reward"] == 2.0
             assert (await ask("step", add=0))["data"]["code"] == "ILLEGAL_ACTION"
             assert num_sessions(servers) == 1
-        await until(lambda: num_sessions(servers) == 0)
-        await until(lambda: gateway.num_sessions == 0)
+        await eventually(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: gateway.num_sessions == 0)
 
 
 async def test_a_token_in_the_address_is_enough(monkeypatch):

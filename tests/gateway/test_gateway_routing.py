@@ -1,6 +1,7 @@
 """Session ids route themselves: through any gateway, after restarts, and for nobody else."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import SessionLostError
 from ludus.services.gateway.gateway import Gateway
+from ludus.services.gateway.sessions.routes import RouteCache
+from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
     KEY,
@@ -20,10 +24,7 @@ from tests.gateway.gateways import (
     num_sessions,
     served,
     sessions_of,
-    until,
 )
-
-pytestmark = pytest.mark.asyncio
 
 
 class Raw(RawStream):
@@ -77,12 +78,23 @@ async def test_forged_ids_are_refused():
 
 
 async def test_an_expired_id_is_lost_and_says_so():
-    sessions = {"id_lifetime_s": 1.0}
-    async with served(sessions=sessions) as (gateway, _), Raw(gateway) as raw:
-        session_id = await raw.open()
-        assert await raw.step(session_id) == 2.0
-        await asyncio.sleep(2.1)
-        assert await raw.code_of_step(session_id) == "SESSION_LOST"
+    key = SessionKey(KEY.encode())
+    async with served() as (gateway, servers), Raw(gateway) as raw:
+        server_id = servers[0].core.options.server_id
+        assert await raw.code_of_step(key.sign(NAME, server_id, lifetime_s=-2)) == "SESSION_LOST"
+
+
+def test_an_id_that_was_good_expires():
+    now_s = time.time()
+    key = SessionKey(KEY.encode())
+    routes = RouteCache(key, clock=lambda: now_s)
+    session_id = key.sign(NAME, "a-server", tenant="red", lifetime_s=60)
+    for _ in range(2):
+        assert routes.find(session_id, "red").server_id == "a-server"
+    now_s += 62
+    for _ in range(2):
+        with pytest.raises(SessionLostError, match="expired"):
+            routes.find(session_id, "red")
 
 
 async def test_an_id_of_another_environment_is_refused_where_one_is_named():
@@ -156,8 +168,8 @@ async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(te
             await lost.step({"add": 1})
         await client.open(seed=1)
         await client.close()
-        await until(lambda: num_sessions(servers) == 0)
-        await until(lambda: gateway.num_sessions == 0, timeout_s=12)
+        await eventually(lambda: num_sessions(servers) == 0)
+        await eventually(lambda: gateway.num_sessions == 0, within_s=12)
         async with await AsyncEnvClient.connect(address, token=RED) as again:
             await again.open(seed=1)
             await again.open(seed=1)
@@ -177,7 +189,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
         else:
             await gateway._grpc_server.stop(grace=0)
             await sessions_of(gateway).fleet.close("it was killed")
-        await until(lambda: server.core.load.num_sessions == 1)
+        await eventually(lambda: server.core.load.num_sessions == 1)
         playing = asyncio.create_task(session.step({"add": 2}))
         again = Gateway(config_of(server.grpc_address, grpc_port=port))
         await again.start()
@@ -187,7 +199,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
             many = await client.step_many([(session, {"add": 3})])
             assert many[0].observation["total"] == 6
             await client.close()
-            await until(lambda: server.core.load.num_sessions == 0)
+            await eventually(lambda: server.core.load.num_sessions == 0)
         finally:
             await again.stop()
             if not graceful:
@@ -203,13 +215,15 @@ async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_lin
             await raw.open()
             await raw.open()
         assert server.core.load.num_sessions == 2
-        await until(lambda: server.core.load.num_sessions == 0)
+        await eventually(lambda: server.core.load.num_sessions == 0)
 
 
 async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers():
+    is_known = asyncio.Event()
+
     class LateSource:
         async def watch(self, publish):
-            await asyncio.sleep(1.0)
+            await is_known.wait()
             publish([endpoint_of(server)])
             await asyncio.Event().wait()
 
@@ -220,10 +234,14 @@ async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers():
         session_id = await raw.open()
         late = Gateway(config_of(server.grpc_address), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())
-        await until(lambda: late.grpc_address)
+        await eventually(lambda: late.grpc_address)
         assert not late.is_ready
         async with Raw(late) as other:
-            assert await other.step(session_id) == 2.0
+            stepping = asyncio.create_task(other.step(session_id))
+            await asyncio.wait([stepping], timeout=0.05)
+            assert not stepping.done()
+            is_known.set()
+            assert await stepping == 2.0
         await starting
         assert late.is_ready
         await late.stop()

@@ -15,6 +15,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.security.tls import client_ssl_context
 from ludus.proto.errors import AuthenticationError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
+from tests.gateway.clock import Clock
 from tests.gateway.gateways import FAST, NAME, client_of, served
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
@@ -44,11 +45,11 @@ def ca_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, ca_file: Path) -> AsyncIterator[Gateway]:
+async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[Gateway]:
     write_tenants(tmp_path / "tenants.toml", alice="", bob="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
     tenants = str(tmp_path / "tenants.toml")
-    async with served(host="127.0.0.1", tenants_file=tenants, tls=tls) as (gateway, _):
+    async with served(tenants_file=tenants, tls=tls, clock=clock) as (gateway, _):
         yield gateway
 
 
@@ -95,9 +96,8 @@ async def test_servers_behind_tls_and_a_token_are_reached_with_their_authority(
 
 
 async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
-    gateway: Gateway, ca_file: Path, tmp_path: Path
+    gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    gateway.access._check_every_s = gateway.access._next_check_s = 0.0
     alice, bob = [
         await AsyncEnvClient.connect(gateway.grpc_address, token=token, ca_file=str(ca_file))
         for token in (ALICE, BOB)
@@ -106,6 +106,7 @@ async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
     other, _ = await bob.open(seed=1)
     await session.step({"add": 1})
     write_tenants(tmp_path / "tenants.toml", bob="max_sessions = 1")
+    clock.now_s += 1.0
     with pytest.raises(AuthenticationError, match="'alice', which was removed"):
         await session.step({"add": 1})
     with pytest.raises(AuthenticationError, match="'alice', which was removed"):
@@ -118,10 +119,10 @@ async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
 
 
 async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
-    gateway: Gateway, ca_file: Path, tmp_path: Path
+    gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    gateway.access._check_every_s = gateway.access._next_check_s = 0.0
     write_tenants(tmp_path / "tenants.toml", alice="steps_per_s = 0.001", bob="")
+    clock.now_s += 1.0
     async with (
         http_of(gateway, ca_file) as http,
         await AsyncEnvClient.connect(

@@ -10,7 +10,8 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.gateway import Gateway
-from tests.gateway.gateways import NAME, sessions_of, until
+from tests.env.polling import eventually
+from tests.gateway.gateways import NAME, sessions_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,7 +41,7 @@ def is_alive(pid: int) -> bool:
 async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway():
     async with Gateway(config_of(num_servers=2, max_sessions=4)) as gateway:
         sessions, source = sessions_of(gateway), gateway.sources[NAME]
-        await until(lambda: sessions.environment_load.capacity == 8, timeout_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 8, within_s=30)
         opened = [await sessions.open(SEEDED) for _ in range(8)]
         pids = source.pids
         victim = sorted(pids)[0]
@@ -53,7 +54,7 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
                 assert error.code == "SESSION_LOST"
                 num_lost += 1
         assert num_lost == 4
-        await until(lambda: sessions.environment_load.capacity == 8, timeout_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 8, within_s=30)
         assert len(await sessions.open_group(OpenArgs(), 4)) == 4
         pids = list(source.pids.values())
         assert len(pids) == 2
@@ -63,18 +64,18 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
 async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
     async with Gateway(config_of(num_servers=1, max_sessions=4)) as gateway:
         sessions, source = sessions_of(gateway), gateway.sources[NAME]
-        await until(lambda: sessions.environment_load.capacity == 4, timeout_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 4, within_s=30)
         first = [await sessions.open(SEEDED) for _ in range(4)]
         source.scale(2)
         late = await sessions.open(SEEDED)  # waits for the new server
         source.scale(1)
-        await until(lambda: sessions.environment_load.num_draining_servers == 1)
+        await eventually(lambda: sessions.environment_load.num_draining_servers == 1)
         assert len(source.pids) == 2
         for one in (*first, late):
             assert await sessions.state(one.session_id)
         assert sessions.environment_load.num_draining == 1
         await sessions.close(late.session_id)
-        await until(lambda: len(source.pids) == 1, timeout_s=15)
+        await eventually(lambda: len(source.pids) == 1, within_s=15)
         assert await sessions.state(first[0].session_id)
 
 

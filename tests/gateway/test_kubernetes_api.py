@@ -29,7 +29,8 @@ from ludus.services.gateway.kubernetes.api import (
     load_access,
     resource_path,
 )
-from tests.gateway.cluster_objects import NAMESPACE, client_of, endpoint_slice, eventually, member
+from tests.env.polling import eventually
+from tests.gateway.cluster_objects import NAMESPACE, client_of, endpoint_slice, member
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 PODS = resource_path("v1", NAMESPACE, "pods")

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
 from ludus.services.gateway.kubernetes.leadership import Leadership, LeaseOptions
+from tests.env.polling import eventually
 from tests.gateway.clock import Clock
-from tests.gateway.cluster_objects import NAMESPACE, client_of, eventually
+from tests.gateway.cluster_objects import NAMESPACE, client_of
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 LEASE = ("coordination.k8s.io/v1", "leases", NAMESPACE, "gateway")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -66,15 +67,20 @@ class Gateway:
 
     Args:
         sources: where servers come from, by environment; None makes them from the config.
+        clock: seconds that only grow, for tenants and their quotas.
     """
 
     def __init__(
-        self, config: GatewayConfig, sources: Mapping[str, EndpointSource] | None = None
+        self,
+        config: GatewayConfig,
+        sources: Mapping[str, EndpointSource] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.access = _access_of(config)
+        self.access = _access_of(config, clock)
         self.access.check_host(config.host, insecure=config.insecure)
-        self.quotas = Quotas(renew=self.access.renew)
+        self.quotas = Quotas(clock, renew=self.access.renew)
         self.environments: dict[str, GatewaySessions] = {}
         self.sources: dict[str, EndpointSource] = dict(sources or {})
         self.http_address = ""
@@ -195,25 +201,17 @@ class Gateway:
                 self.sources[name] = _source_of(environment, key, fleet)
             source = self.sources[name]
             self._watching[name] = asyncio.create_task(self._watch(name, source))
-        settled = [
-            asyncio.create_task(one.fleet.wait_settled(_SETTLE_TIMEOUT_S))
-            for one in self.environments.values()
-        ]
+        fleets = [one.fleet for one in self.environments.values()]
+        settled = asyncio.gather(*(fleet.wait_settled(_SETTLE_TIMEOUT_S) for fleet in fleets))
+        watching = self._watching.values()
         try:
-            await self._wait_all(settled)
+            # A source watches for ever, unless it cannot work.
+            await asyncio.wait([settled, *watching], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in settled:
-                task.cancel()
-
-    async def _wait_all(self, settled: list[asyncio.Task[bool]]) -> None:
-        """Wait until all have ended; a source that fails meanwhile raises its error."""
-        while not all(task.done() for task in settled):
-            watching = list(self._watching.values())
-            await asyncio.wait([*settled, *watching], return_when=asyncio.FIRST_COMPLETED)
-            for source in watching:
-                if source.done():
-                    await source
-            settled = [task for task in settled if not task.done()]
+            settled.cancel()
+        for task in watching:
+            if task.done():
+                await task
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
         """Follow a source for ever, also after failures that are not the user's.
@@ -259,9 +257,9 @@ def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> Non
     )
 
 
-def _access_of(config: GatewayConfig) -> Access:
+def _access_of(config: GatewayConfig, clock: Callable[[], float]) -> Access:
     if config.tenants_file is not None:
-        return Access.from_file(config.tenants_file)
+        return Access.from_file(config.tenants_file, clock=clock)
     token = value_of(config.token_env)
     return Access.single(token) if token else Access.open()
 

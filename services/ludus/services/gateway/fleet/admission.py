@@ -20,6 +20,8 @@ from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 
 RETRY_AFTER_S = 1.0
 """What refused callers are told."""
+MIN_DESCRIBE_S = 5.0
+"""How long a caller waits for the first server of all, where opens wait less."""
 
 
 class Admission:
@@ -116,9 +118,10 @@ class Admission:
         """
         if self.fleet.description is not None:
             return
+        within_s = max(self._limits.queue_timeout_s, MIN_DESCRIBE_S)
         self.num_undescribed += 1
         try:
-            is_described = await self.fleet.wait_described(max(self._limits.queue_timeout_s, 5.0))
+            is_described = await self.fleet.wait_described(within_s)
         finally:
             self.num_undescribed -= 1
         if not is_described:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludus.env.security.session_ids import SessionKey
@@ -28,10 +29,12 @@ class RouteCache:
 
     Args:
         key: the same on every gateway and server of the fleet.
+        clock: Unix time.
     """
 
-    def __init__(self, key: SessionKey) -> None:
+    def __init__(self, key: SessionKey, clock: Callable[[], float] = time.time) -> None:
         self._key = key
+        self._clock = clock
         self._known: OrderedDict[str, Route] = OrderedDict()
 
     def find(self, session_id: str, tenant: str | None) -> Route:
@@ -64,7 +67,6 @@ class RouteCache:
             self._known[session_id] = route
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.popitem(last=False)
-        elif route.expires_s < time.time():
-            del self._known[session_id]
+        if route.expires_s < self._clock():
             raise SessionLostError("the session id has expired; open a new session")
         return route
