@@ -201,8 +201,7 @@ class Gateway:
                 self.sources[name] = _source_of(environment, key, fleet)
             source = self.sources[name]
             self._watching[name] = asyncio.create_task(self._watch(name, source))
-        fleets = [one.fleet for one in self.environments.values()]
-        settled = asyncio.gather(*(fleet.wait_settled(_SETTLE_TIMEOUT_S) for fleet in fleets))
+        settled = asyncio.create_task(self._settle())
         watching = self._watching.values()
         try:
             # A source watches for ever, unless it cannot work.
@@ -212,6 +211,10 @@ class Gateway:
         for task in watching:
             if task.done():
                 await task
+
+    async def _settle(self) -> None:
+        fleets = [one.fleet for one in self.environments.values()]
+        await asyncio.gather(*(fleet.wait_settled(_SETTLE_TIMEOUT_S) for fleet in fleets))
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
         """Follow a source for ever, also after failures that are not the user's.
