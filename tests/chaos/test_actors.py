@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 
 from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
-from ludus.trainer.actors.groups import LearnerGroup
-from ludus.trainer.actors.workers import PLACES_PER_WORKER, RolloutWorkers
+from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.processes import SLOTS_PER_WORKER
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
 from tests.chaos.fleet import Fleet, fleet
 
@@ -61,15 +62,15 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     published = around.publish(3)
     [held] = await workers.load_weights(published, timeout_s=60)
     assert (held.version, held.ok) == (3, True)
-    place = await workers.place()
+    slot = await workers.slot()
     groups = around.groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
     [pid] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
-    playing = asyncio.create_task(workers.play(place, groups))
+    playing = asyncio.create_task(workers.play(slot, groups))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    assert await playing == len(groups), "all must be played again"
+    assert sorted(await playing) == list(range(64)), "all must be played again"
     await until(lambda: workers.num_ready == 1)
     assert (workers.num_restarts, workers.num_joined) == (1, 2)
     [held] = workers.held_weights.values()
@@ -84,12 +85,12 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
 ) -> None:
     workers.resize(2)
     await until(lambda: workers.num_ready == 2)
-    places = [await workers.place() for _ in range(2)]
+    slots = [await workers.slot() for _ in range(2)]
     groups = [around.groups(*range(16)), around.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
     playing = [
-        asyncio.create_task(workers.play(place, some))
-        for place, some in zip(places, groups, strict=True)
+        asyncio.create_task(workers.play(slot, some))
+        for slot, some in zip(slots, groups, strict=True)
     ]
     await asyncio.sleep(0)
     workers.resize(1)
@@ -101,13 +102,13 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     assert state.counts["blackjack"].num_groups == 32
 
 
-async def test_places_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
-    places = [await workers.place() for _ in range(PLACES_PER_WORKER)]
-    waiting = asyncio.create_task(workers.place())
+async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
+    slots = [await workers.slot() for _ in range(SLOTS_PER_WORKER)]
+    waiting = asyncio.create_task(workers.slot())
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    workers.give_back(places[0])
-    assert (await waiting).worker is places[0].worker
+    workers.free(slots[0])
+    assert (await waiting).worker is slots[0].worker
 
 
 async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
@@ -146,16 +147,16 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
 ) -> None:
     learners = LearnerGroup(around.run)
     await learners.start(around.learner_spec, around.spec.weights)
-    first = await learners.publish(0, around.probe)
+    first = await learners.publish(0, around.canary)
     await learners.save(tmp_path / "learner", tmp_path / "model")
     before = running(LEARNER_RANK)
     assert len(before) == 2
     os.kill(before[1], how)
     async with asyncio.timeout(30):
         with pytest.raises(LearnerLostError):
-            await learners.publish(1, around.probe)
+            await learners.publish(1, around.canary)
     await learners.restart(tmp_path / "learner")
-    again = await learners.publish(0, around.probe)
+    again = await learners.publish(0, around.canary)
     assert again.manifest.content_hash == first.manifest.content_hash
     await until(lambda: not set(before) & set(running(LEARNER_RANK)))
     learners.close()

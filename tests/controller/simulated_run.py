@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
 from ludus.trainer.controller import Controller, Parts
+from ludus.trainer.data.buffer import GroupSummary, TakenBatch
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.run_folder import RunFolder
@@ -31,12 +32,27 @@ from ludus.trainer.types import (
     GroupSpec,
     RolloutGroup,
     WeightManifest,
+    lost_group,
 )
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
 CANARY_PROMPT = CanaryPrompt([1], [2])
-NUM_PLACES = 4
+NUM_SLOTS = 4
+
+
+class SimulatedBuffer(BufferActor):
+    """The buffer in this process, which remembers what each step trained on."""
+
+    def __init__(self, run: RunConfig, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
+        super().__init__(run)
+        self._batches = batches
+
+    async def take(self, version: int, timeout_s: float) -> TakenBatch:
+        taken, batch = await super().take(version, timeout_s)
+        if taken.groups:
+            self._batches[version] = taken.groups
+        return replace(taken, batch=batch)
 
 
 async def at_once(*_: object) -> None:
@@ -86,12 +102,12 @@ class SimulatedLearner:
         self.num_restarts += 1
 
     def load(self, learner_folder: Path | None) -> None:
-        """Nothing; stands where the checkpoint does."""
+        """Go to where the checkpoint stands."""
         file = learner_folder / "steps.json" if learner_folder else None
         self.steps = json.loads(file.read_text()) if file else 0
 
     def die(self) -> None:
-        """Nothing; every call raises until `restart`."""
+        """Raise from every call until `restart`."""
         self.is_alive = False
 
     def _refuse_if_lost(self) -> None:
@@ -106,7 +122,7 @@ def rewards_of(spec: GroupSpec) -> tuple[float | None, ...]:
 
 @dataclass
 class SimulatedWorkers:
-    """The rollout workers: a place is a number."""
+    """The rollout workers: a slot is a number."""
 
     buffer: BufferActor
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
@@ -120,25 +136,25 @@ class SimulatedWorkers:
     most_deliveries_at_once: int = 0
     begun: list[tuple[GroupSpec, int]] = field(default_factory=list)
     """Every group with the version that began it."""
-    _places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_PLACES))
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
-    async def place(self) -> int:
-        await self._places.acquire()
+    async def slot(self) -> int:
+        await self._slots.acquire()
         return 0
 
-    def give_back(self, place: int) -> None:
-        self._places.release()
+    def free(self, slot: int) -> None:
+        self._slots.release()
 
-    async def play(self, place: int, specs: Sequence[GroupSpec]) -> int:
+    async def play(self, slot: int, specs: Sequence[GroupSpec]) -> list[int]:
         try:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)
-                return len(specs)
+                return await self.buffer.put([lost_group(spec) for spec in specs])
             # What is played on a worker continues when the controller no longer waits for it.
             playing = asyncio.create_task(self._play_and_put(specs))
             return await asyncio.shield(playing)
         finally:
-            self._places.release()
+            self._slots.release()
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
@@ -163,7 +179,7 @@ class SimulatedWorkers:
         report = CanaryReport(manifest.version, manifest.content_hash, 1e-6, 1e-4)
         return {0: WorkerWeights(report, 0.0, 0.0, 0)}
 
-    async def _play_and_put(self, specs: Sequence[GroupSpec]) -> int:
+    async def _play_and_put(self, specs: Sequence[GroupSpec]) -> list[int]:
         return await self.buffer.put(await asyncio.gather(*(self._play(spec) for spec in specs)))
 
     async def _play(self, spec: GroupSpec) -> RolloutGroup:
@@ -182,7 +198,7 @@ class SimulatedRun:
     folder: Path
     settings: dict[str, Any]
     learner: SimulatedLearner = field(default_factory=SimulatedLearner)
-    batches: dict[int, list[RolloutGroup]] = field(default_factory=dict)
+    batches: dict[int, tuple[GroupSummary, ...]] = field(default_factory=dict)
     """What each step trained on, the last time it was trained."""
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
 
@@ -218,7 +234,7 @@ class SimulatedRun:
             self.learner.load(newest_checkpoint(path / "checkpoints") / "learner")
         else:
             folder = RunFolder.create(run, overwrite=True)
-        buffer = BufferActor(run)
+        buffer = SimulatedBuffer(run, self.batches)
         workers = SimulatedWorkers(buffer)
         parts = Parts(
             run=run,
@@ -226,7 +242,7 @@ class SimulatedRun:
             checkpoints=CheckpointFolder(folder.checkpoints, keep=2),
             learners=self.learner,
             workers=workers,
-            buffer=self._watched(buffer),
+            buffer=buffer,
             evaluator=None,
             chat=None,
             canary=CANARY_PROMPT,
@@ -239,15 +255,3 @@ class SimulatedRun:
         finally:
             folder.close()
         return state
-
-    def _watched(self, buffer: BufferActor) -> BufferActor:
-        take = buffer.take
-
-        async def remembered(version: int, timeout_s: float) -> Any:
-            taken = await take(version, timeout_s)
-            if taken.groups:
-                self.batches[version] = taken.groups
-            return taken
-
-        buffer.take = remembered
-        return buffer

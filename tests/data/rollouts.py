@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ludus.trainer.types import (
     Rollout,
     RolloutGroup,
@@ -21,9 +23,8 @@ def make_rollout(
     status = RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED
     num_prompt = len(token_ids) - 2
     sequence = TokenSequence(
-        token_ids=list(token_ids),
-        loss_mask=[False] * num_prompt + [True, True],
-        logprobs=[0.0] * num_prompt + [-0.5, -0.1],
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array([0.0] * num_prompt + [-0.5, -0.1], dtype=np.float32),
         turns=(TurnSpan(num_prompt, len(token_ids), reward or 0.0),),
     )
     return Rollout(

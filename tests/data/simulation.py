@@ -64,7 +64,7 @@ class Simulation:
     _free_since_s: float = 0.0
 
     def run(self) -> None:
-        """Nothing; all steps are trained. Fails when nothing is left that could happen."""
+        """Train all steps; fail when nothing is left that could happen."""
         plan = self.plan
         self.buffer = GroupBuffer(
             groups_per_step=plan.groups_per_step,
@@ -106,13 +106,11 @@ class Simulation:
         self.played_s += self.plan.duration_s(index)
         fate = self.plan.fates[index % len(self.plan.fates)]
         self.ended[index] = fate
-        rewards = {"lives": (1, -1), "dead": (1, 1), "void": (1, None)}
-        if fate in rewards:
-            group = make_group(*rewards[fate], index=index, version=self.begun_under[index])
-            assert self.buffer.put([group]) == int(fate != "lives")
-        settled = self.buffer.settle([index])
-        assert settled == ([] if fate == "lives" else [index])
-        self.admission.give_back(len(settled))
+        rewards = {"lives": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
+        group = make_group(*rewards[fate], index=index, version=self.begun_under[index])
+        refused = self.buffer.put([group])
+        assert refused == ([] if fate == "lives" else [index])
+        self.admission.give_back(len(refused))
 
     def end_step(self, version: int) -> None:
         self.step = version

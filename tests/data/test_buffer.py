@@ -6,6 +6,7 @@ import pytest
 
 from ludus.trainer.data.buffer import GroupBuffer
 from ludus.trainer.data.counts import RolloutCounts, total
+from ludus.trainer.types import GroupSpec, lost_group
 from tests.data.rollouts import make_group
 
 
@@ -55,44 +56,43 @@ def test_a_group_that_teaches_nothing_is_refused_for_replacement(
 ) -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
-    assert buffer.put([make_group(*rewards)]) == 1
+    assert buffer.put([make_group(*rewards)]) == [0]
     assert len(buffer) == 0
-    assert buffer.settle([0]) == [0]
-    assert buffer.settle([0]) == [], "it is replaced once"
+    assert buffer.put([make_group(*rewards)]) == [], "it is replaced once"
 
 
 def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
-    assert buffer.put([make_group(0.1 + 0.2, 0.3)]) == 0
+    assert buffer.put([make_group(0.1 + 0.2, 0.3)]) == []
 
 
 def test_zero_variance_groups_are_kept_on_request_but_never_void_ones() -> None:
     buffer = make_buffer(keep_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
-    assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == 1
+    assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [1]
     assert [group.index for group in buffer.groups] == [0]
 
 
 def test_a_lost_episode_does_not_spoil_its_group() -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
-    assert buffer.put([make_group(1, -1, None)]) == 0
+    assert buffer.put([make_group(1, -1, None)]) == []
 
 
 def test_groups_that_died_with_their_worker_are_to_be_replaced() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
-    buffer.put([make_group(1, -1, index=1)])
-    assert buffer.settle([0, 1]) == [0]
+    lost = lost_group(GroupSpec(0, "coins", (1, 1)))
+    assert buffer.put([lost, make_group(1, -1, index=1)]) == [0]
+    assert buffer.counts["coins"].num_lost == 2
 
 
 def test_a_group_sampled_by_older_weights_than_it_should_be_is_refused_and_counted() -> None:
     buffer = make_buffer(max_staleness=1)
     buffer.begin([0], version=5)
-    assert buffer.put([make_group(1, -1, version=4)]) == 1
+    assert buffer.put([make_group(1, -1, version=4)]) == [0]
     assert buffer.counts["coins"].num_stale_groups == 1
-    assert buffer.settle([0]) == [0]
 
 
 def test_counts_add_up_and_start_again_once_taken() -> None:
@@ -112,8 +112,8 @@ def test_what_is_restored_is_all_there_is_and_late_comers_are_refused_and_counte
     kept = [make_group(1, -1, index=7), make_group(1, -1, index=3)]
     assert buffer.restore(kept, {"coins": RolloutCounts(num_groups=4)}, version=0) == 2
     assert [group.index for group in buffer.groups] == [3, 7]
-    assert buffer.put([make_group(1, -1, index=1)]) == 1
-    assert buffer.settle([0, 1, 2]) == [], "nothing takes their places"
+    assert buffer.put([make_group(1, 1, index=1)]) == [], "nothing takes its place"
+    assert buffer.state().refused == []
     counts = buffer.counts["coins"]
     assert counts.num_rolled_back_groups == 2, "one that waited, one that came late"
     assert counts.num_groups == 6

@@ -17,7 +17,9 @@ PLANS = st.builds(
     window_fraction=st.floats(0.05, 1.0),
     num_places=st.integers(1, 20),
     durations=st.lists(st.floats(0.0, 30.0), min_size=1, max_size=40),
-    fates=st.lists(st.sampled_from(["lives", "lives", "lives", "dead", "void", "gone"]), max_size=9)
+    fates=st.lists(
+        st.sampled_from(["lives", "lives", "lives", "equal", "void", "lost"]), max_size=9
+    )
     # A run in which nothing ever lives has no end, and no use.
     .map(lambda fates: [*fates, "lives"]),
     train_s=st.floats(0.01, 20.0),

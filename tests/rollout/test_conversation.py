@@ -44,11 +44,11 @@ async def test_turns_that_continue_each_other_are_one_sequence_with_their_reward
     conversation, policy = conversation_of(CHATML, iter(["HIT", "STAND"]))
     await talk(conversation, "16 vs 10", "19 vs 10")
     [sequence] = conversation.sequences(with_rest=False)
-    assert sequence.token_ids[: len(policy.prompts[1])] == policy.prompts[1]
+    assert sequence.token_ids[: len(policy.prompts[1])].tolist() == policy.prompts[1]
     assert [turn.reward for turn in sequence.turns] == [1, 2]
     for turn, text in zip(sequence.turns, ["HIT", "STAND"], strict=True):
         assert all(sequence.loss_mask[turn.start : turn.end])
-        said = sequence.token_ids[turn.start : turn.end]
+        said = sequence.token_ids[turn.start : turn.end].tolist()
         assert conversation._chat.decode(said) == text
     assert sum(sequence.loss_mask) == sum(turn.end - turn.start for turn in sequence.turns)
 
@@ -68,7 +68,7 @@ async def test_a_turn_whose_past_was_rewritten_is_a_sequence_of_its_own() -> Non
     assert [len(sequence.turns) for sequence in sequences] == [1, 1, 1]
     assert [sequence.turns[0].reward for sequence in sequences] == [1, 2, 3]
     for sequence, prompt in zip(sequences, policy.prompts, strict=True):
-        assert sequence.token_ids[: sequence.turns[0].start] == prompt
+        assert sequence.token_ids[: sequence.turns[0].start].tolist() == prompt
         assert "bust?" not in conversation._chat.decode(prompt)
         assert any(sequence.loss_mask)
 
@@ -87,7 +87,7 @@ async def test_what_was_not_answered_follows_the_last_turn_where_it_fits(keep: b
     conversation.add(user("19 vs 10"))
     assert conversation.has_room
     [sequence] = conversation.sequences(with_rest=True)
-    rest = sequence.token_ids[sequence.turns[-1].end :]
+    rest = sequence.token_ids[sequence.turns[-1].end :].tolist()
     assert "19 vs 10" in conversation._chat.decode(rest)
     assert not any(sequence.loss_mask[sequence.turns[-1].end :])
     assert conversation.sequences(with_rest=False) == bare

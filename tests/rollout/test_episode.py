@@ -53,7 +53,7 @@ async def test_every_prompt_is_an_exact_prefix_of_the_next(
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         rollout = await player.play(seed, SAMPLING)
         for prompt in policy.prompts:
-            assert rollout.sequences[0].token_ids[: len(prompt)] == prompt
+            assert rollout.sequences[0].token_ids[: len(prompt)].tolist() == prompt
 
 
 async def test_text_that_is_no_action_ends_the_episode_at_the_configured_reward(
@@ -90,7 +90,7 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
         if cut.status is RolloutStatus.TERMINATED:
             assert sequence.loss_mask[-1], "nothing follows the end"
             continue
-        assert sequence.token_ids == policy.prompts[1]
+        assert sequence.token_ids.tolist() == policy.prompts[1]
         assert sequence.turns == whole.sequences[0].turns[:1]
 
 
@@ -176,7 +176,7 @@ async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
         if len(rollout.turns) == 2:
             break
     [sequence] = rollout.sequences
-    end = sequence.token_ids.index(chat.end_token_id, sequence.loss_mask.index(True))
+    end = sequence.token_ids.tolist().index(chat.end_token_id, sequence.turns[0].start)
     assert not sequence.loss_mask[end]
 
 

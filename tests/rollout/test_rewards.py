@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -42,7 +43,7 @@ def episode(
 ) -> PlayedEpisode:
     """An episode of one turn."""
     is_lost = status is RolloutStatus.LOST
-    tokens = TokenSequence([1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], (TurnSpan(1, 3, 0),))
+    tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
     rollout = Rollout("count", 7, () if is_lost else (tokens,), paid, paid, (), status, 0)
     said = [{"role": "assistant", "content": answer}]
     return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], said, [2, 3])

@@ -101,7 +101,7 @@ async def test_tools_are_listed_and_their_results_are_never_trained_on(
 ) -> None:
     played = await play(client, chat, by_calculator)
     [sequence] = played.rollout.sequences
-    pairs = list(zip(sequence.token_ids, sequence.loss_mask, strict=True))
+    pairs = list(zip(sequence.token_ids.tolist(), sequence.loss_mask, strict=True))
     shown = chat._tokenizer.decode([token for token, sampled in pairs if not sampled])
     said = chat._tokenizer.decode([token for token, sampled in pairs if sampled])
     assert "Adds two numbers." in shown

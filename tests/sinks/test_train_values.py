@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ludus.proto.metrics import TrainMetric
-from ludus.trainer.actors.buffer import TakenGroups
+from ludus.trainer.data.buffer import TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
@@ -51,31 +51,29 @@ def group(environment: str, rewards: list[float | None], version: int = 0) -> Ro
     return RolloutGroup(0, environment, rollouts)
 
 
-def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenGroups:
+def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> TakenBatch:
     counts: dict[str, RolloutCounts] = {}
     for each in (*groups, *refused):
         counts[each.environment] = total(
             [counts.get(each.environment, RolloutCounts()), count_group(each)]
         )
-    return TakenGroups(groups=list(groups), counts=counts, depth=3)
+    return TakenBatch(tuple(summarise(each, version=2) for each in groups), counts, depth=3)
 
 
 MIXED = taken(
     group("blackjack", [1.0, -1.0, 0.0, None]),
-    group("catch", [1.0, 1.0, 1.0, -1.0]),
-    group("catch", [1.0, -1.0]),
+    group("catch", [1.0, 1.0, 1.0, -1.0], version=2),
+    group("catch", [1.0, -1.0], version=1),
     refused=(group("catch", [1.0, 1.0]),),
 )
 
 
 def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_played() -> None:
-    values = train_values(MIXED, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).run
-    alone = [dataclasses.replace(each, environment="one") for each in MIXED.groups]
+    values = train_values(MIXED, METRICS, TIMES, canary_error=1e-7).run
+    alone = tuple(dataclasses.replace(each, environment="one") for each in MIXED.groups)
     counts = {"one": total(MIXED.counts.values())}
-    as_one = TakenGroups(groups=alone, counts=counts, depth=3)
-    assert values == pytest.approx(
-        train_values(as_one, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).run
-    )
+    as_one = TakenBatch(alone, counts, depth=3)
+    assert values == pytest.approx(train_values(as_one, METRICS, TIMES, canary_error=1e-7).run)
     assert values[TrainMetric.NUM_EPISODES] == 12
     assert values[TrainMetric.WIN_RATE] == pytest.approx(7 / 11)
     assert values[TrainMetric.REWARD_MEAN] == pytest.approx(4 / 11)
@@ -89,7 +87,7 @@ def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_play
 
 
 def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> None:
-    values = train_values(MIXED, METRICS, [2, 0, 1], TIMES, canary_error=1e-7).environments
+    values = train_values(MIXED, METRICS, TIMES, canary_error=1e-7).environments
     blackjack, catch = values["blackjack"], values["catch"]
     assert blackjack[TrainMetric.NUM_WINS] == 1
     assert blackjack[TrainMetric.NUM_DRAWS] == 1
@@ -112,7 +110,7 @@ def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> No
 def test_means_of_nothing_are_left_out() -> None:
     nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}
-    values = train_values(TakenGroups([], counts, 0), METRICS, [], TIMES, canary_error=0.0)
+    values = train_values(TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0)
     for of_part in (values.run, *values.environments.values()):
         assert TrainMetric.REWARD_MEAN not in of_part
         assert TrainMetric.WIN_RATE not in of_part
@@ -122,13 +120,13 @@ def test_means_of_nothing_are_left_out() -> None:
 
 
 def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None:
-    without = train_values(MIXED, METRICS, [0, 0, 0], TIMES, canary_error=0.0).run
+    without = train_values(MIXED, METRICS, TIMES, canary_error=0.0).run
     absent = {TrainMetric.VALUE_LOSS, TrainMetric.EXPLAINED_VARIANCE, TrainMetric.MFU}
     assert not absent & without.keys()
     full = dataclasses.replace(
         METRICS, value_loss=0.5, explained_variance=0.25, flops=3e9, peak_flops=12e9
     )
-    values = train_values(MIXED, full, [0, 0, 0], TIMES, canary_error=0.0).run
+    values = train_values(MIXED, full, TIMES, canary_error=0.0).run
     assert values[TrainMetric.VALUE_LOSS] == 0.5
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
     # 3 GFLOP in one second, of 12 that were possible.

@@ -11,24 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
 from ludus.proto.runs import CONTROL_FILE, RunControl
+from ludus.trainer.processes import Workers
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 
 
-class Resizable(Protocol):
-    """The rollout workers."""
-
-    def resize(self, num_workers: int) -> None: ...
-
-
-async def follow(run_folder: Path, workers: Resizable) -> None:
-    """Nothing, ever: does what the control file of the run says, each time it says another thing.
+async def follow(run_folder: Path, workers: Workers) -> None:
+    """Do what the control file of the run says, for ever, each time that it changes.
 
     A file that cannot be read is named in the log and changes nothing.
     """
@@ -50,7 +44,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _apply(text: str, path: Path, workers: Resizable) -> None:
+def _apply(text: str, path: Path, workers: Workers) -> None:
     try:
         wanted = RunControl.model_validate_json(text)
     except ValidationError as error:

@@ -53,10 +53,6 @@ from ludus.proto.config import RunConfig
 from ludus.proto.errors import CanaryError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Phase
-from ludus.trainer.actors.buffer import TakenGroups
-from ludus.trainer.actors.groups import Buffer, LearnerGroup
-from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.background import Background
 from ludus.trainer.checkpoint import (
     CheckpointFolder,
     RunState,
@@ -64,7 +60,7 @@ from ludus.trainer.checkpoint import (
     model_folder,
     read_state,
 )
-from ludus.trainer.data.batch import make_batch, shuffle_rewards
+from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import Progress
@@ -73,10 +69,12 @@ from ludus.trainer.evaluation import Evaluator
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.processes import Buffer, Learners, Workers
 from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.sampling import SamplingLoop
 from ludus.trainer.schedule import coefficients
+from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import CanaryPrompt
 
 _log = logging.getLogger(__name__)
@@ -92,8 +90,8 @@ class Parts:
     run: RunConfig
     folder: RunFolder
     checkpoints: CheckpointFolder
-    learners: LearnerGroup
-    workers: RolloutWorkers
+    learners: Learners
+    workers: Workers
     buffer: Buffer
     evaluator: Evaluator
     chat: ChatTokenizer
@@ -126,7 +124,7 @@ class Controller:
         )
 
     def stop(self) -> None:
-        """Nothing; the run ends after the step it is in, with a checkpoint."""
+        """End the run after the step it is in, with a checkpoint."""
         self._stopping.set()
 
     @property
@@ -140,7 +138,7 @@ class Controller:
         return self.state.step >= self.parts.run.training.num_steps
 
     async def run(self) -> None:
-        """Nothing; the run has ended well, or was stopped.
+        """Run both loops until the last step is trained, or `stop` is called.
 
         Raises:
             WeightSyncError: weights did not arrive, or a canary failed.
@@ -165,7 +163,7 @@ class Controller:
             self.parts.folder.stop_clock()
 
     async def _run_until_lost(self) -> None:
-        """Nothing; as `run`, with the learner that is there."""
+        """Do what `run` does, with the learner that is there."""
         parts = self.parts
         self._sampling = SamplingLoop(parts.run, self._mixture, parts.workers, parts.buffer)
         self._delivery = Delivery(
@@ -175,13 +173,13 @@ class Controller:
             parts.run.weights.timeout_s,
             self._note_delivery,
         )
-        async with Background() as background:
-            background.start(self._watch_environments())
-            await background.run(self._run_loops(background))
+        async with Tasks() as tasks:
+            tasks.start(self._watch_environments())
+            await self._run_loops(tasks)
 
-    async def _run_loops(self, background: Background) -> None:
+    async def _run_loops(self, tasks: Tasks) -> None:
         folder, state = self.parts.folder, self.state
-        await self._delivery.publish(state.step, background)
+        await self._delivery.publish(state.step, tasks)
         await self._delivery.settled()
         await self._sampling.restore(state)
         state.forget_under_way()
@@ -191,11 +189,11 @@ class Controller:
             folder.start_clock()
             self._clock_runs = True
         folder.phase(Phase.TRAIN, state.step)
-        background.start(self._sampling.run(background))
-        await self._training_loop(background)
+        tasks.start(self._sampling.run(tasks))
+        await self._training_loop(tasks)
         await self._save_checkpoint()
 
-    async def _training_loop(self, background: Background) -> None:
+    async def _training_loop(self, tasks: Tasks) -> None:
         training = self.parts.run.training
         progress = Progress(self.parts.run)
         while not self.finished:
@@ -204,10 +202,11 @@ class Controller:
             if taken is None:
                 return
             waited = time.monotonic()
-            metrics = await self._train_step(taken)
+            coefs = coefficients(self.parts.run, self.state.step)
+            metrics = await self.parts.learners.train_step(taken.batch, coefs)
             trained = time.monotonic()
             self.state.step += 1
-            num_bytes = await self._delivery.publish(self.state.step, background)
+            num_bytes = await self._delivery.publish(self.state.step, tasks)
             times = StepTimes(
                 wait_s=waited - started,
                 train_s=trained - waited,
@@ -225,8 +224,8 @@ class Controller:
             if self._stopping.is_set():
                 return
 
-    async def _take_batch(self, progress: Progress) -> TakenGroups | None:
-        """The next batch's groups; None when the run is to stop.
+    async def _take_batch(self, progress: Progress) -> TakenBatch | None:
+        """The next batch; None when the run is to stop.
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
@@ -238,14 +237,6 @@ class Controller:
             if taken.groups:
                 return taken
         return None
-
-    async def _train_step(self, taken: TakenGroups) -> StepMetrics:
-        run, step = self.parts.run, self.state.step
-        groups = taken.groups
-        if run.training.shuffle_rewards:
-            groups = shuffle_rewards(groups, seed=run.seed * 1_000_003 + step)
-        batch = make_batch(groups, run.algorithm)
-        return await self.parts.learners.train_step(batch, coefficients(run, step))
 
     async def _note_delivery(self, delivered: Delivered) -> None:
         parts, state = self.parts, self.state
@@ -286,19 +277,17 @@ class Controller:
         # The workers were not idle: they played the evaluation's games.
         self._sampling.take_idle_s()
 
-    def _record(self, taken: TakenGroups, metrics: StepMetrics, times: StepTimes) -> None:
+    def _record(self, taken: TakenBatch, metrics: StepMetrics, times: StepTimes) -> None:
         state, counts = self.state, total(taken.counts.values())
-        # The groups were trained on by the weights before this step's update.
-        staleness = [state.step - 1 - group.policy_version for group in taken.groups]
-        scored = [r for group in taken.groups for r in group.rewards if r is not None]
-        state.games_trained += len(scored)
+        state.games_trained += sum(group.num_scored for group in taken.groups)
         state.games_played += counts.num_episodes
         state.episodes_lost += counts.num_lost
         state.num_groups_rolled_back += counts.num_rolled_back_groups
+        staleness = [group.staleness for group in taken.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
         self._mixture.observe(taken.counts)
         self._deliver_s = 0.0
-        values = train_values(taken, metrics, staleness, times, state.canary_max_error)
+        values = train_values(taken, metrics, times, state.canary_max_error)
         self.parts.folder.trained(state.step, state.games_trained, values)
 
     async def _save_checkpoint(self) -> None:
@@ -316,7 +305,7 @@ class Controller:
         parts.checkpoints.commit(aside, state)
 
     def _count_loss(self, error: LearnerLostError) -> None:
-        """Nothing; raises when the learner may not be started once more."""
+        """Count a lost learner; raise when it may not be started once more."""
         allowed = self.parts.run.training.max_learner_restarts
         # An error that crossed a Ray actor carries its traceback in the text.
         reason = getattr(error, "cause", None) or error
@@ -330,7 +319,7 @@ class Controller:
         _log.warning("the learner is lost (%s); restarting it", reason)
 
     async def _start_learner_again(self) -> None:
-        """Nothing; learner and state stand where the newest checkpoint does."""
+        """Take learner and state back to the newest checkpoint."""
         parts, state = self.parts, self.state
         checkpoint = parts.checkpoints.newest()
         earlier = read_state(checkpoint) if checkpoint else RunState()

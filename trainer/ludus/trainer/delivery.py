@@ -14,41 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from ludus.proto.errors import CanaryError, WeightSyncError
-from ludus.trainer.background import Background
 from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.processes import Learners, Workers
+from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import CanaryPrompt
 
 _GRACE_S = 10.0
 """A store that gives up by itself says more about why than can be said here."""
-
-
-class PublishesWeights(Protocol):
-    """The learner."""
-
-    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights: ...
-
-    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]: ...
-
-
-class HeldWeights(Protocol):
-    """What one worker says after loading."""
-
-    @property
-    def canary_error(self) -> float: ...
-
-
-class LoadsWeights(Protocol):
-    """The rollout workers."""
-
-    async def load_weights(
-        self, published: PublishedWeights, timeout_s: float
-    ) -> Sequence[HeldWeights]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +43,8 @@ class Delivery:
 
     def __init__(
         self,
-        learners: PublishesWeights,
-        workers: LoadsWeights,
+        learners: Learners,
+        workers: Workers,
         canary: CanaryPrompt,
         timeout_s: float,
         on_delivered: Callable[[Delivered], Awaitable[None]],
@@ -79,12 +56,12 @@ class Delivery:
         self._on_delivered = on_delivered
         self._under_way: asyncio.Task[None] | None = None
 
-    async def publish(self, version: int, background: Background) -> int:
+    async def publish(self, version: int, tasks: Tasks) -> int:
         """The bytes of the version, which is now on its way to the workers.
 
         Raises:
             WeightSyncError: it was not published in time. A delivery that fails is a task of
-                `background` that fails.
+                `tasks` that fails.
         """
         await self.settled()
         try:
@@ -95,11 +72,11 @@ class Delivery:
                 f"weights version {version} could not be published within weights.timeout_s = "
                 f"{self._timeout_s:g}; see that the store answers, or raise it"
             ) from None
-        self._under_way = background.start(self._deliver(published))
+        self._under_way = tasks.start(self._deliver(published))
         return published.manifest.num_bytes
 
     async def settled(self) -> None:
-        """Nothing; no delivery is under way."""
+        """Wait until no delivery is under way."""
         if self._under_way is not None:
             await asyncio.shield(self._under_way)
 

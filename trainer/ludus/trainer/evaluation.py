@@ -1,40 +1,32 @@
-"""Judges the policy on deals that training never sees, beside fixed policies."""
+"""Judges the policy on games that training never sees, beside fixed policies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, gap_closed, play_policy, summarise
 from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import EvalReport
+from ludus.trainer.processes import Workers
 
 _MAX_ATTEMPTS = 3
 
 
-class PlaysGames(Protocol):
-    """What plays the policy: the rollout workers."""
-
-    async def evaluate(
-        self, environment: str, seeds: Sequence[int], temperature: float
-    ) -> list[EpisodeOutcome]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The policy's judge; in an environment all policies play the same deals."""
+    """The policy's judge; in an environment all policies play from the same seeds."""
 
     config: EvalConfig
     environments: Mapping[str, EnvironmentConfig]
-    workers: PlaysGames
+    workers: Workers
     baselines: Mapping[str, Mapping[str, Sequence[EpisodeOutcome]]]
-    """By environment: outcomes of the fixed policies on the first deals, in their order."""
+    """By environment: outcomes of the fixed policies on the first seeds, in their order."""
 
     async def judge(self, num_games: int) -> dict[str, EvalReport]:
-        """By environment: the policy on the first `num_games` deals, beside the fixed policies.
+        """By environment: the policy on the first `num_games` seeds, beside the fixed policies.
 
         Raises:
             UnavailableError: in one of them all games were lost.
@@ -92,11 +84,11 @@ async def play_baselines(
     baselines: Sequence[str],
     config: EvalConfig,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the fixed policies `baselines` on one environment's evaluation deals."""
+    """The outcomes of the fixed policies `baselines` on one environment's evaluation seeds."""
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
     return {name: await play_policy(client, policies[name], seeds) for name in baselines}
 
 
 def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:
-    """The seeds of the first `num_games` evaluation deals."""
+    """The seeds of the first `num_games` evaluation games."""
     return list(range(config.seed, config.seed + num_games))

@@ -8,11 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -34,7 +33,8 @@ from ludus.proto.runs import (
     Phase,
 )
 from ludus.trainer import control
-from ludus.trainer.actors.groups import Buffer, LearnerGroup
+from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
@@ -52,10 +52,12 @@ from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.prepare import make_canary_prompt, prepare_model
+from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.renderer import import_object
 from ludus.trainer.run_folder import RunFolder, log_to
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
+from ludus.trainer.tasks import Tasks, together
 
 _log = logging.getLogger(__name__)
 _INITIAL_MODEL_FOLDER = "initial_model"
@@ -154,8 +156,9 @@ async def evaluate(
     log_to(run_path, run.log_level)
     async with _infrastructure(run, run_path) as infrastructure:
         spec = _worker_spec(run, str(model_folder(checkpoint)), infrastructure, run_path)
-        workers, baselines = await _together(
-            RolloutWorkers.start(spec, Buffer(run)), _baselines(run, infrastructure.environments)
+        workers, baselines = await together(
+            RolloutWorkers.start(spec, RemoteBuffer(run)),
+            _baselines(run, infrastructure.environments),
         )
         try:
             judge = Evaluator(run.eval, run.environments, workers, baselines)
@@ -175,9 +178,9 @@ async def _parts(
     chat = ChatTokenizer.load(model_path, run.model)
     canary = await make_canary_prompt(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
-    learners, buffer = LearnerGroup(run), Buffer(run)
+    learners, buffer = LearnerGroup(run), RemoteBuffer(run)
     spec = _worker_spec(run, model_path, infrastructure, folder.path)
-    workers, baselines, _ = await _together(
+    workers, baselines, _ = await together(
         RolloutWorkers.start(spec, buffer),
         _baselines(run, environments),
         learners.start(make_learner_spec(run, model_path), spec.weights),
@@ -198,26 +201,21 @@ async def _parts(
             servers=infrastructure.servers,
         )
     finally:
-        # Before Ray ends: a keeper would restart it to replace the worker that it lost.
+        # Before Ray ends: a supervisor would restart it to replace the worker that it lost.
         await workers.close()
 
 
-async def _run_controlled(
-    controller: Controller, folder: RunFolder, workers: RolloutWorkers
-) -> None:
-    """Nothing; the run has ended, and did on its way what its control file said."""
-    following = asyncio.create_task(control.follow(folder.path, workers))
-    try:
+async def _run_controlled(controller: Controller, folder: RunFolder, workers: Workers) -> None:
+    """Run the controller, and do on the way what the run's control file says."""
+    async with Tasks() as tasks:
+        tasks.start(control.follow(folder.path, workers))
         await controller.run()
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 async def _finish(
     parts: Parts, state: RunState, infrastructure: Infrastructure, begun: float
 ) -> None:
-    """Nothing; the final evaluation, summary and chart are written."""
+    """Write the final evaluation, the summary and the chart."""
     run, folder = parts.run, parts.folder
     folder.phase(Phase.EVALUATE, state.step)
     reports = await parts.evaluator.judge(run.eval.num_games)
@@ -236,7 +234,7 @@ async def _finish(
 
 
 async def _write_chart(parts: Parts) -> None:
-    """Nothing; the first environment that has prompts has its chart."""
+    """Write the chart of the first environment that has prompts for one."""
     for name, environment in parts.run.environments.items():
         if environment.policy_chart is not None:
             prompts: Sequence[PolicyChartPrompt] = import_object(
@@ -266,7 +264,7 @@ async def _infrastructure(run: RunConfig, log_folder: Path) -> AsyncIterator[Inf
 
 
 def _start_ray() -> None:
-    """Nothing; joins the Ray cluster of RAY_ADDRESS, or starts one on this machine."""
+    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS", "local")
     is_local = address == "local"
@@ -353,17 +351,6 @@ async def _baselines_of(
             f"{sorted(policies)}"
         )
     return await play_baselines(environment.client, policies, config.baselines, run.eval)
-
-
-async def _together(*parts: Awaitable[Any]) -> list[Any]:
-    """The results of all; the first failure ends the others, and their processes with them."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def with_available_generator(run: RunConfig) -> RunConfig:

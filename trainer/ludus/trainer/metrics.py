@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine
 from ludus.proto.runs import HeldWeights, PolicyResult
-from ludus.trainer.actors.buffer import TakenGroups
+from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.weights import WorkerWeights
@@ -58,16 +58,12 @@ class StepValues:
 
 
 def train_values(
-    taken: TakenGroups,
-    metrics: StepMetrics,
-    staleness: Sequence[int],
-    times: StepTimes,
-    canary_error: float,
+    taken: TakenBatch, metrics: StepMetrics, times: StepTimes, canary_error: float
 ) -> StepValues:
-    """The values of a training step; `staleness` is that of each taken group."""
+    """The values of a training step."""
     ages: dict[str, list[int]] = {}
-    for group, age in zip(taken.groups, staleness, strict=True):
-        ages.setdefault(group.environment, []).append(age)
+    for group in taken.groups:
+        ages.setdefault(group.environment, []).append(group.staleness)
     environments = {
         name: _environment_values(taken.counts.get(name, RolloutCounts()), ages.get(name, []))
         for name in sorted(taken.counts.keys() | ages.keys())

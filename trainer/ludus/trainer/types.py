@@ -17,6 +17,9 @@
         v
     Batch        what one training step consumes
 
+Rollouts and batches hold arrays: a token takes nine bytes on its way, and thousands of them one
+call.
+
 Legend for shapes: T = tokens of a sequence, G = episodes of a group, N = samples of a batch.
 """
 
@@ -25,17 +28,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from numpy.typing import DTypeLike
+from pydantic import GetPydanticSchema
+from pydantic_core import core_schema
 
 from ludus.trainer.ragged import Ragged
+
+
+def _listed(dtype: DTypeLike) -> GetPydanticSchema:
+    """The schema of an array that is a list of numbers in files."""
+    return GetPydanticSchema(
+        lambda *_: core_schema.no_info_plain_validator_function(
+            lambda values: np.asarray(values, dtype=dtype),
+            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
+        )
+    )
 
 
 class _Travels:
     """Pickled as a call with its values: half the time of what a dataclass does by itself.
 
-    Thousands of these travel per second, from worker to buffer to training loop.
+    Thousands of these travel per second, from worker to buffer.
     """
 
     __slots__ = ()
@@ -104,21 +120,40 @@ class TurnSpan(_Travels):
     """What the environment paid for the turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSequence(_Travels):
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
     """Turns as the policy saw them: one growing text, token by token.
 
     Example, two turns (prompt p, sampled s): token_ids = p p p s s p p s s,
     loss_mask = F F F T T F F T T.
     """
 
-    token_ids: list[int]
-    """[T]"""
-    loss_mask: list[bool]
-    """[T] True = sampled by the policy."""
-    logprobs: list[float]
-    """[T] of the sampler, 0 where not sampled."""
+    token_ids: Annotated[np.ndarray, _listed(np.int32)]
+    """int32 [T]"""
+    logprobs: Annotated[np.ndarray, _listed(np.float32)]
+    """float32 [T] of the sampler, 0 where not sampled."""
     turns: tuple[TurnSpan, ...]
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [T], True = sampled by the policy."""
+        mask = np.zeros(len(self.token_ids), dtype=np.bool_)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = True
+        return mask
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenSequence) and self.__reduce__() == other.__reduce__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray sends every array as a buffer of its own, which costs more than a short one holds.
+        return _unpacked, (self.token_ids.tobytes(), self.logprobs.tobytes(), self.turns)
+
+
+def _unpacked(token_ids: bytes, logprobs: bytes, turns: tuple[TurnSpan, ...]) -> TokenSequence:
+    return TokenSequence(
+        np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), turns
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +191,7 @@ class Rollout(_Travels):
     @property
     def num_tokens_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(sum(sequence.loss_mask) for sequence in self.sequences)
+        return sum(turn.end - turn.start for turn in self.turns)
 
 
 def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequence:
@@ -165,21 +200,20 @@ def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequ
     The rest is what a truncated episode showed last: the value of that state stands there.
     """
     token_ids: list[int] = []
-    loss_mask: list[bool] = []
     logprobs: list[float] = []
     spans: list[TurnSpan] = []
     for turn in turns:
-        num_prompt, num_sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
         token_ids += turn.prompt_ids
-        spans.append(TurnSpan(len(token_ids), len(token_ids) + num_sampled, turn.reward))
+        logprobs += [0.0] * len(turn.prompt_ids)
+        start = len(token_ids)
         token_ids += turn.completion.token_ids
-        loss_mask += [False] * num_prompt + [True] * num_sampled
-        logprobs += [0.0] * num_prompt
         logprobs += turn.completion.logprobs
+        spans.append(TurnSpan(start, len(token_ids), turn.reward))
     token_ids += rest_ids
-    loss_mask += [False] * len(rest_ids)
     logprobs += [0.0] * len(rest_ids)
-    return TokenSequence(token_ids, loss_mask, logprobs, tuple(spans))
+    return TokenSequence(
+        np.array(token_ids, dtype=np.int32), np.array(logprobs, dtype=np.float32), tuple(spans)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,25 +255,32 @@ class RolloutGroup(_Travels):
         return min(r.policy_version for r in self.rollouts if r.reward is not None)
 
     @property
-    def is_dead(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """True when the rewards teach nothing: fewer than two scored, or all exactly equal."""
         scored = {reward for reward in self.rewards if reward is not None}
         return len(scored) < 2
+
+
+def lost_group(spec: GroupSpec) -> RolloutGroup:
+    """The group of which nothing came back."""
+    lost, environment = RolloutStatus.LOST, spec.environment
+    rollouts = [Rollout(environment, seed, (), None, None, (), lost, 0) for seed in spec.seeds]
+    return RolloutGroup(spec.index, environment, tuple(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One sequence of an episode, ready for the loss."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int] | np.ndarray
     """[T]"""
-    loss_mask: list[bool]
+    loss_mask: Sequence[bool] | np.ndarray
     """[T]"""
-    rollout_logprobs: list[float]
+    rollout_logprobs: Sequence[float] | np.ndarray
     """[T]"""
-    advantages: list[float]
+    advantages: Sequence[float] | np.ndarray
     """[T] 0 where not sampled; all 0 where the learner's critic finds them."""
-    rewards: list[float]
+    rewards: Sequence[float] | np.ndarray
     """[T] 0 but on the last token of each turn."""
     terminated: bool
     """False when the episode was cut off: more reward could have followed."""
@@ -297,7 +338,7 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPrompt:
-    """A fixed question whose answer's log-probs tell which weights a generator holds."""
+    """A prompt with a fixed answer, whose log-probs tell which weights a model holds."""
 
     prompt_ids: list[int]
     completion_ids: list[int]

@@ -1,42 +1,37 @@
-"""The replay buffer as a Ray actor: workers put, the training loop takes.
+"""The replay buffer as a Ray actor: groups come from the workers, and leave it as batches.
 
     driver    begin ------------------> [ played ]
-    workers   put --------------------> [ waits ] ---- take ----> driver
-    driver    settle <-- to be replaced
+    workers   put --------------------> [ waits ] ---- take ----> batch, in Ray's object store
+                                                        |             |
+                                    what is in it, to the driver      +--> learner ranks
 
-`take` waits for `put` and `settle`; nothing waits for `take` but admission, in the driver.
+The driver never holds a token of them: it passes on references. `take` waits for `put`; nothing
+waits for `take` but admission, in the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+
+import ray
+from ray.actor import ActorHandle
 
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig
-from ludus.trainer.data.buffer import BufferState, GroupBuffer
+from ludus.trainer.data.batch import make_batch, shuffle_rewards
+from ludus.trainer.data.buffer import BufferState, GroupBuffer, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.types import RolloutGroup
-
-
-@dataclass(frozen=True, slots=True)
-class TakenGroups:
-    """A batch's groups, or none yet, and what the buffer saw since the last batch."""
-
-    groups: list[RolloutGroup]
-    """training.groups_per_step of them, by index, or none."""
-    counts: dict[str, RolloutCounts]
-    """Since the last batch, by environment; they start again when groups are taken."""
-    depth: int
-    """Groups that still wait."""
+from ludus.trainer.types import Batch, RolloutGroup
 
 
 class BufferActor:
     """Holds groups from their beginning to their training; calls interleave on one event loop."""
 
     def __init__(self, run: RunConfig) -> None:
+        self._run = run
         self._buffer = GroupBuffer(
             groups_per_step=run.training.groups_per_step,
             max_staleness=run.training.max_staleness,
@@ -47,24 +42,19 @@ class BufferActor:
         self._num_restored = 0
         freeze_heap()
 
-    async def begin(self, indices: Sequence[int], version: int) -> None:
-        """Nothing; these groups are played from now on, by weights `version` or newer ones."""
+    async def begin(self, indices: Iterable[int], version: int) -> None:
+        """See GroupBuffer.begin."""
         self._buffer.begin(indices, version)
 
-    async def put(self, groups: list[RolloutGroup]) -> int:
-        """The number of groups that are not taken in; `settle` says which must be replaced."""
-        num_refused = self._buffer.put(groups)
-        await self._note_change()
-        return num_refused
+    async def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
+        """See GroupBuffer.put."""
+        refused = self._buffer.put(groups)
+        async with self._changed:
+            self._changed.notify_all()
+        return refused
 
-    async def settle(self, indices: Sequence[int]) -> list[int]:
-        """Those of `indices`, none of which is played any more, that must be replaced."""
-        settled = self._buffer.settle(indices)
-        await self._note_change()
-        return settled
-
-    async def take(self, version: int, timeout_s: float) -> TakenGroups:
-        """The groups of batch `version`; none when they cannot be taken within `timeout_s`."""
+    async def take(self, version: int, timeout_s: float) -> tuple[TakenBatch, Batch | None]:
+        """What is in batch `version`, and the batch; nothing when `timeout_s` have passed."""
         groups: list[RolloutGroup] = []
         num_restored = self._num_restored
 
@@ -78,23 +68,61 @@ class BufferActor:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(is_over)
-        counts = self._buffer.take_counts() if groups else self._buffer.counts
-        return TakenGroups(groups, counts, len(self._buffer))
+        if not groups:
+            return TakenBatch((), self._buffer.counts, len(self._buffer)), None
+        summaries = tuple(summarise(group, version) for group in groups)
+        taken = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
+        return taken, await asyncio.to_thread(self._make_batch, groups, version)
 
     async def state(self) -> BufferState:
-        """All that is held; the refused groups count as asked for."""
+        """See GroupBuffer.state."""
         return self._buffer.state()
 
     async def restore(
-        self,
-        groups: Sequence[RolloutGroup],
-        counts: Mapping[str, RolloutCounts],
-        version: int,
+        self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
         """See GroupBuffer.restore."""
         self._num_restored += 1
         return self._buffer.restore(groups, counts, version)
 
-    async def _note_change(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _make_batch(self, groups: Sequence[RolloutGroup], version: int) -> Batch:
+        if self._run.training.shuffle_rewards:
+            groups = shuffle_rewards(groups, seed=self._run.seed * 1_000_003 + version)
+        return make_batch(groups, self._run.algorithm)
+
+
+class RemoteBuffer:
+    """A BufferActor in a process of its own."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(run)
+
+    async def begin(self, indices: Iterable[int], version: int) -> None:
+        """See GroupBuffer.begin."""
+        await self._actor.begin.remote(list(indices), version)
+
+    async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[int]:
+        """See GroupBuffer.put; groups by reference come from where they were played."""
+        return await self._actor.put.remote(groups)
+
+    async def take(self, version: int, timeout_s: float) -> TakenBatch:
+        """See BufferActor.take; the batch is a reference."""
+        call = self._actor.take.options(num_returns=2)
+        taken_reference, batch = call.remote(version, timeout_s)
+        taken: TakenBatch = await taken_reference
+        return replace(taken, batch=batch) if taken.groups else taken
+
+    async def state(self) -> BufferState:
+        """See GroupBuffer.state."""
+        return await self._actor.state.remote()
+
+    async def restore(
+        self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
+    ) -> int:
+        """See GroupBuffer.restore."""
+        return await self._actor.restore.remote(list(groups), dict(counts), version)
+
+    def raise_if_lost(self, error: ray.exceptions.RayError) -> None:
+        """Raise `error` if it is the buffer that died: what waited in it is gone."""
+        if getattr(error, "actor_id", None) == self._actor._actor_id.hex():
+            raise error

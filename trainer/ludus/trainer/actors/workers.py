@@ -3,16 +3,16 @@
     number wanted: rollout.num_workers, later `resize`
          |
          v
-    one keeper for each:   start an actor        (waits for room in Ray, as long as it takes)
+    one supervisor for each:   start an actor     (waits for room in Ray, as long as it takes)
          ^                 fetch the newest weights, canary
-         |                 ready: PLACES places  <----  place()  waits for a free one
-         |                 dies                         play()   frees it
+         |                 ready: SLOTS_PER_WORKER slots  <----  slot()   waits for a free one
+         |                 dies                                  play()   frees it
          +--- after a pause; several starts in a row that fail end the run with their reason
 
 Nobody waits for a worker that is not ready: the run begins with rollout.min_workers, and goes
-on with those that are there. What a dead worker played is refused, so that the controller has
-it played by another. A worker that is no longer wanted gets no more places, ends what it
-plays, and is closed.
+on with those that are there. What a dead worker played is refused by the buffer, so that it is
+played by another. A worker that is no longer wanted gets no more slots, ends what it plays, and
+is closed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ray.actor import ActorHandle
 
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import CanaryError, UserError, WeightSyncError, WorkerStartError
-from ludus.trainer.actors.groups import Buffer, reason_of
+from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.learner_group import reason_of
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.processes import SLOTS_PER_WORKER, Slot
 from ludus.trainer.rollout.vllm_environment import vllm_environment
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
+from ludus.trainer.types import GroupSpec, lost_group
 from ludus.trainer.weights import WorkerWeights
 
 _log = logging.getLogger(__name__)
 
-PLACES_PER_WORKER = 16
-"""Chunks of groups that a worker plays at once: while one ends, the others fill its batch."""
 _MAX_FAILED_STARTS = 3
 _FIRST_PAUSE_S = 1.0
 _SLOW_START_S = 60.0
@@ -59,7 +59,7 @@ class _Worker:
 
     number: int
     actor: ActorHandle
-    num_free: int = PLACES_PER_WORKER
+    num_free: int = SLOTS_PER_WORKER
     num_played: int = 0
     """Chunks it has brought to their end."""
     held: WorkerWeights | None = None
@@ -67,14 +67,7 @@ class _Worker:
     @property
     def is_idle(self) -> bool:
         """True while it plays nothing."""
-        return self.num_free == PLACES_PER_WORKER
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The right to have one chunk of groups played; `play` gives it back."""
-
-    worker: _Worker
+        return self.num_free == SLOTS_PER_WORKER
 
 
 @dataclass(slots=True)
@@ -82,13 +75,13 @@ class RolloutWorkers:
     """The rollout workers of a run."""
 
     spec: RolloutWorkerSpec
-    buffer: Buffer
+    buffer: RemoteBuffer
     num_restarts: int = 0
     """Workers that died and were started again."""
     num_joined: int = 0
     """Workers that became ready, all in all."""
     _ready: list[_Worker] = field(default_factory=list)
-    _keepers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _newest: PublishedWeights | None = None
@@ -96,7 +89,7 @@ class RolloutWorkers:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, spec: RolloutWorkerSpec, buffer: Buffer) -> RolloutWorkers:
+    async def start(cls, spec: RolloutWorkerSpec, buffer: RemoteBuffer) -> RolloutWorkers:
         """The workers, of which rollout.min_workers are ready to play.
 
         Raises:
@@ -121,7 +114,7 @@ class RolloutWorkers:
     @property
     def num_wanted(self) -> int:
         """Workers that there should be."""
-        return len(self._keepers)
+        return len(self._supervisors)
 
     @property
     def held_weights(self) -> dict[int, WorkerWeights]:
@@ -129,20 +122,20 @@ class RolloutWorkers:
         return {worker.number: worker.held for worker in self._ready if worker.held is not None}
 
     def resize(self, num_workers: int) -> None:
-        """Nothing; so many workers are wanted from now on, never fewer than min_workers."""
+        """Want so many workers from now on, never fewer than min_workers."""
         num_workers = max(num_workers, self.spec.run.rollout.min_workers)
-        while len(self._keepers) < num_workers:
+        while len(self._supervisors) < num_workers:
             number = next(self._numbers)
-            keeper = asyncio.create_task(self._keep(number))
-            keeper.add_done_callback(self._note_failure)
-            self._keepers[number] = keeper
-        while len(self._keepers) > num_workers:
-            leaving = asyncio.create_task(self._let_go(*self._keepers.popitem()))
+            supervisor = asyncio.create_task(self._supervise(number))
+            supervisor.add_done_callback(self._note_failure)
+            self._supervisors[number] = supervisor
+        while len(self._supervisors) > num_workers:
+            leaving = asyncio.create_task(self._let_go(*self._supervisors.popitem()))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
 
-    async def place(self) -> Place:
-        """A place on the ready worker that has most of them free, once there is one.
+    async def slot(self) -> Slot:
+        """A slot on the ready worker that has most of them free, once there is one.
 
         Raises:
             WorkerStartError: a worker does not start any more.
@@ -151,32 +144,30 @@ class RolloutWorkers:
         await self._until(lambda: any(worker.num_free for worker in self._ready))
         worker = max(self._ready, key=lambda worker: worker.num_free)
         worker.num_free -= 1
-        return Place(worker)
+        return Slot(worker)
 
-    def give_back(self, place: Place) -> None:
-        """Nothing; the place is free again, and nothing was played in it."""
-        place.worker.num_free += 1
+    def free(self, slot: Slot) -> None:
+        """Give a slot back in which nothing was played."""
+        slot.worker.num_free += 1
         self._note_change()
 
-    async def play(self, place: Place, groups: Sequence[GroupSpec]) -> int:
-        """The number of groups that must be replaced; the others are in the buffer.
+    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
+        """The indices of the groups that must be replaced; the others are in the buffer.
 
         Episodes that end with their worker reach the buffer as lost: they are counted.
         """
-        worker = place.worker
+        worker: _Worker = slot.worker
         try:
-            if worker not in self._ready:
-                return len(groups)
             # The groups go from worker to buffer without passing through this process.
-            num_refused = await self.buffer.put_played(worker.actor.play.remote(list(groups)))
+            refused = await self.buffer.put(worker.actor.play.remote(list(groups)))
             worker.num_played += 1
-            return num_refused
+            return refused
         except _Gone as error:
             self.buffer.raise_if_lost(error)
             self._leave(worker)
-            return await self.buffer.put_played([_lost(group) for group in groups])
+            return await self.buffer.put([lost_group(group) for group in groups])
         finally:
-            self.give_back(place)
+            self.free(slot)
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -201,7 +192,7 @@ class RolloutWorkers:
     ) -> list[WorkerWeights]:
         """What the ready workers hold: the published weights; at least one worker does.
 
-        A worker that joins later fetches them before it gets its first place.
+        A worker that joins later fetches them before it gets its first slot.
 
         Raises:
             CanaryError: a worker does not sample from them; it must take no traffic.
@@ -217,18 +208,18 @@ class RolloutWorkers:
                 return held
 
     async def close(self) -> None:
-        """Nothing; ends all workers, with what they play."""
+        """End all workers, with what they play."""
         ready, self._ready = self._ready, []
         closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
-        tasks = [*self._keepers.values(), *self._leaving, *closing]
+        tasks = [*self._supervisors.values(), *self._leaving, *closing]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, number: int) -> None:
-        """Nothing, once a worker was closed: one after the other, each replacing one that died."""
+    async def _supervise(self, number: int) -> None:
+        """Run a worker until it is closed, and another one each time that it dies."""
         num_failed = 0
         while True:
             worker = _Worker(number, _make_actor(self.spec))
@@ -270,7 +261,7 @@ class RolloutWorkers:
             return f"{type(error.cause).__name__}: {error.cause}"
 
     async def _join(self, worker: _Worker) -> None:
-        """Nothing; the worker is ready and holds the newest weights."""
+        """Bring the newest weights to the worker, which is then ready."""
         while (newest := self._newest) is not None:
             try:
                 held = await self._load(worker, newest, self.spec.run.weights.timeout_s)
@@ -289,7 +280,7 @@ class RolloutWorkers:
         self._note_change()
 
     async def _await_newer_than(self, published: PublishedWeights, error: WeightSyncError) -> None:
-        """Nothing; other weights are to be fetched. Raises `error` when none are in time.
+        """Wait until other weights are to be fetched; raise `error` when none are in time.
 
         Weights may be gone with the learner that published them; its successor publishes again.
         """
@@ -339,17 +330,17 @@ class RolloutWorkers:
             self._leave(worker)
             return []
 
-    async def _let_go(self, number: int, keeper: asyncio.Task[None]) -> None:
-        """Nothing; the worker has ended what it played, and is gone."""
+    async def _let_go(self, number: int, supervisor: asyncio.Task[None]) -> None:
+        """Close the worker, once it has ended what it plays."""
         for worker in [worker for worker in self._ready if worker.number == number]:
             self._leave(worker)
             await self._wait_until_idle(worker)
-            # Its keeper ends the process when it has closed, maybe before it could say so.
+            # Its supervisor ends the process when it has closed, maybe before it could say so.
             with suppress(*_Gone, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await worker.actor.close.remote()
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+        supervisor.cancel()
+        await asyncio.gather(supervisor, return_exceptions=True)
         _log.info("rollout worker %d is gone; %d are ready", number, self.num_ready)
 
     async def _wait_until_idle(self, worker: _Worker) -> None:
@@ -362,23 +353,23 @@ class RolloutWorkers:
             _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
     def _leave(self, worker: _Worker) -> None:
-        """Nothing; the worker gets no more places."""
+        """Give the worker no more slots."""
         if worker in self._ready:
             self._ready.remove(worker)
             self._note_change()
 
-    def _note_failure(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+    def _note_failure(self, supervisor: asyncio.Task[None]) -> None:
+        if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             self._failure = self._failure or error
             self._note_change()
 
     def _note_change(self) -> None:
-        """Nothing; wakes all who wait in `_until`."""
+        """Wake all who wait in `_until`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Nothing, once the condition holds; it is asked again after each change."""
+        """Wait until the condition holds; it is asked again after each change."""
         while self._failure is None and not condition():
             await self._changed.wait()
         if self._failure is not None:
@@ -404,16 +395,6 @@ async def _watch(actor: ActorHandle) -> str | None:
                 return f"it gave no sign of life for {_SIGN_OF_LIFE_TIMEOUT_S:g} s"
     finally:
         closed.cancel()
-
-
-def _lost(group: GroupSpec) -> RolloutGroup:
-    """The group of which nothing came back."""
-    status = RolloutStatus.LOST
-    return RolloutGroup(
-        group.index,
-        group.environment,
-        tuple(Rollout(group.environment, s, (), None, None, (), status, 0) for s in group.seeds),
-    )
 
 
 def _make_actor(spec: RolloutWorkerSpec) -> ActorHandle:

@@ -50,7 +50,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Ba
     they are 0.
 
     Raises:
-        ValueError: a token is marked as sampled that no turn sampled.
+        ValueError: turns overlap, or do not lie in their sequence.
     """
     if isinstance(algorithm, GrpoConfig):
         samples = list(_samples(groups, _group_credits(groups, algorithm), gamma=1.0))
@@ -70,15 +70,21 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
     """
     for sample in samples:
         _check_lengths(sample)
-    rows: dict[tuple[tuple[int, ...], tuple[bool, ...]], int] = {}
-    sequence_of_sample = [
-        rows.setdefault((tuple(s.token_ids), tuple(s.loss_mask)), len(rows)) for s in samples
-    ]
-    loss_masks = Ragged.of((mask for _, mask in rows), np.bool_)
+    row_of: dict[tuple[bytes, bytes], int] = {}
+    first: list[TrainingSample] = []
+    sequence_of_sample: list[int] = []
+    for sample in samples:
+        token_ids = np.asarray(sample.token_ids, dtype=np.int64)
+        mask = np.asarray(sample.loss_mask, dtype=np.bool_)
+        row = row_of.setdefault((token_ids.tobytes(), mask.tobytes()), len(first))
+        if row == len(first):
+            first.append(sample)
+        sequence_of_sample.append(row)
+    loss_masks = Ragged.of((sample.loss_mask for sample in first), np.bool_)
     advantages = Ragged.of((s.advantages for s in samples), np.float32)
     _check_advantages(advantages, loss_masks.take(sequence_of_sample))
     return Batch(
-        sequences=Ragged.of((token_ids for token_ids, _ in rows), np.int64),
+        sequences=Ragged.of((sample.token_ids for sample in first), np.int64),
         sequence_of_sample=np.array(sequence_of_sample, dtype=np.int64),
         loss_masks=loss_masks,
         rollout_logprobs=Ragged.of((s.rollout_logprobs for s in samples), np.float32),
@@ -156,7 +162,7 @@ def _credited_with_returns(
         advantages = whiten(advantages, masks, moments(advantages, masks))
     return [
         replace(sample, advantages=row[: len(sample.token_ids)])
-        for sample, row in zip(samples, advantages.tolist(), strict=True)
+        for sample, row in zip(samples, advantages.numpy(), strict=True)
     ]
 
 
@@ -176,14 +182,14 @@ def _samples(
 def _samples_of(
     rollout: Rollout, credit: Iterator[float], gamma: float
 ) -> Iterator[TrainingSample]:
-    for sequence in rollout.sequences:
-        _check_loss_mask(sequence)
     sequences = [sequence for sequence in rollout.sequences if sequence.turns]
+    for sequence in sequences:
+        _check_turns(sequence)
     rewards = _token_rewards(sequences, _turn_rewards(rollout), gamma)
     for sequence, row in zip(sequences, rewards, strict=True):
-        advantages = [0.0] * len(sequence.token_ids)
+        advantages = np.zeros(len(sequence.token_ids))
         for turn in sequence.turns:
-            advantages[turn.start : turn.end] = [next(credit)] * (turn.end - turn.start)
+            advantages[turn.start : turn.end] = next(credit)
         cut_off = rollout.status is RolloutStatus.TRUNCATED and sequence is sequences[-1]
         yield TrainingSample(
             sequence.token_ids,
@@ -205,17 +211,17 @@ def _turn_rewards(rollout: Rollout) -> list[float]:
 
 def _token_rewards(
     sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
-) -> list[list[float]]:
+) -> list[np.ndarray]:
     """[T] for each sequence: every turn's reward on its last token.
 
     The learner sees each sequence alone. So the last turn of one also gets what the next
     sequence of the episode led to, discounted per sampled token.
     """
-    rows: list[list[float]] = []
+    rows: list[np.ndarray] = []
     left = list(turn_rewards)
     following = 0.0
     for sequence in reversed(sequences):
-        row = [0.0] * len(sequence.token_ids)
+        row = np.zeros(len(sequence.token_ids))
         for turn in reversed(sequence.turns):
             reward = left.pop()
             led_to = reward + gamma * following
@@ -259,42 +265,29 @@ def _turn_reward_table(groups: Sequence[RolloutGroup]) -> Tensor:
     num_turns = max((len(turns) for group in rewards for turns in group), default=0)
     table = np.full((len(groups), group_size, num_turns), np.nan)
     for row, group in zip(table, rewards, strict=True):
-        for place, turns in zip(row, group, strict=False):
-            place[: len(turns)] = turns
+        for padded, turns in zip(row, group, strict=False):
+            padded[: len(turns)] = turns
     return torch.from_numpy(table)
 
 
-def _padded(rows: Sequence[Iterable[float]], filler: float = 0.0) -> Tensor:
+def _padded(rows: Sequence[Sequence[float] | np.ndarray], filler: float = 0.0) -> Tensor:
     """[N, T] in float64, the rows' ends filled up."""
-    listed = [list(row) for row in rows]
-    table = np.full((len(listed), max(map(len, listed), default=0)), filler)
-    for place, row in zip(table, listed, strict=True):
-        place[: len(row)] = row
+    table = np.full((len(rows), max(map(len, rows), default=0)), filler)
+    for padded, row in zip(table, rows, strict=True):
+        padded[: len(row)] = row
     return torch.from_numpy(table)
 
 
-def _check_loss_mask(sequence: TokenSequence) -> None:
-    """Nothing; the mask covers what turns sampled, and nothing that an environment said."""
-    sampled = [False] * len(sequence.token_ids)
-    last_end = 1  # nothing predicts the first token
+def _check_turns(sequence: TokenSequence) -> None:
+    last_end, num_tokens = 1, len(sequence.token_ids)  # nothing predicts the first token
     for turn in sequence.turns:
-        if not last_end <= turn.start < turn.end <= len(sampled):
+        if not last_end <= turn.start < turn.end <= num_tokens:
             raise ValueError(
                 f"turn {turn.start}..{turn.end} expected to begin at {last_end} or later, to hold "
-                f"a token, and to end by {len(sampled)}, the sequence's length; build sequences "
+                f"a token, and to end by {num_tokens}, the sequence's length; build sequences "
                 "with join_turns"
             )
-        sampled[turn.start : turn.end] = [True] * (turn.end - turn.start)
         last_end = turn.end
-    if sampled != sequence.loss_mask:
-        differing = zip(sampled, sequence.loss_mask, strict=False)
-        position = next((i for i, (a, b) in enumerate(differing) if a is not b), len(sampled))
-        spans = ", ".join(f"{turn.start}..{turn.end}" for turn in sequence.turns)
-        raise ValueError(
-            f"loss_mask expected True for the tokens that the turns sampled ({spans}) and False "
-            f"for all others, got another value at position {position} of {len(sampled)}: what "
-            "an environment said must not be trained on; build sequences with join_turns"
-        )
 
 
 def _check_lengths(sample: TrainingSample) -> None:

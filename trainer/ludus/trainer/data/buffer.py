@@ -4,9 +4,8 @@
       |              |                          |
       v              v                          v
     played ----> finished, waits ----> B groups, oldest first, for batch t
-      |              |
-      +-- gone       +-- dead, void, stale      settle: these must be replaced
-          (its worker died)
+                     |
+                     +-- zero-variance, void, stale: must be replaced
 
 Oldest first alone would let one long game hold up everything behind it. So younger groups may
 be trained on before it, within two limits:
@@ -39,9 +38,42 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ludus.trainer.data.counts import RolloutCounts, count_group
 from ludus.trainer.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What the driver must know of a group that is trained on."""
+
+    index: int
+    environment: str
+    staleness: int
+    """Versions between the weights that played it and those that it trains."""
+    num_scored: int
+    """Episodes that have a reward."""
+
+
+def summarise(group: RolloutGroup, version: int) -> GroupSummary:
+    """The summary of a group of batch `version`."""
+    num_scored = sum(reward is not None for reward in group.rewards)
+    return GroupSummary(group.index, group.environment, version - group.policy_version, num_scored)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBatch:
+    """A batch, or none yet, and what the buffer saw since the last one."""
+
+    groups: tuple[GroupSummary, ...]
+    """training.groups_per_step of them, by index, or none."""
+    counts: dict[str, RolloutCounts]
+    """Since the last batch, by environment; they start again when groups are taken."""
+    depth: int
+    """Groups that still wait."""
+    batch: Any = None
+    """The Batch, or a reference to where it lies; None without groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +85,7 @@ class BufferState:
     played: list[int]
     """That have begun, and neither wait nor were refused."""
     refused: list[int]
-    """That must be replaced, and were not asked for before."""
+    """That were refused since the last state; whoever put them was told, or is about to be."""
     counts: dict[str, RolloutCounts]
     """Since the last batch, by environment."""
 
@@ -62,7 +94,7 @@ class BufferState:
 class _Active:
     """A group that has begun and was not trained on yet."""
 
-    place: int
+    position: int
     """In the order in which groups began."""
     deadline: int
     """The last batch in which it is not too old."""
@@ -89,7 +121,7 @@ class GroupBuffer:
         self._active: dict[int, _Active] = {}
         """By index, in the order in which they began."""
         self._refused: set[int] = set()
-        """Groups that must be replaced, until `settle` has said so."""
+        """Since `state` was called."""
         self._num_begun = 0
         self._counts: dict[str, RolloutCounts] = {}
 
@@ -107,38 +139,29 @@ class GroupBuffer:
         return self._counts
 
     def begin(self, indices: Iterable[int], version: int) -> None:
-        """Nothing; these groups are played from now on, by weights `version` or newer ones."""
+        """Expect these groups: they are played from now on, by weights `version` or newer."""
         for index in indices:
             self._add(index, version + self._max_staleness)
 
-    def put(self, groups: Sequence[RolloutGroup]) -> int:
-        """The number of groups that are not taken in; `settle` says which must be replaced."""
-        num_refused = 0
+    def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
+        """The indices of the groups that are refused: others must be played in their place.
+
+        Groups that began before `restore` are counted, and nothing takes their place.
+        """
+        refused = []
         for group in groups:
             active = self._active.get(group.index)
             counts = self._judge(group, active)
             self._count(group.environment, counts)
-            if active is None or _teaches_nothing(
-                counts, keep_dead=self._keep_zero_variance_groups
-            ):
-                self._refuse(group.index)
-                num_refused += 1
+            if active is None:
+                continue
+            if self._teaches_nothing(counts):
+                del self._active[group.index]
+                refused.append(group.index)
             else:
                 active.group = group
-        return num_refused
-
-    def settle(self, indices: Iterable[int]) -> list[int]:
-        """Those of `indices`, none of which is played any more, that must be replaced.
-
-        They were refused, or did not come back from where they were played.
-        """
-        for index in indices:
-            active = self._active.get(index)
-            if active is not None and active.group is None:
-                self._refuse(index)
-        settled = [index for index in indices if index in self._refused]
-        self._refused.difference_update(settled)
-        return settled
+        self._refused.update(refused)
+        return refused
 
     def take(self, version: int) -> list[RolloutGroup]:
         """The groups of batch `version`, by index; none while they cannot be taken yet."""
@@ -154,7 +177,7 @@ class GroupBuffer:
         return counts
 
     def state(self) -> BufferState:
-        """All that is held; the refused groups count as asked for."""
+        """All that is held."""
         played = [index for index, active in self._active.items() if active.group is None]
         refused = sorted(self._refused)
         self._refused.clear()
@@ -197,21 +220,21 @@ class GroupBuffer:
             return replace(counts, num_stale_groups=int(stale))
         return counts
 
-    def _refuse(self, index: int) -> None:
-        if self._active.pop(index, None) is not None:
-            self._refused.add(index)
+    def _teaches_nothing(self, counts: RolloutCounts) -> bool:
+        zero_variance = counts.num_zero_variance_groups and not self._keep_zero_variance_groups
+        return bool(zero_variance or counts.num_void_groups or counts.num_stale_groups)
 
     def _oldest_in_window(self) -> list[int]:
         """At most B finished groups; none from beyond the window of the oldest still played."""
         end: float = math.inf
         chosen: list[int] = []
         for index, active in self._active.items():
-            if active.place >= end or len(chosen) == self._groups_per_step:
+            if active.position >= end or len(chosen) == self._groups_per_step:
                 break
             if active.group is not None:
                 chosen.append(index)
             elif end == math.inf:
-                end = active.place + self._window
+                end = active.position + self._window
         return chosen
 
     def _others_in_time(self, chosen: Sequence[int], next_batch: int) -> bool:
@@ -225,8 +248,3 @@ class GroupBuffer:
 
     def _count(self, environment: str, counts: RolloutCounts) -> None:
         self._counts[environment] = self._counts.get(environment, RolloutCounts()) + counts
-
-
-def _teaches_nothing(counts: RolloutCounts, *, keep_dead: bool) -> bool:
-    dead = counts.num_zero_variance_groups and not keep_dead
-    return bool(dead or counts.num_void_groups or counts.num_stale_groups)

@@ -78,7 +78,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_draws=sum(value == 0 for value in paid),
         num_losses=sum(value < 0 for value in paid),
         num_groups=1,
-        num_zero_variance_groups=int(len(scored) >= 2 and group.is_dead),
+        num_zero_variance_groups=int(len(scored) >= 2 and group.has_zero_variance),
         num_void_groups=int(len(scored) < 2),
         num_tokens_generated=sum(rollout.num_tokens_sampled for rollout in group.rollouts),
         num_turns=sum(len(rollout.turns) for rollout in group.rollouts),

@@ -134,7 +134,7 @@ class Conversation:
         finished = [sequence for sequence in self._sequences if sequence.turns]
         joined = [join_turns(sequence.turns) for sequence in finished]
         for sequence, tokens in zip(finished, joined, strict=True):
-            if sequence.token_ids != tokens.token_ids:
+            if sequence.token_ids != tokens.token_ids.tolist():
                 raise RuntimeError(
                     "expected every prompt to begin with the tokens before it, got a conversation "
                     "that is not the sum of its turns; a generator must not change its prompt"

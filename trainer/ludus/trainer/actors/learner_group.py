@@ -1,16 +1,8 @@
-"""The actors of one kind as one object: what the controller talks to.
-
-LearnerGroup     num_ranks LearnerActors, called together
-Buffer           one BufferActor
-
-The rollout workers, which come and go, are in workers.py.
-"""
+"""The learner's ranks as one object: what the controller talks to."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +11,11 @@ from ray.actor import ActorHandle
 
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
-from ludus.trainer.actors.buffer import BufferActor, TakenGroups
 from ludus.trainer.actors.learner import LearnerActor
-from ludus.trainer.data.buffer import BufferState
-from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, RolloutGroup
-
-_log = logging.getLogger(__name__)
-
-
-class Buffer:
-    """The replay buffer."""
-
-    def __init__(self, run: RunConfig) -> None:
-        self.actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(run)
-
-    async def begin(self, indices: Sequence[int], version: int) -> None:
-        """See BufferActor.begin."""
-        await self.actor.begin.remote(list(indices), version)
-
-    async def settle(self, indices: Sequence[int]) -> list[int]:
-        """See BufferActor.settle."""
-        return await self.actor.settle.remote(list(indices))
-
-    async def put_played(self, groups: ray.ObjectRef | list[RolloutGroup]) -> int:
-        """The number of groups that must be replaced; they come from where they were played."""
-        return await self.actor.put.remote(groups)
-
-    def raise_if_lost(self, error: ray.exceptions.RayError) -> None:
-        """Nothing, unless it is the buffer that died: what waited in it is gone, so that raises."""
-        if getattr(error, "actor_id", None) == self.actor._actor_id.hex():
-            raise error
-
-    async def take(self, version: int, timeout_s: float) -> TakenGroups:
-        """See BufferActor.take."""
-        return await self.actor.take.remote(version, timeout_s)
-
-    async def state(self) -> BufferState:
-        """See BufferActor.state."""
-        return await self.actor.state.remote()
-
-    async def restore(
-        self, groups: Sequence[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
-    ) -> int:
-        """See BufferActor.restore."""
-        return await self.actor.restore.remote(list(groups), dict(counts), version)
+from ludus.trainer.tasks import together
+from ludus.trainer.types import CanaryPrompt, Coefficients
 
 
 class LearnerGroup:
@@ -81,7 +31,7 @@ class LearnerGroup:
         self._ranks: list[ActorHandle] = []
 
     async def start(self, spec: LearnerSpec, weights: WeightStoreConfig) -> None:
-        """Nothing; the ranks have met and hold the model.
+        """Start the ranks, which meet and load the model.
 
         Raises:
             LearnerLostError: a rank died over it.
@@ -96,17 +46,15 @@ class LearnerGroup:
         await self._all("start", address, len(self._ranks), spec, weights)
 
     async def restart(self, learner_folder: Path | None) -> None:
-        """Nothing; new ranks have met, and continue from a checkpoint or from the first model."""
+        """Replace all ranks; they continue from a checkpoint or from the first model."""
         self._end_ranks()
         await self.start(self._spec, self._weights)
         if learner_folder is not None:
             await self.load(learner_folder)
 
-    async def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        """What the step did."""
-        # Put once: the ranks of a machine map the same memory.
-        reference = ray.put(batch)
-        return await self._all("train_step", reference, coefficients)
+    async def train_step(self, batch: ray.ObjectRef, coefficients: Coefficients) -> StepMetrics:
+        """What the step did; the ranks of a machine map the same memory."""
+        return await self._all("train_step", batch, coefficients)
 
     async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
         """The version, fetchable."""
@@ -117,15 +65,15 @@ class LearnerGroup:
         return await self._all("answer_logprobs", list(prompts))
 
     async def save(self, state_folder: Path, model_folder: Path) -> None:
-        """Nothing; writes the learner's state, and the model as a Hugging Face folder."""
+        """Write the learner's state, and the model as a Hugging Face folder."""
         await self._all("save", state_folder.absolute(), model_folder.absolute())
 
     async def load(self, folder: Path) -> None:
-        """Nothing; continues from a checkpoint."""
+        """Continue from a checkpoint."""
         await self._all("load", folder.absolute())
 
     def close(self) -> None:
-        """Nothing; ends the ranks, with what they do."""
+        """End the ranks, with what they do."""
         self._end_ranks()
 
     async def _all(self, method: str, *args: object) -> Any:
@@ -135,9 +83,8 @@ class LearnerGroup:
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
-        calls = [asyncio.ensure_future(getattr(rank, method).remote(*args)) for rank in ranks]
         try:
-            return await _all_or_first_failure(calls)
+            return await together(*(_answer(rank, method, *args) for rank in ranks))
         except ray.exceptions.RayActorError as error:
             self._end_ranks()
             raise LearnerLostError(
@@ -148,10 +95,6 @@ class LearnerGroup:
                 raise
             self._end_ranks()
             raise error.cause from None
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
 
     def _end_ranks(self) -> None:
         ranks, self._ranks = self._ranks, []
@@ -159,13 +102,8 @@ class LearnerGroup:
             ray.kill(rank)
 
 
-async def _all_or_first_failure(calls: Sequence[asyncio.Future[Any]]) -> list[Any]:
-    """All answers; the first failure does not wait for calls that may never end."""
-    await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-    for call in calls:
-        if call.done():
-            call.result()
-    return [call.result() for call in calls]
+async def _answer(rank: ActorHandle, method: str, *args: object) -> Any:
+    return await getattr(rank, method).remote(*args)
 
 
 def reason_of(error: ray.exceptions.RayError) -> str:

@@ -1,0 +1,117 @@
+"""The processes of a run, as the driver sees them.
+
+    Workers   play groups, which go to the buffer without passing through the driver
+    Buffer    holds them, and makes the batches
+    Learners  train on a batch, which they get from the buffer
+
+Ray's are in `actors`; the tests of the controller have simulated ones, on one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ludus.env.evaluation import EpisodeOutcome
+from ludus.trainer.data.buffer import BufferState, TakenBatch
+from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.types import CanaryPrompt, Coefficients, GroupSpec, RolloutGroup
+from ludus.trainer.weights import WorkerWeights
+
+SLOTS_PER_WORKER = 16
+"""Chunks of groups that a worker plays at once: while one ends, the others fill its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The right to have one chunk of groups played; `play` gives it back."""
+
+    worker: Any
+    """Means something to the workers only."""
+
+
+class Learners(Protocol):
+    """All ranks of the learner, together."""
+
+    async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
+        """What the step did; `batch` is what the buffer gave."""
+        ...
+
+    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
+        """The version, fetchable."""
+        ...
+
+    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+        """The log-probs of each prompt's completion under the policy."""
+        ...
+
+    async def save(self, state_folder: Path, model_folder: Path) -> None:
+        """Write the learner's state, and the model as a Hugging Face folder."""
+        ...
+
+    async def restart(self, learner_folder: Path | None) -> None:
+        """Replace all ranks; they continue from a checkpoint or from the first model."""
+        ...
+
+
+class Workers(Protocol):
+    """The rollout workers, which come and go."""
+
+    @property
+    def held_weights(self) -> Mapping[int, WorkerWeights]:
+        """What each ready worker samples from, by its number."""
+        ...
+
+    def resize(self, num_workers: int) -> None:
+        """Want so many workers from now on."""
+        ...
+
+    async def slot(self) -> Slot:
+        """A slot on a ready worker, once there is one."""
+        ...
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back in which nothing was played."""
+        ...
+
+    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
+        """The indices of the groups that must be replaced; the others are in the buffer."""
+        ...
+
+    async def evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
+        """The outcome of one game per seed, in the order of the seeds."""
+        ...
+
+    async def load_weights(
+        self, published: PublishedWeights, timeout_s: float
+    ) -> Sequence[WorkerWeights]:
+        """What the ready workers hold now: the published weights."""
+        ...
+
+
+class Buffer(Protocol):
+    """The replay buffer (`data/buffer.py`)."""
+
+    async def begin(self, indices: Iterable[int], version: int) -> None:
+        """See GroupBuffer.begin."""
+        ...
+
+    async def take(self, version: int, timeout_s: float) -> TakenBatch:
+        """Batch `version`; without groups when it is not there within `timeout_s`."""
+        ...
+
+    async def state(self) -> BufferState:
+        """See GroupBuffer.state."""
+        ...
+
+    async def restore(
+        self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
+    ) -> int:
+        """See GroupBuffer.restore."""
+        ...
