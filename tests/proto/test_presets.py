@@ -42,7 +42,7 @@ def test_torchforge_is_grpo_by_the_group_with_a_constant_pull_and_no_correction(
     assert (rollout.max_completion_tokens, rollout.max_turns) == (32, 10)
     assert (learner.learning_rate, learner.eps, learner.warmup_steps) == (1e-5, 1e-8, 1)
     assert (learner.max_grad_norm, learner.dtype) == (1.0, "bfloat16")
-    assert run.episodes_per_step == 8
+    assert run.training.groups_per_step * run.rollout.group_size == 8
     assert (training.num_steps, training.max_staleness) == (1000, 1)
     assert training.checkpoint_every_steps == 500
 
@@ -80,7 +80,8 @@ def test_dapo_clips_higher_and_replaces_zero_variance_groups() -> None:
     assert (learner.learning_rate, learner.schedule, learner.warmup_steps) == (1e-6, "constant", 20)
     assert (learner.weight_decay, learner.max_grad_norm) == (0.1, 1.0)
     # 16 updates of 512 episodes each.
-    assert run.episodes_per_step == 8192 and learner.num_minibatches == 16
+    assert run.training.groups_per_step * run.rollout.group_size == 8192
+    assert learner.num_minibatches == 16
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

@@ -35,7 +35,6 @@ async def test_concurrent_calls_become_one_batch(engine: FakeEngine, generator: 
     completions = await asyncio.gather(*(generator([i, 1], SAMPLING, 0) for i in range(20)))
     assert [completion.token_ids for completion in completions] == [[i + 1] for i in range(20)]
     assert engine.batches == [[[i, 1] for i in range(20)]]
-    assert generator.usage.num_tokens == generator.usage.num_requests == 20
 
 
 async def test_calls_that_arrive_during_a_step_form_the_next_batch(
@@ -63,22 +62,17 @@ async def test_weights_load_between_two_steps_while_calls_wait(
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
 
 
-async def test_the_time_of_the_engines_thread_is_told_apart(
+async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
     engine: FakeEngine, generator: Generator
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
-    await asyncio.sleep(0.05)
     engine.release()
     await within_a_second(call)
-    after_step = generator.usage
-    assert after_step.busy_s >= 0.05
-    assert (after_step.pause_s, after_step.num_loads) == (0.0, 0)
+    assert generator.pause_s == 0.0
     engine.load_takes_s = 0.05
     await generator.load_weights(WEIGHTS, version=1)
     await generator.score(CANARY_PROMPT)
-    after_load = generator.usage
-    assert after_load.pause_s >= 0.05
-    assert (after_load.busy_s, after_load.num_loads) == (after_step.busy_s, 1)
+    assert generator.pause_s >= 0.05
 
 
 async def test_a_request_brings_its_seed(engine: FakeEngine, generator: Generator) -> None:

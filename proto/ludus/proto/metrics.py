@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import StrEnum, auto
 
 REWARD_TERM_PREFIX = "reward_term."
 """Before the name of a reward term: its mean per scored episode, before its weight."""
@@ -29,7 +29,6 @@ class Reduction(StrEnum):
     """Weighted by another metric of the same part."""
     DEVIATION = "deviation"
     """Of all that the parts hold, around their common mean."""
-    MIN = "min"
     MAX = "max"
     LAST = "last"
 
@@ -56,20 +55,33 @@ def _of_environment(
     return Spec(reduction, unit, text, weight, centre, of_environment=True)
 
 
+def _per(weight: str, unit: str, text: str) -> Spec:
+    """A mean over what the metric `weight` of the same environment counts."""
+    return _of_environment(Reduction.MEAN, unit, text, weight)
+
+
 def _per_episode(unit: str, text: str) -> Spec:
-    return _of_environment(Reduction.MEAN, unit, text, "num_episodes_scored")
+    return _per("num_episodes_scored", unit, text)
 
 
-def _count(text: str) -> Spec:
-    return _of_environment(Reduction.SUM, "", text)
+def _per_game(unit: str, text: str) -> Spec:
+    return _per("num_games", unit, text)
 
 
 def _per_token(unit: str, text: str) -> Spec:
     return Spec(Reduction.MEAN, unit, text, "num_tokens_trained")
 
 
-def _per_game(unit: str, text: str) -> Spec:
-    return _of_environment(Reduction.MEAN, unit, text, "num_games")
+def _count(text: str) -> Spec:
+    return _of_environment(Reduction.SUM, "", text)
+
+
+def _total(text: str, unit: str = "") -> Spec:
+    return Spec(Reduction.SUM, unit, text)
+
+
+def _seconds(text: str) -> Spec:
+    return _total(text, "s")
 
 
 def _end_of_interval(unit: str, text: str) -> Spec:
@@ -77,15 +89,11 @@ def _end_of_interval(unit: str, text: str) -> Spec:
     return _of_environment(Reduction.LAST, unit, text)
 
 
-def _seconds(text: str) -> Spec:
-    return Spec(Reduction.SUM, "s", text)
-
-
 _REWARD_TERM = _per_episode("reward", "Reward term of an episode, before its weight.")
 
 
 class _Metric(StrEnum):
-    """A name with its Spec."""
+    """A name, that of the member in small letters, with its Spec."""
 
     spec: Spec
 
@@ -100,9 +108,9 @@ class _Metric(StrEnum):
 class TrainMetric(_Metric):
     """Values of one training step."""
 
-    REWARD_MEAN = "reward_mean", _per_episode("reward", "Reward of an episode, terms weighted.")
+    REWARD_MEAN = auto(), _per_episode("reward", "Reward of an episode, terms weighted.")
     REWARD_STD = (
-        "reward_std",
+        auto(),
         _of_environment(
             Reduction.DEVIATION,
             "reward",
@@ -111,63 +119,45 @@ class TrainMetric(_Metric):
             "reward_mean",
         ),
     )
-    WIN_RATE = (
-        "win_rate",
-        _of_environment(
-            Reduction.MEAN, "share", "Episodes with a return above 0.", "num_episodes_finished"
-        ),
-    )
-    NUM_WINS = "num_wins", _count("Episodes with a return above 0.")
-    NUM_DRAWS = "num_draws", _count("Episodes with a return of 0.")
-    NUM_LOSSES = "num_losses", _count("Episodes with a return below 0.")
-    NUM_EPISODES = "num_episodes", _count("Episodes played.")
-    NUM_EPISODES_FINISHED = "num_episodes_finished", _count("Episodes that have a return.")
-    NUM_EPISODES_SCORED = "num_episodes_scored", _count("Episodes that have a reward.")
-    NUM_EPISODES_LOST = "num_episodes_lost", _count("Episodes that infrastructure voided.")
-    NUM_EPISODES_INVALID = "num_episodes_invalid", _count("Episodes ended by text, not an action.")
-    NUM_EPISODES_TRUNCATED = "num_episodes_truncated", _count("Episodes cut off by a limit.")
-    NUM_TURNS_MEAN = (
-        "num_turns_mean",
-        _of_environment(Reduction.MEAN, "turns", "Turns of an episode.", "num_episodes"),
-    )
-    NUM_GROUPS = "num_groups", _count("Groups played.")
-    NUM_GROUPS_DEAD = "num_groups_dead", _count("Groups whose rewards were all equal.")
-    NUM_GROUPS_VOID = "num_groups_void", _count("Groups with fewer than two scored episodes.")
-    NUM_GROUPS_STALE = "num_groups_stale", _count("Groups dropped because they were too old.")
-    NUM_GROUPS_ROLLED_BACK = (
-        "num_groups_rolled_back",
-        _count("Groups played for a learner that died since."),
-    )
+    WIN_RATE = auto(), _per("num_episodes_finished", "share", "Episodes with a return above 0.")
+    NUM_WINS = auto(), _count("Episodes with a return above 0.")
+    NUM_DRAWS = auto(), _count("Episodes with a return of 0.")
+    NUM_LOSSES = auto(), _count("Episodes with a return below 0.")
+    NUM_EPISODES = auto(), _count("Episodes played.")
+    NUM_EPISODES_FINISHED = auto(), _count("Episodes that have a return.")
+    NUM_EPISODES_SCORED = auto(), _count("Episodes that have a reward.")
+    NUM_EPISODES_LOST = auto(), _count("Episodes that infrastructure voided.")
+    NUM_EPISODES_INVALID = auto(), _count("Episodes ended by text, not an action.")
+    NUM_EPISODES_TRUNCATED = auto(), _count("Episodes cut off by a limit.")
+    NUM_TURNS_MEAN = auto(), _per("num_episodes", "turns", "Turns of an episode.")
+    NUM_GROUPS = auto(), _count("Groups played.")
+    NUM_GROUPS_DEAD = auto(), _count("Groups whose rewards were all equal.")
+    NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two scored episodes.")
+    NUM_GROUPS_STALE = auto(), _count("Groups dropped because they were too old.")
+    NUM_GROUPS_ROLLED_BACK = auto(), _count("Groups played for a learner that died since.")
     ZERO_VARIANCE_GROUP_RATIO = (
-        "zero_variance_group_ratio",
-        _of_environment(
-            Reduction.MEAN, "share", "Groups whose rewards were all equal.", "num_groups"
-        ),
+        auto(),
+        _per("num_groups", "share", "Groups whose rewards were all equal."),
     )
-    NUM_GROUPS_TRAINED = "num_groups_trained", _count("Groups in the batch.")
-    STALENESS_MEAN = (
-        "staleness_mean",
-        _of_environment(
-            Reduction.MEAN, "versions", "Age of the batch's groups.", "num_groups_trained"
-        ),
-    )
+    NUM_GROUPS_TRAINED = auto(), _count("Groups in the batch.")
+    STALENESS_MEAN = auto(), _per("num_groups_trained", "versions", "Age of the batch's groups.")
     STALENESS_MAX = (
-        "staleness_max",
+        auto(),
         _of_environment(Reduction.MAX, "versions", "Age of the batch's oldest group."),
     )
-    NUM_TOKENS_GENERATED = "num_tokens_generated", _count("Tokens sampled.")
-    LOSS = "loss", Spec(Reduction.MEAN, "", "Value of the objective that was minimised.")
-    VALUE_LOSS = "value_loss", _per_token("", "Loss of the value head.")
+    NUM_TOKENS_GENERATED = auto(), _count("Tokens sampled.")
+    LOSS = auto(), Spec(Reduction.MEAN, "", "Value of the objective that was minimised.")
+    VALUE_LOSS = auto(), _per_token("", "Loss of the value head.")
     EXPLAINED_VARIANCE = (
-        "explained_variance",
+        auto(),
         _per_token("share", "Variance of the returns that the value head explains."),
     )
-    MISMATCH_KL = "mismatch_kl", _per_token("nats", "Divergence of the sampler from the learner.")
-    REFERENCE_KL = "reference_kl", _per_token("nats", "Divergence from the reference model.")
-    ENTROPY = "entropy", _per_token("nats", "Entropy of the policy where it sampled.")
-    CLIP_RATIO = "clip_ratio", _per_token("share", "Sampled tokens at which the clip held.")
+    MISMATCH_KL = auto(), _per_token("nats", "Divergence of the sampler from the learner.")
+    REFERENCE_KL = auto(), _per_token("nats", "Divergence from the reference model.")
+    ENTROPY = auto(), _per_token("nats", "Entropy of the policy where it sampled.")
+    CLIP_RATIO = auto(), _per_token("share", "Sampled tokens at which the clip held.")
     MASKED_SEQUENCE_RATIO = (
-        "masked_sequence_ratio",
+        auto(),
         Spec(
             Reduction.MEAN,
             "share",
@@ -176,82 +166,61 @@ class TrainMetric(_Metric):
         ),
     )
     MASKED_TOKEN_RATIO = (
-        "masked_token_ratio",
+        auto(),
         _per_token("share", "Sampled tokens that the correction took out of the loss."),
     )
-    GRAD_NORM = "grad_norm", Spec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
-    LEARNING_RATE = "learning_rate", Spec(Reduction.LAST, "", "Learning rate of the step.")
-    NUM_TOKENS_TRAINED = (
-        "num_tokens_trained",
-        Spec(Reduction.SUM, "", "Sampled tokens in the loss."),
-    )
-    NUM_TOKENS_IN_BATCH = (
-        "num_tokens_in_batch",
-        Spec(Reduction.SUM, "", "Tokens of all samples, prompts included."),
-    )
-    NUM_TOKENS_FORWARDED = (
-        "num_tokens_forwarded",
-        Spec(Reduction.SUM, "", "Tokens the learner's model computed, padding included."),
-    )
+    GRAD_NORM = auto(), Spec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
+    LEARNING_RATE = auto(), Spec(Reduction.LAST, "", "Learning rate of the step.")
+    NUM_TOKENS_TRAINED = auto(), _total("Sampled tokens in the loss.")
+    NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, prompts included.")
+    NUM_TOKENS_FORWARDED = auto(), _total("Tokens the learner's model computed, padding included.")
     BUFFER_DEPTH_GROUPS = (
-        "buffer_depth_groups",
+        auto(),
         Spec(Reduction.LAST, "groups", "Groups that wait after the batch was taken."),
     )
-    STEP_S = "step_s", _seconds("Time from one step's end to the next.")
-    WAIT_FOR_BATCH_S = "wait_for_batch_s", _seconds("Time the learner stood idle for a batch.")
-    TRAIN_S = "train_s", _seconds("Time in forward, backward and optimizer.")
+    STEP_S = auto(), _seconds("Time from one step's end to the next.")
+    WAIT_FOR_BATCH_S = auto(), _seconds("Time the learner stood idle for a batch.")
+    TRAIN_S = auto(), _seconds("Time in forward, backward and optimizer.")
     ROLLOUT_IDLE_S = (
-        "rollout_idle_s",
+        auto(),
         _seconds("Time in which sampling stood still: the staleness bound admitted nothing."),
     )
     WEIGHT_SYNC_S = (
-        "weight_sync_s",
+        auto(),
         _seconds("Time from the last update until every worker samples from it."),
     )
-    PUBLISH_S = "publish_s", _seconds("Time in which the learner published the weights.")
-    DELIVER_S = "deliver_s", _seconds("Time until all workers held what was published.")
-    WEIGHT_FETCH_S = (
-        "weight_fetch_s",
-        _seconds("Time the slowest worker took to fetch and check a version."),
-    )
+    PUBLISH_S = auto(), _seconds("Time in which the learner published the weights.")
+    DELIVER_S = auto(), _seconds("Time until all workers held what was published.")
+    WEIGHT_FETCH_S = auto(), _seconds("Time the slowest worker took to fetch and check a version.")
     SAMPLER_PAUSE_S = (
-        "sampler_pause_s",
+        auto(),
         _seconds("Time in which a worker's sampling stood still for new weights, at most."),
     )
-    WEIGHT_SYNC_BYTES = (
-        "weight_sync_bytes",
-        Spec(Reduction.SUM, "bytes", "Bytes of the published version."),
-    )
-    WEIGHT_FETCH_BYTES = (
-        "weight_fetch_bytes",
-        Spec(Reduction.SUM, "bytes", "Bytes that all workers fetched for it."),
-    )
+    WEIGHT_SYNC_BYTES = auto(), _total("Bytes of the published version.", "bytes")
+    WEIGHT_FETCH_BYTES = auto(), _total("Bytes that all workers fetched for it.", "bytes")
     CANARY_ERROR = (
-        "canary_error",
+        auto(),
         Spec(Reduction.MAX, "nats", "Largest error of a canary token on any worker so far."),
     )
     NUM_CANARY_FAILURES = (
-        "num_canary_failures",
-        Spec(Reduction.SUM, "", "Deliveries after which a worker sampled from other weights."),
+        auto(),
+        _total("Deliveries after which a worker sampled from other weights."),
     )
     NUM_ENVIRONMENT_RESTARTS = (
-        "num_environment_restarts",
-        Spec(Reduction.SUM, "", "Environment servers that died and were started again."),
+        auto(),
+        _total("Environment servers that died and were started again."),
     )
-    NUM_LEARNER_RESTARTS = (
-        "num_learner_restarts",
-        Spec(Reduction.SUM, "", "Times the learner's ranks were restarted."),
-    )
+    NUM_LEARNER_RESTARTS = auto(), _total("Times the learner's ranks were restarted.")
     TOKENS_PER_SECOND = (
-        "tokens_per_second",
+        auto(),
         Spec(Reduction.MEAN, "tokens/s", "Tokens sampled per second of the step.", "step_s"),
     )
     EPISODES_PER_SECOND = (
-        "episodes_per_second",
+        auto(),
         Spec(Reduction.MEAN, "episodes/s", "Episodes played per second of the step.", "step_s"),
     )
     MFU = (
-        "mfu",
+        auto(),
         Spec(
             Reduction.MEAN,
             "share",
@@ -264,29 +233,23 @@ class TrainMetric(_Metric):
 class EvalMetric(_Metric):
     """Values of one evaluation."""
 
-    NUM_GAMES = "num_games", _count("Games of the evaluation.")
-    WIN_RATE = "win_rate", _per_game("share", "Games with a return above 0.")
+    NUM_GAMES = auto(), _count("Games of the evaluation.")
+    WIN_RATE = auto(), _per_game("share", "Games with a return above 0.")
     WIN_RATE_CI95_LOW = (
-        "win_rate_ci95_low",
+        auto(),
         _end_of_interval("share", "Lower end of the win rate's Wilson interval."),
     )
     WIN_RATE_CI95_HIGH = (
-        "win_rate_ci95_high",
+        auto(),
         _end_of_interval("share", "Upper end of the win rate's Wilson interval."),
     )
-    DRAW_RATE = "draw_rate", _per_game("share", "Games with a return of 0.")
-    RETURN_MEAN = "return_mean", _per_game("reward", "Return of a game.")
-    RETURN_CI95_LOW = (
-        "return_ci95_low",
-        _end_of_interval("reward", "Lower end of the mean's 95 % interval."),
-    )
-    RETURN_CI95_HIGH = (
-        "return_ci95_high",
-        _end_of_interval("reward", "Upper end of the mean's 95 % interval."),
-    )
-    INVALID_RATE = "invalid_rate", _per_game("share", "Games ended by text that was no action.")
+    DRAW_RATE = auto(), _per_game("share", "Games with a return of 0.")
+    RETURN_MEAN = auto(), _per_game("reward", "Return of a game.")
+    RETURN_CI95_LOW = auto(), _end_of_interval("reward", "Lower end of the mean's 95 % interval.")
+    RETURN_CI95_HIGH = auto(), _end_of_interval("reward", "Upper end of the mean's 95 % interval.")
+    INVALID_RATE = auto(), _per_game("share", "Games ended by text that was no action.")
     GAP_CLOSED = (
-        "gap_closed",
+        auto(),
         _per_game("share", "Part of the way from the random to the optimal policy."),
     )
 
@@ -380,8 +343,6 @@ def _combined(name: str, spec: Spec, parts: Sequence[Mapping[str, float]]) -> fl
     match spec.reduction:
         case Reduction.SUM:
             return math.fsum(values)
-        case Reduction.MIN:
-            return min(values)
         case Reduction.MAX:
             return max(values)
         case Reduction.LAST:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tomllib
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from ludus.proto.config.presets import with_preset
 from ludus.proto.config.run import RunConfig
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 
 JsonObject = dict[str, Any]
 
@@ -166,8 +165,7 @@ def _default_kind(path: Sequence[str]) -> str | None:
 
 def _closest(key: str, sections: Sequence[type[BaseModel]]) -> str:
     known = sorted({name for section in sections for name in section.model_fields})
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known keys: {', '.join(known)}"
+    return f"; {did_you_mean(key, known) or 'known keys: ' + ', '.join(known)}"
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -212,8 +212,3 @@ class RunConfig(Section):
     def environment(self) -> LocalEnvironment | RemoteEnvironment:
         """The first environment, for what shows one only."""
         return next(iter(self.environments.values()))
-
-    @property
-    def episodes_per_step(self) -> int:
-        """Episodes in one batch."""
-        return self.training.groups_per_step * self.rollout.group_size

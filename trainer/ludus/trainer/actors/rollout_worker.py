@@ -99,14 +99,14 @@ class RolloutWorkerActor:
         """What the worker holds now, and whether its canary passed; raises nothing by itself."""
         # A store that is unavailable is waited for, while the games continue.
         fetched = await asyncio.to_thread(self._store.fetch, published)
-        paused_before_s = self._generator.usage.pause_s
+        paused_before_s = self._generator.pause_s
         state = fetched.state
         if self._merger is not None:
             state = await asyncio.to_thread(self._merger.merge, state)
         await self._generator.load_weights(state, published.manifest.version)
         answer = await self._generator.score(published.manifest.canary)
         canary = check_canary(published.manifest, answer, self._run.learner.dtype)
-        pause_s = self._generator.usage.pause_s - paused_before_s
+        pause_s = self._generator.pause_s - paused_before_s
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
     async def until_closed(self) -> None:

@@ -77,7 +77,7 @@ class Layout:
 def cut_rows(row_lengths: Ints, max_tokens: int) -> list[slice]:
     """Rows, shortest first, cut so that rows times longest stays within `max_tokens`.
 
-    Rows of one piece differ in length by a factor of four at most: the rest would be padding.
+    Rows of one micro-batch differ in length by a factor of four at most: the rest would be padding.
     """
     lengths = row_lengths.tolist()
     starts: list[int] = []

@@ -8,8 +8,6 @@
 
 The thread takes all that waits in the inbox before each step, so calls that arrive while a
 step runs form the next batch without any timer.
-
-    the thread's time:  waiting | steps (busy_s) | loads and canaries (pause_s)
 """
 
 from __future__ import annotations
@@ -25,22 +23,6 @@ from typing import Any
 
 from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest, StateDict
 from ludus.trainer.types import CanaryPrompt, Completion, Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorUsage:
-    """What an engine's thread has done since it began; take differences for an interval."""
-
-    num_tokens: int
-    """Sampled."""
-    num_requests: int
-    """Answered."""
-    busy_s: float
-    """In steps of the engine."""
-    pause_s: float
-    """In loads of weights and in canary prompts, while nothing is sampled."""
-    num_loads: int
-    """Of weights."""
 
 
 @dataclass(slots=True)
@@ -69,12 +51,8 @@ class Generator:
         self._unsent: list[EngineRequest] = []
         self._version = 0
         self._failure: BaseException | None = None
-        self._num_tokens = 0
-        self._num_requests = 0
-        self._num_loads = 0
-        # Written by the engine's thread alone.
-        self._busy_s = 0.0
-        self._pause_s = 0.0
+        self.pause_s = 0.0
+        """Time so far in loads of weights and in canary prompts, while nothing was sampled."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -98,18 +76,10 @@ class Generator:
 
         await self._order(load)
         self._version = version
-        self._num_loads += 1
 
     async def score(self, canary: CanaryPrompt) -> list[float]:
         """Log-probs of the canary prompt's completion under the weights that sample now."""
         return await self._order(lambda: self._engine.score(canary))
-
-    @property
-    def usage(self) -> GeneratorUsage:
-        """What the engine has done so far."""
-        return GeneratorUsage(
-            self._num_tokens, self._num_requests, self._busy_s, self._pause_s, self._num_loads
-        )
 
     def close(self) -> None:
         """Stop the thread and close the engine."""
@@ -130,19 +100,13 @@ class Generator:
         """The engine's thread."""
         try:
             while self._take_inbox():
-                outputs = self._step() if self._engine.has_work else []
+                outputs = self._engine.step() if self._engine.has_work else []
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
         except BaseException as error:  # noqa: BLE001 - handed to every waiting caller
             self._loop.call_soon_threadsafe(self._fail, error)
         finally:
             self._engine.close()
-
-    def _step(self) -> list[EngineOutput]:
-        started_s = time.perf_counter()
-        outputs = self._engine.step()
-        self._busy_s += time.perf_counter() - started_s
-        return outputs
 
     def _take_inbox(self) -> bool:
         """False once closed; waits only while the engine has nothing to do."""
@@ -168,14 +132,12 @@ class Generator:
         except Exception as error:  # noqa: BLE001 - handed to the caller
             self._loop.call_soon_threadsafe(order.future.set_exception, error)
         else:
-            self._pause_s += time.perf_counter() - started_s
+            self.pause_s += time.perf_counter() - started_s
             self._loop.call_soon_threadsafe(order.future.set_result, result)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             pending = self._pending.pop(output.request_id)
-            self._num_tokens += len(output.token_ids)
-            self._num_requests += 1
             if pending.future.cancelled():
                 continue
             pending.future.set_result(
