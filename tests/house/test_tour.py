@@ -1,4 +1,4 @@
-"""docs/tour.md tells the truth: its names are there, and who stands under a name is called by it."""
+"""docs/tour.md tells the truth: its names are there, and what stands under one is called by it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "docs" / "tour.md"
+AGENTS = ROOT / "AGENTS.md"
 MAX_LINES = 120
 _LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?P<path>[^)]+)\)")
 _ITEM = re.compile(r"(?P<indent> *)(?:-|\d+\.) ")
@@ -98,3 +99,9 @@ def test_what_stands_under_a_name_of_the_tour_is_called_by_it(stop: Stop) -> Non
     assert caller is not None
     called = stop.name.removesuffix(".__call__").removesuffix(".__init__").split(".")
     assert mentioned_in(caller) & {called[-1], called[0]}, f"{stop.caller} does not use {stop}"
+
+
+def test_every_path_of_the_map_is_there() -> None:
+    named = re.findall(r"`([\w/]+/ludus/[\w/.]+)`", AGENTS.read_text("utf-8"))
+    assert len(named) >= 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
