@@ -11,6 +11,7 @@ from torch import Tensor
 from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
 from ludus.trainer.algorithms.losses import clip_loss, gspo_loss, kl
+from ludus.trainer.algorithms.preference import bradley_terry_loss
 from ludus.trainer.algorithms.ratios import (
     geometric_mask,
     sequence_log_ratio,
@@ -195,6 +196,21 @@ def test_table_gspo_loss(
         ragged.logprobs, ragged.old_logprobs, advantages, ragged.mask, clip_low, clip_high
     )
     assert _mean(loss, ragged, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([0.7], 0.4031860),
+        ([-0.2], 0.7981389),
+        ([0.0], 0.6931472),
+        ([0.7, -0.2, 0.0], 0.6314907),
+    ],
+)
+def test_table_bradley_terry(differences: list[float], expected: float) -> None:
+    rejected = f64([0.3] * len(differences))
+    loss = bradley_terry_loss(rejected + f64(differences), rejected)
+    assert loss.item() == pytest.approx(expected, abs=PRINTED_7)
 
 
 def _mean(per_token: Tensor, ragged: RaggedBatch, how: str) -> float:

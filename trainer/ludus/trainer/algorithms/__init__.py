@@ -3,7 +3,8 @@
     rewards --advantages, moments--> credit of each token --+
     logits --logits--> log-probs --ratios, losses--> loss of each token --aggregation--> scalar
 
-`policy_loss` puts them together for one micro-batch; `value_loss` is a critic's.
+`policy_loss` puts them together for one micro-batch, `value_loss` is a critic's, `preference`
+a reward model's.
 
 What papers and projects call it, and what the section `algorithm` says for it (`kind` is "grpo"
 where nothing else stands; losses, corrections and divergence combine freely unless refused):
