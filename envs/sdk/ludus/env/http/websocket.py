@@ -86,7 +86,7 @@ class WebSocketWire:
         with_text = not upstream and query.get("text") != ["0"]
         wanted = query.get("session_id", [""])[0]
         socket = AsgiSocket(scope, receive, send)
-        connection = Connection(tenant=scope.get("ludus.tenant", ""))
+        connection = Connection()
         if socket.direct is not None:
             socket.direct.when_gone(lambda: self._sessions.release(connection))
         try:

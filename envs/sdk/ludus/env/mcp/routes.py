@@ -76,7 +76,7 @@ class McpSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, then free its session."""
         socket = AsgiSocket(scope, receive, send)
-        connection = Connection(tenant=scope.get("ludus.tenant", ""))
+        connection = Connection()
         caller = McpCaller(is_managed=True, connection=connection)
         if socket.direct is not None:
             socket.direct.when_gone(lambda: self._sessions.release(connection))

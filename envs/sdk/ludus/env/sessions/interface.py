@@ -22,12 +22,10 @@ from ludus.env.types import EnvironmentDescription, JsonObject
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A client's connection over any wire: the sessions that go with it, and who is behind it."""
+    """A client's connection over any wire: the sessions that go with it."""
 
     session_ids: set[str] = field(default_factory=set)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    tenant: str = ""
-    """Who authenticated; empty where nobody has to."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import grpc
 import orjson
 
+from ludus.env.backoff import doubling
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
@@ -144,7 +145,7 @@ class GrpcTransport:
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + patience_s
-        pause_s = _RESEND_PAUSE_S
+        pauses = doubling(_RESEND_PAUSE_S, _LAST_RESEND_PAUSE_S)
         while True:
             stream = await self.live_stream(deadline_s - loop.time())
             try:
@@ -154,8 +155,7 @@ class GrpcTransport:
             except ConnectionLostError:
                 if self._is_closed or loop.time() >= deadline_s:
                     raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RESEND_PAUSE_S)
+            await asyncio.sleep(next(pauses))
 
     async def live_stream(self, patience_s: float) -> CallStream:
         """The stream, made again when it broke; many callers wait for one attempt."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
+from ludus.env.backoff import doubling
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import ServerAddress
@@ -178,15 +179,15 @@ async def retry_until(attempt: Callable[[], Awaitable[ResultT]], patience_s: flo
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + patience_s
-    backoff_s = _FIRST_BACKOFF_S
+    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
     while True:
+        pause_s = next(pauses)
         try:
             return await attempt()
         except UnavailableError:
-            if loop.time() + backoff_s >= deadline_s:
+            if loop.time() + pause_s >= deadline_s:
                 raise
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+        await asyncio.sleep(pause_s)
 
 
 async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], patience_s: float) -> ResultT:
@@ -202,7 +203,7 @@ async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], patience_s: f
     """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + patience_s
-    backoff_s = _FIRST_BACKOFF_S
+    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
     while True:
         try:
             return await attempt()
@@ -211,6 +212,5 @@ async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], patience_s: f
             remaining_s = deadline_s - loop.time()
             if not is_refusal or remaining_s <= 0:
                 raise
-            wanted_s = min(error.retry_after_s or backoff_s, _LAST_REFUSAL_PAUSE_S)
+            wanted_s = min(error.retry_after_s or next(pauses), _LAST_REFUSAL_PAUSE_S)
         await asyncio.sleep(min(wanted_s * random.uniform(1.0, 1.25), remaining_s))
-        backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)

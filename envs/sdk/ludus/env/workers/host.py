@@ -20,6 +20,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ludus.env.backoff import doubling
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.targets.importable import FactoryName
@@ -362,6 +363,7 @@ class _Failures:
         self._reason = ""
         self._while_building = False
         self._retry_at_s = 0.0
+        self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
 
     @property
     def delay_s(self) -> float:
@@ -373,13 +375,13 @@ class _Failures:
         self._num += 1
         self._reason = reason
         self._while_building = while_building
-        num_delays = self._num - _NUM_FREE_FAILURES
-        delay_s = 0.0 if num_delays < 0 else min(_FIRST_DELAY_S * 2**num_delays, _MAX_DELAY_S)
+        delay_s = 0.0 if self._num < _NUM_FREE_FAILURES else next(self._delays)
         self._retry_at_s = asyncio.get_running_loop().time() + delay_s
 
     def forget(self) -> None:
         """A worker holds a session: all is well."""
         self._num, self._retry_at_s = 0, 0.0
+        self._delays = doubling(_FIRST_DELAY_S, _MAX_DELAY_S)
 
     def raise_if_many(self) -> None:
         """Refuse when the next worker is likely to fail as the last ones did.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from ludus.env.backoff import doubling
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
 from ludus.env.types import EnvironmentDescription
@@ -224,27 +225,24 @@ class ServerLink:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        backoff_s = _FIRST_BACKOFF_S
+        pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         while True:
             try:
                 await self._connect()
             except EnvError as error:
                 _log.debug("server %s: %s", self.endpoint.grpc_address, error)
                 self.tried.set()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
-                continue
-            self.tried.set()
-            self._on_change()
-            connected_s = loop.time()
-            await self._poll_until_broken()
-            self._on_change()
-            if loop.time() - connected_s > _LAST_BACKOFF_S:
-                backoff_s = _FIRST_BACKOFF_S
-                continue
-            # It accepts and breaks: do not storm it.
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+            else:
+                self.tried.set()
+                self._on_change()
+                connected_s = loop.time()
+                await self._poll_until_broken()
+                self._on_change()
+                if loop.time() - connected_s > _LAST_BACKOFF_S:
+                    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
+                    continue
+            # It is unavailable, or accepts and breaks: do not storm it.
+            await asyncio.sleep(next(pauses))
 
     async def _connect(self) -> None:
         """Open a stream and ask the server who it is."""

@@ -18,7 +18,6 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.sessions.environments import ENVIRONMENT_KEY, find_environment
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.relay import CallRelay
@@ -50,7 +49,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         relay = self._relays[(await self._find(context)).environment]
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
-        connection = Connection(tenant=current_tenant().name)
+        connection = Connection()
         await relay.serve(request_iterator, context.write, connection)
 
     async def _find(self, context: Context) -> GatewaySessions:
