@@ -259,19 +259,23 @@ def measure(rows: list[Contender], num_rounds: int, window_s: float) -> None:
             load = stack.enter_context(running(row.command, CLIENT_CORE, **pipes))
             _answer_of(load)
             loads.append(load)
-        for number in range(num_rounds + 1):
+        for load in loads:
+            _played(load, window_s / 3)
+        for _ in range(num_rounds):
             for row, load in zip(rows, loads, strict=True):
-                sample = _sample(row, load, window_s if number else window_s / 3)
-                if number:
-                    row.samples.append(sample)
+                row.samples.append(_sample(row, load, window_s))
+
+
+def _played(load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
+    assert load.stdin is not None
+    load.stdin.write(f"{window_s}\n")
+    load.stdin.flush()
+    return _answer_of(load)
 
 
 def _sample(row: Contender, load: subprocess.Popen[str], window_s: float) -> dict[str, float]:
-    assert load.stdin is not None
     begun_cpu_s = cpu_seconds(row.server)
-    load.stdin.write(f"{window_s}\n")
-    load.stdin.flush()
-    answer = _answer_of(load)
+    answer = _played(load, window_s)
     server_cpu_s = cpu_seconds(row.server) - begun_cpu_s
     return {
         **answer,

@@ -14,6 +14,8 @@ import pyspiel
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
+from .snapshots import Snapshots
+
 _Dynamics = pyspiel.GameType.Dynamics
 _Information = pyspiel.GameType.Information
 
@@ -50,7 +52,8 @@ class LoadedGame:
     is_turn_based: bool
     """True where players who would move at once are asked one after another instead."""
     has_uniform_chance: bool
-    has_binary_tensor: bool
+    snapshots: Snapshots | None
+    """Takes what a seat sees as bytes, where its tensor holds only zeros and ones."""
     has_perfect_information: bool
     shows_moves: bool
     """False where a player may not see what another one did."""
@@ -102,7 +105,7 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
         num_players=game.num_players(),
         is_turn_based=sequential_game is not game,
         has_uniform_chance=short_name in UNIFORM_CHANCE_GAMES,
-        has_binary_tensor=short_name in BINARY_TENSOR_GAMES,
+        snapshots=Snapshots(sequential_game) if short_name in BINARY_TENSOR_GAMES else None,
         has_perfect_information=has_perfect_information,
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_random_seed="rng_seed" in kind.parameter_specification,

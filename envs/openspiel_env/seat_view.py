@@ -10,7 +10,7 @@ from ludus.env import Transition
 
 from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
-from .snapshots import Snapshots, SnapshotTransition
+from .snapshots import SnapshotTransition
 
 
 class SeatView:
@@ -29,9 +29,7 @@ class SeatView:
         self.player = player
         self._loaded = loaded
         self._adds_text = adds_text
-        self._snapshots: Snapshots | None = None  # one per seat: threads must not share it
-        if loaded.has_binary_tensor and not adds_text:
-            self._snapshots = Snapshots(loaded.game)
+        self._snapshots = None if adds_text else loaded.snapshots
         kind = loaded.game.get_type()
         self._reads_information_tensor = kind.provides_information_state_tensor
         self._reads_tensor = kind.provides_observation_tensor or self._reads_information_tensor

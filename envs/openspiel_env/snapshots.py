@@ -10,6 +10,7 @@ a server without a text view nobody looks at the list.
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import orjson
@@ -27,11 +28,15 @@ _DIGIT_OF_HIGH_BYTE = bytes.maketrans(b"\x00\x3f", b"01")
 
 
 class Snapshots:
-    """Takes the observation tensor of one game's states as bytes."""
+    """Takes the observation tensor of one game's states as bytes.
 
-    __slots__ = ("_floats", "_observation", "_zeros")
+    Making one takes longer than a hand of blackjack, so all seats of a process share it.
+    """
+
+    __slots__ = ("_floats", "_lock", "_observation", "_zeros")
 
     def __init__(self, game: pyspiel.Game) -> None:
+        self._lock = threading.Lock()
         self._observation = make_observation(game)
         num_elements = self._observation.tensor.size
         self._floats = struct.Struct(f"={num_elements}f")
@@ -39,8 +44,9 @@ class Snapshots:
 
     def take(self, state: pyspiel.State, player: int) -> bytes:
         """The tensor's elements, float32."""
-        self._observation.set_from(state, player)
-        return self._observation.tensor.tobytes()
+        with self._lock:
+            self._observation.set_from(state, player)
+            return self._observation.tensor.tobytes()
 
     def to_list(self, snapshot: bytes) -> list[float]:
         """The elements."""

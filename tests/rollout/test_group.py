@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 
 import pytest
@@ -150,6 +151,33 @@ async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
         group = await play_group(player, GroupSpec(0, "game", (1,) * 3), SAMPLING, timeout_s=0.3)
         assert group.num_lost == 3
         await emptied(server, 1)
+
+
+@OPENED
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_episodes_that_their_server_loses_are_played_again_where_the_run_says_so(
+    chat: ChatTokenizer, max_sessions: int, resumes: bool
+) -> None:
+    options = ServerOptions(port=0, max_sessions=8, check_determinism=True)
+    async with (
+        EnvServer(lambda: make_environment(game="blackjack"), options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        player, policy = make_player(
+            client, chat, itertools.repeat("STAND"), max_sessions=max_sessions, resumes=resumes
+        )
+
+        async def after_a_loss(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+            for session_id in list(server.core._entries):
+                await server.core.close(session_id)
+            return await policy(prompt_ids, sampling, seed)
+
+        spec = GroupSpec(0, "game", (11,) * 2)
+        unlucky = dataclasses.replace(player, generate=after_a_loss)
+        group = await play_group(unlucky, spec, SAMPLING, timeout_s=30)
+        assert group.num_lost == (0 if resumes else 2)
+        if resumes:
+            assert group == await play_group(player, spec, SAMPLING, timeout_s=30)
 
 
 @OPENED

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.env.client import AsyncEnvClient
+from ludus.env.client.resume import check_replayable
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
@@ -89,7 +90,8 @@ async def connected(
     """The environments of the run by name, in its order.
 
     Raises:
-        ConfigError: one of them is not there, or refuses the token.
+        ConfigError: one of them is not there, refuses the token, or cannot be resumed as its
+            section says.
     """
     async with AsyncExitStack() as stack:
         environments = {}
@@ -97,6 +99,8 @@ async def connected(
             address = _address(config, servers.get(name))
             client = await stack.enter_async_context(await _connect(name, config, address))
             description = await client.describe()
+            if config.resume:
+                check_replayable(description)
             environments[name] = Environment(
                 config, address, client, description, make_renderer(config)
             )

@@ -64,6 +64,10 @@ class _Environment(Section):
     """Replaces rollout.max_completion_tokens here."""
     reconnect_timeout_s: PositiveFloat = 60.0
     """How long a lost server may stay away before the run fails."""
+    resume: bool = False
+    """Plays episodes again that are lost with their server, up to where they were, instead of
+    leaving them out: for servers on machines that may be taken away at any time. The environment
+    must be deterministic."""
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
@@ -77,6 +81,15 @@ class _Environment(Section):
             raise ValueError(
                 "tools = true parses answers as tool calls, and render and parse as something "
                 "else; remove the one or the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _resumes_steps_alone(self) -> Self:
+        if self.resume and self.tools:
+            raise ValueError(
+                "resume = true takes the steps of a lost episode again, and what tools have done "
+                "cannot be done again; remove resume or tools"
             )
         return self
 

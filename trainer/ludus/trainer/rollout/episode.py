@@ -65,6 +65,8 @@ class Player:
     """Those of this environment."""
     max_sessions: int = 0
     """That the environment holds at once; 0 where it does not say."""
+    resumes: bool = False
+    """Whether episodes that are lost with their server are played again up to where they were."""
     run_seed: int = 0
     toolbox: Toolbox | None = None
     """Where answers call tools."""
@@ -86,7 +88,7 @@ class Player:
         """What `play` plays, with all that reward functions may ask about it."""
         try:
             opened = await _when_there_is_room(
-                lambda: self.client.open(seed=seed, close_when_done=True)
+                lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
             )
         except InfrastructureError:
             return self.lost(seed)
@@ -115,7 +117,9 @@ class Player:
             InfrastructureError: the server is unavailable and did not come back in time.
         """
         return await _when_there_is_room(
-            lambda: self.client.open_group(size, seed=seed, close_when_done=True)
+            lambda: self.client.open_group(
+                size, seed=seed, close_when_done=True, resume=self.resumes
+            )
         )
 
     def lost(self, seed: int) -> PlayedEpisode:

@@ -35,6 +35,7 @@ def make_player(
         renderer=make_renderer(config),
         limits=limits_of(run, name),
         max_sessions=max_sessions,
+        resumes=config.resume,
         run_seed=run.seed,
         toolbox=Toolbox(client, name) if config.tools else None,
         rollout_function=None if play is None else import_object(play, "environment.rollout"),

@@ -64,14 +64,14 @@ class _Played:
 
 
 def check_replayable(description: EnvironmentDescription) -> None:
-    """Returns when episodes of the environment can be rebuilt.
+    """Refuse environments whose episodes cannot be rebuilt.
 
     Raises:
         ConfigError: the server was not shown that they can.
     """
     if not description.is_deterministic:
         raise ConfigError(
-            f"expected a deterministic environment for resume=True, got"
+            f"expected a deterministic environment for resume = true, got"
             f" {description.name or 'one'} whose server was not shown to be that; see: ludus env"
             " check, then serve it as deterministic, or leave resume out"
         )
