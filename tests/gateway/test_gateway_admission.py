@@ -174,6 +174,8 @@ async def test_a_group_gets_all_its_sessions_or_none():
         assert len(await sessions.open_group(SEEDED, 7)) == 7
         with pytest.raises(InvalidCallError, match="at most 100"):
             await sessions.open_group(SEEDED, 101)
+        with pytest.raises(InvalidCallError, match="the gateway chooses"):
+            await sessions.open_group(SEEDED, 1, session_ids=["mine"])
 
 
 class LuckyEnv(CountingEnv):

@@ -1,4 +1,4 @@
-"""Answers call batches of env.proto from `Sessions`: for gRPC streams, and in workers.
+"""Answers call batches of env.proto from `Sessions`, for gRPC streams.
 
 Environments that step on the event loop answer a whole batch at once; for the others each
 call is a task of its own and finished replies travel together as soon as the stream can

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from ludus.env.recording.file import RecordingFile
 from ludus.env.recording.format import (
     RecordedEnvironment,
     RecordedEpisode,
@@ -13,7 +14,6 @@ from ludus.env.recording.format import (
     hash_of_observation,
     timestamp,
 )
-from ludus.env.recording.writer import RecordingFile
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 
 

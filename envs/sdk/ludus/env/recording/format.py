@@ -1,4 +1,4 @@
-"""An episode in a recording: one line of JSON, written by `recording`, read by `replaying`.
+"""An episode in a recording: one line of JSON, written by `writer`, read by `verify`.
 
 Rewards, flags and a hash of each observation are enough to see whether an episode goes the
 same way again; observations themselves are there when they were asked for.

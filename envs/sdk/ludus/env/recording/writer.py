@@ -5,7 +5,7 @@
                    v
              RecordingFile: <file>.jsonl, a new one when it is full
 
-Every recording can be played again (`replaying`): a reset without a seed gets one here.
+Every recording can be played again (`verify`): a reset without a seed gets one here.
 Nobody waits but for the write itself, which happens on the event loop, so that a slow disk
 slows players down instead of filling memory. Session ids and tokens are never written.
 """
@@ -13,17 +13,16 @@ slows players down instead of filling memory. Session ids and tokens are never w
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import orjson
 
 from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.recording.file import MAX_FILE_BYTES, SUFFIX, RecordingFile
 from ludus.env.recording.format import (
     RecordedEnvironment,
     RecordedEpisode,
@@ -54,63 +53,12 @@ from ludus.proto.errors import (
     ToolError,
 )
 
-_log = logging.getLogger(__name__)
-
-MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_EPISODE_BYTES = 8 * 1024 * 1024
 """What is kept of one running episode; it is written in full up to there."""
 MAX_RUNNING = 16_384
 """Episodes that run at once; the oldest beyond these is taken for abandoned."""
-_SUFFIX = ".jsonl"
 _REPEATABLE = (ActionError, ExecutionError, ToolError)
 """Errors that come from the environment, so that playing again meets them again."""
-
-
-class RecordingFile:
-    """Lines appended to `<name>.jsonl`; a full file is set aside as `<name>.0001.jsonl`."""
-
-    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
-        self.path = path
-        self.num_lost = 0
-        """Episodes that could not be written."""
-        self._max_bytes = max_bytes
-        self._file: IO[bytes] | None = None
-
-    def append(self, line: bytes) -> None:
-        """Write a line; a disk that refuses loses it, which is logged."""
-        try:
-            if self._file is None:
-                self._file = self._open()
-            elif self._file.tell() + len(line) > self._max_bytes:
-                self._set_aside()
-                self._file = self._open()
-            self._file.write(line + b"\n")
-            self._file.flush()
-        except OSError as error:
-            self.num_lost += 1
-            _log.error("an episode was not recorded in %s: %s", self.path, error)
-
-    def close(self) -> None:
-        """Close the file; what was appended is in it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> IO[bytes]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("ab+")
-        if file.tell():  # a killed process may have left half a line
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        return file
-
-    def _set_aside(self) -> None:
-        self.close()
-        number = 1
-        while (aside := self.path.with_suffix(f".{number:04d}{_SUFFIX}")).exists():
-            number += 1
-        self.path.rename(aside)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +103,8 @@ class RecordingSessions:
         self._inner = inner
         self._options = options or RecordingOptions()
         path = Path(path)
-        if path.suffix != _SUFFIX:
-            path = path / f"{inner.description.server_id or 'episodes'}{_SUFFIX}"
+        if path.suffix != SUFFIX:
+            path = path / f"{inner.description.server_id or 'episodes'}{SUFFIX}"
         self.file = RecordingFile(path, self._options.max_file_bytes)
         self._running: OrderedDict[str, _Running] = OrderedDict()
         self._seeds = DefaultSeeds(self._options.first_seed)
