@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import orjson
 import pytest
 
 from ludus.env.targets.importable import FactoryName, named
@@ -15,6 +16,7 @@ from tests.env.counting_env import CountingEnv, fail_to_be_built
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
+import orjson
 from tests.env.counting_env import CountingEnv
 from ludus.env.targets.importable import named
 
@@ -22,8 +24,13 @@ class ScriptedEnv(CountingEnv):
     name = "scripted"
 
 if __name__ == "__main__":
-    sys.stdout.write(named(ScriptedEnv).to_json().decode())
+    sys.stdout.write(orjson.dumps(named(ScriptedEnv)).decode())
 """
+
+
+def travelled(name: FactoryName) -> FactoryName:
+    """The name as another process reads it."""
+    return FactoryName(**orjson.loads(orjson.dumps(name)))
 
 
 @pytest.mark.parametrize(
@@ -35,14 +42,14 @@ if __name__ == "__main__":
     ],
 )
 def test_a_named_factory_is_found_again(factory):
-    name = FactoryName.from_json(named(factory).to_json())
+    name = travelled(named(factory))
     assert name == FactoryName("tests.env.counting_env:CountingEnv")
     assert isinstance(name.resolve()(), CountingEnv)
 
 
 def test_options_travel_with_the_name_the_outer_ones_first():
     factory = partial(partial(fail_to_be_built, reason="inner"), reason="outer")
-    name = FactoryName.from_json(named(factory).to_json())
+    name = travelled(named(factory))
     with pytest.raises(RuntimeError, match="outer"):
         name.resolve()()
 
@@ -85,7 +92,7 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         timeout=30,
     )
     try:
-        found = FactoryName.from_json(ended.stdout).resolve()()
+        found = FactoryName(**orjson.loads(ended.stdout)).resolve()()
         assert found.name == "scripted"
         assert isinstance(found, CountingEnv)
     finally:

@@ -39,7 +39,7 @@ app.command("gateway")(gateway_command.gateway)
 
 
 def main() -> None:
-    """Runs the command line and exits: 2 after a user's mistake, 130 after Ctrl-C."""
+    """Run the command line and exit: 2 after a user's mistake, 130 after Ctrl-C."""
     try:
         app(prog_name="ludus")
     except LudusError as error:

@@ -22,5 +22,5 @@ def progress_console() -> Console:
 
 
 def say(console: Console, message: str, style: str | None = None) -> None:
-    """Prints a line as it stands: names in it are never taken for markup, nor wrapped."""
+    """Print a line as it stands: names in it are never taken for markup, nor wrapped."""
     console.print(message, style=style, markup=False, soft_wrap=True)

@@ -43,10 +43,10 @@ MAX_PROCESSES = 8
 
 
 def require_options_only_for_targets(place: str, options: dict[str, Any]) -> None:
-    """Nothing, unless options are given for a server that was built already.
+    """Refuse options for a server whose environment was built already.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: there are some.
     """
     if "://" in place and options:
         raise ConfigError(

@@ -74,7 +74,7 @@ class _Table:
         self._returns: list[float] = []
 
     def play(self, first_seed: int | None) -> None:
-        """Plays episodes until the player leaves."""
+        """Play episodes until the player leaves."""
         self._say(f"{self._description.name}: {self._description.description}", "bold")
         self._say(_HELP, "dim")
         seed = first_seed
@@ -85,7 +85,7 @@ class _Table:
             seed = None if first_seed is None or seed is None else seed + 1
 
     def leave(self) -> None:
-        """Says how it went, and writes the episode that was left."""
+        """Say how it went, and write the episode that was left."""
         if self._writer is not None:
             self._writer.end("the player left")
         num_played = len(self._returns)

@@ -144,7 +144,7 @@ def _environments(
 
 
 def _announce(running: Gateway) -> None:
-    """Says where clients connect."""
+    """Say where clients connect."""
     console = results_console()
     several = len(running.environments) > 1
     for name in running.environments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,24 +22,8 @@ PLAIN_INTERVAL_S = 5.0
 BAR_WIDTH = 36
 
 
-class ProgressView(Protocol):
-    """Where progress is shown."""
-
-    def refresh(self, progress: RunProgress) -> None:
-        """Shows where the run stands now."""
-        ...
-
-    def warn(self, message: str) -> None:
-        """Shows a warning that stays."""
-        ...
-
-    def finish(self, progress: RunProgress) -> None:
-        """Shows where the run ended."""
-        ...
-
-
 @contextlib.contextmanager
-def progress_view(console: Console) -> Iterator[ProgressView]:
+def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
     """The view that suits the console."""
     if not console.is_terminal:
         yield PlainView(console)
@@ -60,17 +43,17 @@ class PlainView:
         self._line = ""
 
     def refresh(self, progress: RunProgress) -> None:
-        """Prints a line when it is time and there is something new."""
+        """Print a line when it is time and there is something new."""
         is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
         if is_due or progress.phase_name != self._phase_name:
             self._print(progress)
 
     def warn(self, message: str) -> None:
-        """Prints the warning."""
+        """Print the warning."""
         say(self._console, f"warning: {message}")
 
     def finish(self, progress: RunProgress) -> None:
-        """Prints what was not shown yet."""
+        """Print what was not shown yet."""
         self._print(progress)
 
     def _print(self, progress: RunProgress) -> None:
@@ -92,15 +75,15 @@ class TerminalView:
         self._started_at_s = time.monotonic()
 
     def refresh(self, progress: RunProgress) -> None:
-        """Redraws the panel."""
+        """Redraw the panel."""
         self._live.update(Group(self._head(progress), self._bar(progress), _facts(progress)))
 
     def warn(self, message: str) -> None:
-        """Prints the warning above the panel."""
+        """Print the warning above the panel."""
         say(self._console, f"warning: {message}", style="yellow")
 
     def finish(self, progress: RunProgress) -> None:
-        """The panel disappears: what follows says it better."""
+        """Leave the end to what follows: the panel disappears."""
 
     def _head(self, progress: RunProgress) -> Spinner:
         elapsed = duration(time.monotonic() - self._started_at_s)

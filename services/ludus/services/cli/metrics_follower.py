@@ -41,7 +41,7 @@ class MetricsFollower:
         return [row for line in whole.split(b"\n") if line and (row := self._parse(line))]
 
     def _find_start(self, file: BinaryIO) -> None:
-        """Moves to what is new: to the very start of a file that took the other one's place."""
+        """Move to what is new: to the very start of a file that took the other one's place."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._offset_bytes:
             self._inode, self._offset_bytes = status.st_ino, 0

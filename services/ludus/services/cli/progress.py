@@ -42,7 +42,7 @@ class RunProgress:
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
     def update(self, rows: Iterable[MetricsRow]) -> None:
-        """Takes in further rows."""
+        """Take in further rows."""
         for row in rows:
             match row.kind:
                 case "phase":

@@ -197,7 +197,7 @@ def _run_evaluation(arguments: list[str]) -> TrainerEnd:
 
 
 def _exit_unless_well(end: TrainerEnd, run_dir: Path, after_stop: str) -> None:
-    """Returns after a good end; any other one is explained once and becomes the exit code."""
+    """Explain any end but a good one, and exit with its code."""
     console = progress_console()
     if end.was_stopped:
         how = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"

@@ -50,7 +50,7 @@ class TrainerOutput:
     _within_error: bool = False
 
     def feed(self, line: str) -> None:
-        """Sorts one line, given without its newline."""
+        """Sort one line, given without its newline."""
         self.tail.append(line)
         if self._within_error and line.startswith(" "):
             self.errors[-1] += f"\n{line}"

@@ -110,7 +110,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         return self._state
 
     def close(self) -> None:
-        """Closes the environment."""
+        """Close the environment."""
         self._gymnasium.close()
 
     def _transition(

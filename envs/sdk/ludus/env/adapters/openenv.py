@@ -133,7 +133,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
         return structured if isinstance(structured, dict) else {"result": result.get("data")}
 
     def close(self) -> None:
-        """Closes the foreign environment and ends its thread."""
+        """Close the foreign environment and end its thread."""
         close = getattr(self._foreign, "close", None)
         try:
             if close is not None:

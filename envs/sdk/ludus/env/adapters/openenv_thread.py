@@ -21,7 +21,7 @@ class EnvironmentThread:
         return self._executor.submit(self._run, call).result()
 
     def stop(self) -> None:
-        """Ends the thread after the call that runs, without a wait."""
+        """End the thread after the call that runs, without a wait."""
         self._executor.submit(self._close_loop)
         self._executor.shutdown(wait=False)
 

@@ -62,7 +62,7 @@ def is_traced() -> bool:
 
 
 def fill_trace(call: pb.Call) -> None:
-    """Writes the current span and request id into a call that is about to be sent."""
+    """Write the current span and request id into a call that is about to be sent."""
     traceparent, request = current_traceparent(), _request_id.get()
     if traceparent or request:
         call.trace.traceparent = traceparent

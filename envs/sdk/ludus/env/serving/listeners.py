@@ -102,7 +102,7 @@ def build_grpc_server(
 
 
 async def stop_grpc_server(server: grpc.aio.Server) -> None:
-    """Returns when its calls have ended, or were cancelled after a short grace."""
+    """Stop it; calls are cancelled after a short grace."""
     await server.stop(grace=_GRPC_GRACE_S)
 
 
@@ -124,7 +124,7 @@ class HttpListener:
         return int(self._listener.getsockname()[1])
 
     async def start(self) -> None:
-        """Returns when it answers."""
+        """Start to answer."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._serving.done():
@@ -132,7 +132,7 @@ class HttpListener:
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Returns when its connections have ended, or were left after a short grace."""
+        """Stop; connections are left after a short grace."""
         self._server.stop()
         if self._serving is not None:
             await self._serving
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Lets `serve` return."""
+        """Let `serve` return."""
         self._stop.set()
 
     async def main_loop(self) -> None:

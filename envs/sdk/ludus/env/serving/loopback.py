@@ -33,11 +33,6 @@ class PlayOptions:
     """Where its sessions run."""
 
 
-def is_address(place: str) -> bool:
-    """True for an address, False for a target."""
-    return "://" in place
-
-
 @contextlib.asynccontextmanager
 async def connected(
     place: EnvironmentFactory | str, options: PlayOptions | None = None

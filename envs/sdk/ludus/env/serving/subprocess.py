@@ -87,7 +87,7 @@ class LocalServer:
         return self.start()
 
     def stop(self) -> None:
-        """Nothing; the process is gone when it returns."""
+        """Terminate the process, and kill it when it does not end."""
         if self._process is None or not self.is_running:
             return
         self._process.terminate()

@@ -13,7 +13,7 @@ import functools
 import importlib.util
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -40,15 +40,6 @@ class FactoryName:
     options: JsonObject = field(default_factory=dict)
     script: str = ""
     """The file that was started, where it defines the target itself."""
-
-    def to_json(self) -> bytes:
-        """What `from_json` reads back."""
-        return orjson.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> FactoryName:
-        """The name that `to_json` wrote."""
-        return cls(**orjson.loads(text))
 
     def resolve(self) -> TargetFactory:
         """The factory in this process; its module is imported.

@@ -111,7 +111,7 @@ def installed_packages() -> list[EnvironmentPackage]:
 
 
 def require_package(name: str) -> None:
-    """Nothing, where a module of that name can be imported.
+    """Refuse a name under which no module can be imported.
 
     Raises:
         NotFoundError: there is none; the message names what is close.

@@ -140,7 +140,7 @@ class WorkerSessions:
         return len(reply.error.message)
 
     def close_all(self) -> None:
-        """Closes every environment."""
+        """Close every environment."""
         while self._sessions:
             self._sessions.popitem()[1].close()
 

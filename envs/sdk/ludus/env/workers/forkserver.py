@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from ludus.env.targets.importable import FactoryName
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
 from ludus.env.workers.protocol import (
@@ -172,7 +171,7 @@ def main(descriptor: int) -> None:
     setup = ForkServerSetup.from_json(setup_json)
     sys.path[:] = setup.sys_path
     try:
-        factory = FactoryName.from_json(setup.factory_json.encode()).resolve()
+        factory = setup.factory.resolve()
     except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
         said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         text = said[:_MAX_FAILURE_CHARS].encode()

@@ -77,7 +77,7 @@ class ForkServerClient:
     def __init__(self, name: FactoryName, limits: WorkerLimits, secrets: Iterable[str]) -> None:
         self.pid: int | None = None
         """Of the latest fork server."""
-        self._setup = ForkServerSetup(name.to_json().decode(), list(sys.path), limits, [])
+        self._setup = ForkServerSetup(name, list(sys.path), limits, [])
         self._secrets = frozenset(secrets)
         self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()

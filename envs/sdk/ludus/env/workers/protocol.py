@@ -14,12 +14,14 @@ import contextlib
 import os
 import signal
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
 import orjson
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from ludus.env.targets.importable import FactoryName
 
 MessageT = TypeVar("MessageT")
 
@@ -67,7 +69,7 @@ class WorkerLimits:
 class ForkServerSetup:
     """The first frame that a fork server reads."""
 
-    factory_json: str
+    factory: FactoryName
     sys_path: list[str]
     limits: WorkerLimits
     modules: list[str]
@@ -75,13 +77,15 @@ class ForkServerSetup:
 
     def to_json(self) -> bytes:
         """What `from_json` reads back."""
-        return orjson.dumps(asdict(self))
+        return orjson.dumps(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> ForkServerSetup:
         """The setup that `to_json` wrote."""
         found = orjson.loads(text)
-        return cls(**{**found, "limits": WorkerLimits(**found["limits"])})
+        found["factory"] = FactoryName(**found["factory"])
+        found["limits"] = WorkerLimits(**found["limits"])
+        return cls(**found)
 
 
 class _Readable(Protocol):
