@@ -33,7 +33,7 @@ class Outcome:
 
 
 def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = None) -> None:
-    """Nothing; a run on this rank leaves its checkpoint and, from rank 0, its outcome."""
+    """Run on this rank; leave its checkpoint and, from rank 0, its outcome."""
     learner = make_learner(
         str(folder / "model"), ALGORITHMS[kind], num_minibatches=2, max_tokens_per_micro_batch=64
     )
@@ -57,7 +57,7 @@ def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = Non
 
 
 def train_two_ranks(rank: int, folder: str) -> None:
-    """Nothing; one of two ranks runs everything, again and from one rank's checkpoint."""
+    """Run everything as one of two ranks, again and from one rank's checkpoint."""
     torch.set_num_threads(1)
     meeting_place = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=2)
@@ -80,7 +80,7 @@ def outcome_of(num_ranks: int, folder: Path, kind: str, resume_from: int | None 
 
 
 def assert_equal(one: Outcome, two: Outcome) -> None:
-    """Nothing; numbers and weights are the same but for rounding."""
+    """Assert that numbers and weights are the same but for rounding."""
     for first, second in zip(one.numbers, two.numbers, strict=True):
         assert first == pytest.approx(second, abs=1e-5, rel=1e-5)
     # AdamW turns the rounding of a gradient near zero into a step of full size, so a few

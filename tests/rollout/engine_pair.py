@@ -55,7 +55,7 @@ class EnginePair:
     model: PreTrainedModel
 
     def sync(self, seed: int) -> None:
-        """Nothing; moves the plain model a little and hands its weights to the engine."""
+        """Move the plain model a little and hand its weights to the engine."""
         move(self.model, seed, 0.05)
         self.engine.load_weights(dict(self.model.named_parameters()))
 
@@ -123,7 +123,7 @@ def prepared_for_vllm() -> Iterator[None]:
 
 @torch.no_grad()
 def move(model: PreTrainedModel, seed: int, size: float) -> None:
-    """Nothing; adds noise to every parameter, as a training step would."""
+    """Add noise to every parameter, as a training step would."""
     noise = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=noise) * size)

@@ -32,11 +32,11 @@ class FakeEngine:
         self._waiting: list[EngineRequest] = []
 
     def hold(self) -> None:
-        """Nothing; the next step does not end before `release`."""
+        """Let the next step not end before `release`."""
         self._may_go_on.clear()
 
     def release(self) -> None:
-        """Nothing; lets a held step end."""
+        """Let a held step end."""
         self._may_go_on.set()
 
     @property
@@ -45,7 +45,7 @@ class FakeEngine:
         return bool(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
-        """Nothing; the request is answered by the next step."""
+        """Answer the request in the next step."""
         self._waiting.append(request)
         self.seeds.append(request.seed)
 
@@ -63,7 +63,7 @@ class FakeEngine:
         ]
 
     def load_weights(self, state: StateDict) -> None:
-        """Nothing; keeps the state for the test to see."""
+        """Keep the state for the test to see."""
         self._fail_if_told()
         time.sleep(self.load_takes_s)
         self.loaded.append(state)
@@ -74,7 +74,7 @@ class FakeEngine:
         return [-float(len(self.loaded))] * len(canary.completion_ids)
 
     def close(self) -> None:
-        """Nothing; shows that it was called."""
+        """Show that it was called."""
         self.is_closed.set()
 
     def _fail_if_told(self) -> None:

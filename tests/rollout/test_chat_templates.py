@@ -56,7 +56,7 @@ def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -
 
 
 def ask(grown: Grown, messages: list[Message], *, ended: bool = True) -> None:
-    """Nothing; the conversation continues with these messages."""
+    """Continue the conversation with these messages."""
     if grown.token_ids:
         grown.token_ids += grown.chat.next_prompt(messages, ended=ended)
     else:

@@ -160,7 +160,7 @@ class KeptOpen:
         return getattr(self._engine, name)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def tokens(outputs: dict[int, EngineOutput]) -> dict[int, list[int]]:

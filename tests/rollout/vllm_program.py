@@ -12,13 +12,13 @@ connections: list[str] = []
 
 
 def watch(event: str, args: tuple[object, ...]) -> None:
-    """Nothing; notes whatever looks for another machine."""
+    """Note whatever looks for another machine."""
     if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
         connections.append(f"{event} {args[1:]}")
 
 
 def main(model_path: str) -> None:
-    """Nothing; writes one JSON object."""
+    """Write one JSON object."""
     prepare_process(num_threads=1)
     sys.addaudithook(watch)
     # Only now: vLLM and torch read the environment while they are imported.

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> Iterator[None]:
-    """Nothing; what was set before comes back."""
+    """Set the number of threads, and set it back."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

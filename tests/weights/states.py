@@ -43,7 +43,7 @@ def publish(store: VersionStore, version: int, state: StateDict | None = None) -
 
 
 def assert_same(fetched: StateDict, expected: StateDict) -> None:
-    """Nothing; both are equal bit for bit."""
+    """Assert that both are equal bit for bit."""
     assert fetched.keys() == expected.keys()
     for name, tensor in expected.items():
         assert fetched[name].dtype == tensor.dtype
