@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, InvalidCallError
 
 MAX_SEED = 2**64 - 1
+_DRAWN_SEED_BITS = 32
+"""Some environments take no larger seed."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -28,6 +31,22 @@ class ResetArgs:
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed}")
+
+
+class DefaultSeeds:
+    """Seeds for resets that come without one: `first`, then the next; drawn where it is None."""
+
+    def __init__(self, first: int | None = None) -> None:
+        self._next = first
+
+    def fill(self, args: ResetArgs) -> ResetArgs:
+        """The arguments with a seed."""
+        if args.seed is not None:
+            return args
+        if self._next is None:
+            return replace(args, seed=secrets.randbits(_DRAWN_SEED_BITS))
+        self._next += 1
+        return replace(args, seed=self._next - 1)
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable, seeded
-from ludus.env.encoding import ResetArgs
+from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
+from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import parse_address
 from ludus.env.transports.discovery import HttpProbe
@@ -248,7 +248,7 @@ class AsyncEnvClient:
 
     async def _replayable(self, args: OpenArgs) -> OpenArgs:
         check_replayable(await self._transport.describe())
-        return dataclasses.replace(args, reset=seeded(args.reset or ResetArgs()))
+        return dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
     def _session(
         self, opened: Opened, args: OpenArgs, resume: bool | ResumeLimits

@@ -16,14 +16,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
 
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import Opened, WireSession, retry_refused
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -106,7 +105,7 @@ class ReplayingSession:
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
-        args = seeded(args)
+        args = DefaultSeeds().fill(args)
         try:
             first = await self._wire.reset(args)
         except InfrastructureError as error:
@@ -229,13 +228,6 @@ class ReplayingSession:
                 " another version of it is served; the episode is void, open a new one",
                 ErrorCode.REPLAY_MISMATCH,
             )
-
-
-def seeded(args: ResetArgs) -> ResetArgs:
-    """The arguments with a seed; one is drawn where none is given."""
-    if args.seed is not None:
-        return args
-    return dataclasses.replace(args, seed=secrets.randbits(63))
 
 
 def digest_of(outcome: StepResult | EnvError) -> bytes:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import orjson
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
 from ludus.env.recording.file import MAX_FILE_BYTES, SUFFIX, RecordingFile
 from ludus.env.recording.format import (
     RecordedEnvironment,
@@ -42,7 +42,6 @@ from ludus.env.sessions.interface import (
     Sessions,
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.options import DefaultSeeds
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (

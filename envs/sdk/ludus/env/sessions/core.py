@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
 from ludus.env.security.session_ids import SessionIdIssuer
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, SessionHost
@@ -33,7 +33,7 @@ from ludus.env.sessions.interface import (
     SessionEvents,
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.options import CoreOptions, DefaultSeeds
+from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.session import Session
 from ludus.env.sessions.tombstones import Ended, SessionEnd, Tombstones
 from ludus.env.types import EnvironmentDescription, JsonObject

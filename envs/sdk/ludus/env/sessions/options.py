@@ -1,16 +1,10 @@
-"""Limits of the sessions of a server, and the seeds of resets that come without one."""
+"""Limits of the sessions of a server."""
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 from dataclasses import dataclass, field
 
-from ludus.env.encoding import ResetArgs
 from ludus.env.security.session_ids import SessionKey, new_server_id
-
-_SEED_BITS = 32
-"""Some environments take no larger seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +27,3 @@ class CoreOptions:
     server_id: str = field(default_factory=new_server_id)
     key: SessionKey | None = None
     """Lets clients open sessions under ids that a gateway with the same key signed."""
-
-
-class DefaultSeeds:
-    """Seeds for resets that come without one: `first`, then the next; drawn where it is None."""
-
-    def __init__(self, first: int | None = None) -> None:
-        self._next = first
-
-    def fill(self, args: ResetArgs) -> ResetArgs:
-        """The arguments with a seed."""
-        if args.seed is not None:
-            return args
-        if self._next is None:
-            return dataclasses.replace(args, seed=secrets.randbits(_SEED_BITS))
-        self._next += 1
-        return dataclasses.replace(args, seed=self._next - 1)

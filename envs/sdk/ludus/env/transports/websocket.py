@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.messages.openenv import read_tensors_json
 from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.env.security.client_tls import ssl_context
@@ -112,9 +111,7 @@ class WebSocketTransport:
 
     async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
         """Sessions on one seed, all or none, whose first results are the same."""
-        reset = args.reset or ResetArgs()
-        if reset.seed is None:
-            reset = replace(reset, seed=secrets.randbits(63))
+        reset = DefaultSeeds().fill(args.reset or ResetArgs())
         args = replace(args, reset=reset)
         opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
         try:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.messages.protobuf import fill_open_args, read_opened
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.sessions.interface import OpenArgs, Opened
-from ludus.env.sessions.options import DefaultSeeds
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     AuthenticationError,
