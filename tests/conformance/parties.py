@@ -117,8 +117,8 @@ def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
 
 
 @contextmanager
-def our_gateway(folder: Path, server: OurServer) -> Iterator[str]:
-    """The address of a gateway's route to the server."""
+def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[str]:
+    """The address of a gateway's route to the server; it holds the token, if there is one."""
     port = free_port()
     command = [
         *(str(Path(sys.executable).with_name("ludus")), "gateway"),
@@ -126,10 +126,12 @@ def our_gateway(folder: Path, server: OurServer) -> Iterator[str]:
         *("--port", str(port), "--grpc-port", "0"),
     ]
     environment = {**os.environ, "LUDUS_SESSION_KEY": server.session_key}
-    address = f"http://127.0.0.1:{port}/envs/{GAME}"
+    if token:
+        environment["LUDUS_GATEWAY_TOKEN"] = token
+    credentials = f"player:{token}@" if token else ""
     with process(command, environment) as running:
-        wait_until(lambda: answers(f"{address}/health"), running)
-        yield address
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/readyz"), running)
+        yield f"http://{credentials}127.0.0.1:{port}/envs/{GAME}"
 
 
 @contextmanager

@@ -37,6 +37,17 @@ def test_a_upstream_client_sees_the_games_that_ours_sees(version, address, serve
     assert upstream == our_games(server.grpc_address)
 
 
+@pytest.mark.parametrize("version", CLIENTS)
+def test_an_upstream_client_needs_nothing_but_a_token_in_the_address(version, server, tmp_path):
+    with (
+        our_server(tmp_path, GAME) as behind,
+        our_gateway(tmp_path, behind, token="0123456789abcdef0123") as address,
+    ):
+        assert play_with_upstream_client(version, address) == our_games(server.grpc_address)
+        with pytest.raises(AssertionError, match="401"):
+            play_with_upstream_client(version, address.replace("player:0123", "player:x"))
+
+
 def test_our_client_sees_the_same_games_on_every_address(address, server):
     assert play_with_our_client(address) == our_games(server.grpc_address)
 

@@ -45,7 +45,7 @@ class Seen:
     def last(self) -> dict[str, Endpoint]:
         return {endpoint.pod_name: endpoint for endpoint in self.lists[-1]}
 
-    async def eventually(self, *pods: str) -> None:
+    async def until(self, *pods: str) -> None:
         await eventually(lambda: self.task.done() or (self.lists and set(self.last) == set(pods)))
         assert not self.task.done(), self.task
 

@@ -247,7 +247,7 @@ async def test_a_gateway_that_may_not_use_leases_does_not_lead_and_says_so_once(
     cluster: FakeKubernetes, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.fail(403, times=10**6)
-    quick = LeaseOptions(lease_duration_s=1, renew_s=0.02)
+    quick = LeaseOptions(lease_duration_s=1, renew_s=0.5)
     async with Leadership(api, NAMESPACE, "gateway", "a", options=quick) as contender_:
         await eventually(lambda: cluster.num_requests("get") >= 4)
         assert not contender_.is_leader
