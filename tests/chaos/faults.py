@@ -30,7 +30,7 @@ def pids(marker: str, kind: str) -> list[int]:
 
 
 def wait_until_gone(marker: str, timeout_s: float = 120) -> None:
-    """Nothing; no process of the run started with `marker` is left.
+    """Wait until no process of the run started with `marker` is left.
 
     Two agents of Ray's own try for a while to tell a head node that is gone of its end.
     """
@@ -41,12 +41,12 @@ def wait_until_gone(marker: str, timeout_s: float = 120) -> None:
 
 
 def kill(pid: int) -> None:
-    """Nothing; the process is gone, and was told nothing."""
+    """Kill the process without a word."""
     os.kill(pid, signal.SIGKILL)
 
 
 def freeze_and_kill(pid: int, frozen_s: float = 1.0) -> None:
-    """Nothing; the process stood still for a while, so that calls to it were surely under way."""
+    """Kill the process, stopped for a while before: calls to it are surely under way."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(frozen_s)
     kill(pid)

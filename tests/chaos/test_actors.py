@@ -45,7 +45,7 @@ async def workers(around: Fleet) -> AsyncIterator[RolloutWorkers]:
 
 
 async def until(condition: Callable[[], object], within_s: float = 120) -> None:
-    """Nothing, once the condition holds."""
+    """Wait until the condition holds."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.02)

@@ -47,7 +47,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def go_on(run: Run, num_steps: int = 2) -> None:
-    """Nothing; the run has trained so many steps more."""
+    """Wait until the run has trained so many steps more."""
     goal = run.last_step + num_steps
     run.wait_until(lambda: run.last_step >= goal)
 

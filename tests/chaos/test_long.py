@@ -66,7 +66,7 @@ class Chaos:
     began_s: float = field(default_factory=time.monotonic)
 
     def note(self, name: str, step: int) -> None:
-        """Nothing; a fault was done."""
+        """Note a fault."""
         at_s = round(time.monotonic() - self.began_s, 1)
         self.faults.append({"fault": name, "step": step, "at_s": at_s})
 
@@ -141,7 +141,7 @@ def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
 
 
 def record(alone: Summary, disturbed: Summary, chaos: Chaos) -> None:
-    """Nothing; writes the numbers."""
+    """Write the numbers."""
     low, high = alone.expected_return_ci95
     result = {
         "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",

@@ -35,7 +35,7 @@ def make_run(folder: Path, *, num_steps: int = NUM_STEPS, **training: Any) -> Si
 
 
 def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
-    """Nothing; games take uneven times, and a fifth of the groups are dead."""
+    """Let games take uneven times, and a fifth of the groups have zero variance."""
 
     def duration_s(spec: GroupSpec) -> float:
         return random.Random(spec.index).lognormvariate(-6, 1.0)
@@ -45,7 +45,7 @@ def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
 
 
 def die_in(run: SimulatedRun, *steps: int) -> None:
-    """Nothing; the learner dies the first time it is in each of these steps."""
+    """Let the learner die the first time it is in each of these steps."""
     to_come = set(steps)
 
     async def in_step(step: int) -> None:

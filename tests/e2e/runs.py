@@ -50,7 +50,7 @@ class Run:
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
-        """Nothing, once the condition holds."""
+        """Wait until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.output()

@@ -56,7 +56,7 @@ class RunState(BaseModel):
     """The policy before training, by environment, once it was judged there."""
 
     def go_back_to(self, earlier: RunState) -> None:
-        """Nothing; stands where `earlier` stood, in all that follows from training.
+        """Go back to where `earlier` stood, in all that follows from training.
 
         What has happened to episodes, servers and weights has happened all the same.
         """
@@ -66,7 +66,7 @@ class RunState(BaseModel):
         self.buffered_groups = earlier.buffered_groups
 
     def forget_under_way(self) -> None:
-        """Nothing; what waited or was being played is in other hands."""
+        """Forget what waited or was being played: it is in other hands."""
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 

@@ -37,7 +37,7 @@ class Environment:
 
 
 def check_names(run: RunConfig) -> None:
-    """Nothing; all that the run's environments name can be imported.
+    """Check that all that the run's environments name can be imported.
 
     Much of it is used late, and a run must not train for hours to find that out.
 

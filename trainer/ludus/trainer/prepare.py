@@ -85,10 +85,10 @@ async def _random_games(
     weights = [environment.config.weight for environment in environments.values()]
     shares = _shares(config.warm_start_games, weights)
     first_seed = run.seed * 1_000_003 % 2**30
-    places = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
+    slots = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
 
     async def play(environment: Environment, seed: int) -> Conversation:
-        async with places:
+        async with slots:
             return await _random_game(run, environment, seed)
 
     games = [
@@ -152,7 +152,7 @@ def _legal_answers(result: StepResult) -> list[str]:
 
 
 def _check_path(path: str) -> None:
-    """Nothing; a folder that is meant but not there is refused before anything heavy starts."""
+    """Refuse a folder that is meant but not there, before anything heavy starts."""
     is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_folder and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(

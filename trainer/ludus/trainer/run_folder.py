@@ -90,7 +90,7 @@ class RunFolder:
         return folder
 
     def open_sinks(self) -> None:
-        """Nothing; rows go to the sinks of the configuration, too, from now on.
+        """Open the sinks of the configuration: rows go there, too, from now on.
 
         Raises:
             ConfigError: one of them cannot start as configured.
@@ -99,7 +99,7 @@ class RunFolder:
         self._sinks = open_sinks(self._run, self.path, resume_from=self._resume_from, past=past)
 
     def rewind(self, step: int) -> None:
-        """Nothing; the run goes back to `step`, and rows of later steps are dropped."""
+        """Go back to `step`: rows of later steps are dropped."""
         self._metrics.close()
         _drop_rows_after(self.path, step)
         self._metrics = _open_metrics(self.path)
@@ -112,20 +112,20 @@ class RunFolder:
         return self._elapsed_before_s + running
 
     def start_clock(self) -> None:
-        """Nothing; training begins now."""
+        """Start the clock: training begins now."""
         self._clock_start = time.monotonic()
 
     def stop_clock(self) -> None:
-        """Nothing; training has ended."""
+        """Stop the clock: training has ended."""
         self._elapsed_before_s, self._clock_start = self.elapsed_s, None
 
     def phase(self, phase: Phase, step: int = 0) -> None:
-        """Nothing; says what the run turns to."""
+        """Say what the run turns to."""
         _log.info("phase %s, step %d", phase, step)
         self._append("phase", step, phase=phase)
 
     def trained(self, step: int, num_games_trained: int, values: StepValues) -> None:
-        """Nothing; appends a training step's rows: the whole, then each environment's."""
+        """Append a training step's rows: the whole, then each environment's."""
         self._append("train", step, values.run, num_games_trained=num_games_trained)
         for name, of_environment in values.environments.items():
             self._append(
@@ -139,7 +139,7 @@ class RunFolder:
     def evaluated(
         self, step: int, num_games_trained: int, environment: str, report: EvalReport
     ) -> None:
-        """Nothing; appends the rows of an evaluation in one environment."""
+        """Append the rows of an evaluation in one environment."""
         values = eval_values(report.policy, report.gap_closed)
         self._append(
             "eval", step, values, num_games_trained=num_games_trained, environment=environment
@@ -155,26 +155,26 @@ class RunFolder:
             )
 
     def delivered(self, step: int, weights: Mapping[int, WorkerWeights]) -> None:
-        """Nothing; appends a row of what each worker, by its number, samples from now."""
+        """Append a row of what each worker, by its number, samples from now."""
         held = tuple(held_weights(worker, weights[worker]) for worker in sorted(weights))
         values = delivery_values(list(weights.values()))
         self._append("weights", step, values, weights=held)
 
     def happened(self, step: int, metric: TrainMetric) -> None:
-        """Nothing; appends a row that counts one of what `metric` counts."""
+        """Append a row that counts one of what `metric` counts."""
         self._append("event", step, {metric: 1})
 
     def record(self, name: str, record: BaseModel) -> None:
-        """Nothing; writes a file of the folder as a whole or not at all."""
+        """Write a file of the folder as a whole or not at all."""
         write_atomically(self.path / name, record.model_dump_json(indent=2))
 
     def discard(self) -> None:
-        """Nothing; the folder is gone."""
+        """Remove the folder."""
         self.close()
         shutil.rmtree(self.path)
 
     def close(self) -> None:
-        """Nothing; closes files and sinks."""
+        """Close files and sinks."""
         self._sinks.close()
         self._metrics.close()
 
@@ -223,14 +223,14 @@ def _drop_rows_after(path: Path, step: int) -> list[MetricsRow]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Nothing; a reader sees the old file or the new one, never a part."""
+    """Write a file of which a reader sees the old text or the new one, never a part."""
     aside = path.with_name(path.name + ".partial")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 
 def log_to(path: Path, level: str) -> None:
-    """Nothing; this process logs to a run's folder."""
+    """Log to a run's folder from now on."""
     logging.basicConfig(
         filename=path / LOG_FILE,
         level=level.upper(),

@@ -41,7 +41,7 @@ class LearnerActor:
     def start(
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
     ) -> None:
-        """Nothing; joins the ranks and loads the model."""
+        """Join the ranks and load the model."""
         os.environ["LOCAL_RANK"] = str(self._rank)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         self._timeout_s = spec.config.collective_timeout_s
@@ -79,13 +79,13 @@ class LearnerActor:
             return self._learner.answer_logprobs(prompts)
 
     def save(self, state_folder: Path, model_folder: Path) -> None:
-        """Nothing; writes this rank's part of a checkpoint, and from rank 0 the model."""
+        """Write this rank's part of a checkpoint, and from rank 0 the model."""
         with self._meeting_others():
             self._learner.save(state_folder)
             self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
-        """Nothing; continues from a checkpoint."""
+        """Continue from a checkpoint."""
         with self._meeting_others():
             self._learner.load(folder)
 

@@ -53,7 +53,7 @@ class RolloutWorkerActor:
         self._clients = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> None:
-        """Nothing; connects to the environments and loads the engine."""
+        """Connect to the environments and load the engine."""
         run = spec.run
         self._run = run
         self._store = make_store(spec.weights)
@@ -87,10 +87,10 @@ class RolloutWorkerActor:
         """The outcome of one game per seed, in their order."""
         rollout, player = self._run.rollout, self._players[environment]
         sampling = Sampling(temperature, rollout.max_completion_tokens)
-        places = asyncio.Semaphore(rollout.num_groups_in_flight * rollout.group_size)
+        slots = asyncio.Semaphore(rollout.num_groups_in_flight * rollout.group_size)
 
         async def play(seed: int) -> EpisodeOutcome:
-            async with places:
+            async with slots:
                 return _outcome(await player.play(seed, sampling))
 
         return list(await asyncio.gather(*(play(seed) for seed in seeds)))
@@ -110,14 +110,14 @@ class RolloutWorkerActor:
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
     async def until_closed(self) -> None:
-        """Nothing, once `close` was called: whoever waits for it learns of this process's death."""
+        """Wait until `close` is called: whoever awaits this learns of this process's death."""
         await self._closed.wait()
 
     async def sign_of_life(self) -> None:
-        """Nothing; the event loop turns."""
+        """Return at once: the event loop turns."""
 
     async def close(self) -> None:
-        """Nothing; ends the engine and the connections."""
+        """End the engine and the connections."""
         await self._clients.aclose()
         self._generator.close()
         self._closed.set()

@@ -32,7 +32,7 @@ def located(config: WeightStoreConfig, run_name: str, run_path: Path) -> WeightS
 
 
 def check_reachable(config: WeightStoreConfig) -> None:
-    """Nothing; a bucket answers. For the moment before anything heavy starts.
+    """Check that a bucket answers, before anything heavy starts.
 
     Raises:
         ConfigError: it does not.
@@ -88,7 +88,7 @@ class RayObjects:
         return buffers
 
     def drop(self, location: list[ray.ObjectRef]) -> None:
-        """Nothing; the last reference goes with the store's own."""
+        """Do nothing: the last reference goes with the store's own."""
 
     def leftovers(self) -> Sequence[list[ray.ObjectRef]]:
         """None: objects end with the process that owns them."""

@@ -29,9 +29,9 @@ class Admission:
         return max(0, limit - self.num_admitted)
 
     def admit(self, num_groups: int) -> None:
-        """Nothing; takes `num_groups` places."""
+        """Count `num_groups` more."""
         self.num_admitted += num_groups
 
     def give_back(self, num_groups: int) -> None:
-        """Nothing; frees the places of groups that will not be trained on."""
+        """Count groups no longer: they will not be trained on."""
         self.num_admitted -= num_groups

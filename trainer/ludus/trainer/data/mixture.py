@@ -110,7 +110,7 @@ class Mixture:
         return replace(self._make(spec.environment), num_replaced=spec.num_replaced)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> None:
-        """Nothing; opens the next environment when the hardest open one is mastered."""
+        """Open the next environment when the hardest open one is mastered."""
         curriculum, state = self._run.curriculum, self._state
         if curriculum is None or state.num_open == len(state.names):
             return
@@ -128,7 +128,7 @@ class Mixture:
             state.wins.clear()
 
     def go_back_to(self, earlier: MixtureState) -> None:
-        """Nothing; stands where it stood, but for the indices, which are given once only."""
+        """Go back to where it stood, but for the indices, which are given once only."""
         names = self._state.names
         self._state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
         self._state.num_open = earlier.num_open

@@ -27,7 +27,7 @@ class Progress:
         """By environment: when the first of its newest groups was lost, none of which was not."""
 
     def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, taken: bool) -> None:
-        """Nothing; `counts` are those since the last batch, `taken` says that this is the next.
+        """Watch the counts since the last batch; `taken` says that this is the next.
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
