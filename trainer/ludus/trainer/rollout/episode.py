@@ -30,9 +30,6 @@ from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm
 
-Opened: TypeAlias = tuple[AsyncSession, StepResult]
-"""A session with the first result of its episode."""
-
 _OpenedT = TypeVar("_OpenedT")
 
 _FULL_SERVER_PAUSE_S = 0.05
@@ -95,7 +92,11 @@ class Player:
         return await self.play_opened(opened, seed, sampling, sample_index)
 
     async def play_opened(
-        self, opened: Opened, seed: int, sampling: Sampling, sample_index: int
+        self,
+        opened: tuple[AsyncSession, StepResult],
+        seed: int,
+        sampling: Sampling,
+        sample_index: int,
     ) -> PlayedEpisode:
         """The episode that has begun in a session; the session is closed at its end."""
         session, first = opened
@@ -109,7 +110,7 @@ class Player:
             await close_session(session)
         return self._finished(seed, conversation, ended)
 
-    async def open_group(self, seed: int, size: int) -> list[Opened]:
+    async def open_group(self, seed: int, size: int) -> list[tuple[AsyncSession, StepResult]]:
         """Sessions whose episodes begin alike, all or none; waits while the server is full.
 
         Raises:

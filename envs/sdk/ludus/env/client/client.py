@@ -20,11 +20,11 @@ from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replay
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import parse_address
-from ludus.env.transports.discovery import HttpProbe
+from ludus.env.transports.discovery import HttpClient
 from ludus.env.transports.grpc import GrpcTransport
 from ludus.env.transports.interface import (
     ConnectOptions,
-    Opened,
+    OpenedWire,
     StepCall,
     Transport,
     WireSession,
@@ -81,8 +81,8 @@ class AsyncEnvClient:
                 connection, wait for a server that went away.
             ca_file: certificates in PEM form that a TLS server's may come from; the system's
                 unless given.
-            keepalive_s: a gRPC connection that is silent for so long is probed, and given up
-                when it stays silent for as long again.
+            keepalive_s: a gRPC connection that is silent for so long is asked for a sign of life,
+                and given up when it stays silent for as long again.
             allow_ignored_seed: lets seeds be given to OpenEnv 0.1 servers, which ignore them:
                 episodes cannot be repeated then. Without it such a seed is a ConfigError.
             max_calls_per_message: over gRPC; 0 sends all calls that gather in one message.
@@ -223,7 +223,7 @@ class AsyncEnvClient:
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def close(self) -> None:
-        """Ends the connection and with it all its sessions."""
+        """End the connection and with it all its sessions."""
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncEnvClient:
@@ -251,7 +251,7 @@ class AsyncEnvClient:
         return dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
     def _session(
-        self, opened: Opened, args: OpenArgs, resume: bool | ResumeLimits
+        self, opened: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
     ) -> tuple[AsyncSession, StepResult]:
         wire, first = opened
         assert first is not None, "a reset was asked for"
@@ -419,7 +419,7 @@ async def _transport_for(options: ConnectOptions, patience_s: float) -> Transpor
     address = options.address
     if address.is_grpc:
         return GrpcTransport(options)
-    probed = await retry_until(HttpProbe(options).probe, patience_s)
-    if probed.is_legacy and not address.is_websocket:
-        return LegacyHttpTransport(options, probed)
-    return WebSocketTransport(options, probed)
+    discovered = await retry_until(HttpClient(options).discover, patience_s)
+    if discovered.is_legacy and not address.is_websocket:
+        return LegacyHttpTransport(options, discovered)
+    return WebSocketTransport(options, discovered)

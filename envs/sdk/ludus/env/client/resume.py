@@ -24,7 +24,7 @@ import orjson
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.interface import Opened, WireSession, retry_refused
+from ludus.env.transports.interface import OpenedWire, WireSession, retry_refused
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
     CapacityError,
@@ -39,7 +39,7 @@ from ludus.proto.errors import (
 )
 
 ResultT = TypeVar("ResultT")
-Opener = Callable[[OpenArgs], Awaitable[Opened]]
+Opener = Callable[[OpenArgs], Awaitable[OpenedWire]]
 
 _PAUSE_S = 0.5
 _DIGEST_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -83,7 +83,7 @@ class ReplayingSession:
         self,
         open_wire: Opener,
         args: OpenArgs,
-        opened: Opened,
+        opened: OpenedWire,
         limits: ResumeLimits,
     ) -> None:
         self.num_resumes = 0
@@ -139,18 +139,18 @@ class ReplayingSession:
             return await self._bounded(error, again)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Raises: what a tool has done cannot be done again in the session that replaces this."""
+        """Refuse: what a tool has done cannot be done again in the session that replaces this."""
         raise InvalidCallError(
             f"expected steps in a session with resume=True, got a call of tool '{name}', which a "
             "rebuilt session would lack; open it without resume"
         )
 
     async def close(self) -> None:
-        """Returns when the server has freed the session."""
+        """Free the session."""
         await self._wire.close()
 
     def abandon(self) -> None:
-        """Lets the server free the session, without waiting for it."""
+        """Let the server free the session, without waiting for it."""
         self._wire.abandon()
 
     async def _recorded_step(self, action: bytes | str, step_index: int) -> StepResult:
@@ -193,7 +193,7 @@ class ReplayingSession:
         return first
 
     async def _rebuild(self) -> None:
-        """Returns when a new session stands where the lost one stood."""
+        """Open a new session and bring it to where the lost one stood."""
         self._wire, first = await self._open(self._reset)
         self._compare(0, self._first_digest, first)
         for played in self._played:

@@ -99,7 +99,7 @@ class EnvClient:
         return self._loop.run(self._client.step_many(inner))
 
     def close(self) -> None:
-        """Ends the connection and with it all its sessions."""
+        """End the connection and with it all its sessions."""
         self._loop.run(self._client.close())
         self._loop.stop()
 
@@ -191,7 +191,7 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():

@@ -78,7 +78,7 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         return self.state_type.model_validate(self._opened().state())
 
     def close(self) -> None:
-        """Ends the session and the connection."""
+        """End the session and the connection."""
         self._client.close()
 
     def __enter__(self) -> Self:

@@ -84,14 +84,14 @@ class CallServer:
         for one in await self._sessions.open_group(args, size, connection, ids):
             fill_opened(response.sessions.add(), one)
 
-    async def reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
+    async def _reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
         """Start an episode."""
         args = read_reset_args(request.args)
         fill_result(
             response, request.session_id, await self._sessions.reset(request.session_id, args)
         )
 
-    async def step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
+    async def _step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
         """Take a step, or start the next episode where the request says so."""
         session_id = request.session_id
         if request.HasField("reset"):
@@ -103,12 +103,12 @@ class CallServer:
             )
         fill_result(response, session_id, result)
 
-    async def state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
+    async def _state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
         """Read the state."""
         response.state_json = await self._sessions.state(request.session_id)
         response.session_id = request.session_id
 
-    async def call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
+    async def _call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
         """Call a tool."""
         arguments = _read_arguments(request.arguments_json)
         response.result_json = await self._sessions.call_tool(
@@ -206,17 +206,17 @@ class CallServer:
         try:
             match call.WhichOneof("call"):
                 case "step":
-                    await self.step(call.step, reply.result)
+                    await self._step(call.step, reply.result)
                 case "open":
                     await self.open(call.open, reply.open, connection)
                 case "open_group":
                     await self.open_group(call.open_group, reply.open_group, connection)
                 case "reset":
-                    await self.reset(call.reset, reply.result)
+                    await self._reset(call.reset, reply.result)
                 case "state":
-                    await self.state(call.state, reply.state)
+                    await self._state(call.state, reply.state)
                 case "call_tool":
-                    await self.call_tool(call.call_tool, reply.call_tool)
+                    await self._call_tool(call.call_tool, reply.call_tool)
                 case "step_many":
                     await self._step_many(call.step_many, reply.step_many)
                 case "close" | "detach":
@@ -243,7 +243,7 @@ class CallServer:
 
     async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
         try:
-            await self.step(request, reply.result)
+            await self._step(request, reply.result)
         except EnvError as error:
             fill_error(reply.error, error, request.session_id)
 

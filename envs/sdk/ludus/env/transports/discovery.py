@@ -30,12 +30,12 @@ from ludus.proto.errors import (
     error_from_wire,
 )
 
-_PROBE_TIMEOUT_S = 10.0
+_DISCOVERY_TIMEOUT_S = 10.0
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class ProbedServer:
+class DiscoveredServer:
     """What a server said of itself over HTTP."""
 
     metadata: JsonObject
@@ -44,8 +44,8 @@ class ProbedServer:
     """OpenEnv 0.1: one environment, driven by plain HTTP calls."""
 
 
-class HttpProbe:
-    """Blocking HTTP in threads, for probes and for servers that speak nothing else."""
+class HttpClient:
+    """Blocking HTTP in threads, for discovery and for servers that speak nothing else."""
 
     def __init__(self, options: ConnectOptions) -> None:
         self._options = options
@@ -60,7 +60,7 @@ class HttpProbe:
             handlers.append(urllib.request.HTTPSHandler(context=ssl_context(options.ca_file)))
         self._opener = urllib.request.build_opener(*handlers)
 
-    async def probe(self) -> ProbedServer:
+    async def discover(self) -> DiscoveredServer:
         """What the server is.
 
         Raises:
@@ -74,7 +74,7 @@ class HttpProbe:
         )
         paths = (api or {}).get("paths") or {}
         is_legacy = schema is None and metadata is None and "/reset" in paths
-        return ProbedServer(metadata or {}, schema or {}, is_legacy)
+        return DiscoveredServer(metadata or {}, schema or {}, is_legacy)
 
     async def call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
         """The body of the answer.
@@ -93,7 +93,7 @@ class HttpProbe:
 
     async def _get_or_none(self, path: str) -> JsonObject | None:
         """The JSON object at the path; None when the server has no such path."""
-        timeout_s = min(self._options.timeout_s, _PROBE_TIMEOUT_S)
+        timeout_s = min(self._options.timeout_s, _DISCOVERY_TIMEOUT_S)
         try:
             body = await self.call("GET", path, None, timeout_s)
         except urllib.error.HTTPError as error:

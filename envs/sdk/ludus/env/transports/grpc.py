@@ -28,7 +28,7 @@ from ludus.env.security.client_tls import grpc_credentials
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
     ConnectOptions,
-    Opened,
+    OpenedWire,
     StepCall,
     check_group,
     retry_until,
@@ -76,14 +76,14 @@ class GrpcTransport:
         """What the server says of its environment."""
         return await self._port.describe()
 
-    async def open(self, args: OpenArgs) -> Opened:
+    async def open(self, args: OpenArgs) -> OpenedWire:
         """A new session on the live stream, which is made again when it broke."""
         stream, reply = await self.call_anywhere(
             lambda call: fill_open_args(call.open, args), self._options.reconnect_timeout_s
         )
         return self._opened(stream, reply.open, args)
 
-    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+    async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """Sessions on one seed, all or none, whose first results are the same."""
 
         def fill(call: pb.Call) -> None:
@@ -167,7 +167,7 @@ class GrpcTransport:
                 self._stream = await retry_until(lambda: self._new_stream(deadline_s), patience_s)
             return self._stream
 
-    def _opened(self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs) -> Opened:
+    def _opened(self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs) -> OpenedWire:
         survives = max(args.linger_s, self._granted_linger_s or 0.0) > 0
         session = GrpcSession(self, stream, message.session_id, survives)
         if survives:

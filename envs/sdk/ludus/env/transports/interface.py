@@ -94,15 +94,15 @@ class WireSession(Protocol):
         ...
 
     def close(self) -> Awaitable[None]:
-        """Returns when the server has freed the session."""
+        """Free the session."""
         ...
 
     def abandon(self) -> None:
-        """Lets the server free the session, without waiting for it."""
+        """Let the server free the session, without waiting for it."""
         ...
 
 
-Opened = tuple[WireSession, StepResult | None]
+OpenedWire = tuple[WireSession, StepResult | None]
 """A session, and its first result when a reset was asked for."""
 
 
@@ -118,7 +118,7 @@ class Transport(Protocol):
     """A connection to a server, shared by any number of sessions."""
 
     async def connect(self, patience_s: float) -> None:
-        """Returns when the server answers.
+        """Wait for the server to answer.
 
         Raises:
             UnavailableError: it did not within `patience_s`.
@@ -129,11 +129,11 @@ class Transport(Protocol):
         """What the server says of its environment."""
         ...
 
-    async def open(self, args: OpenArgs) -> Opened:
+    async def open(self, args: OpenArgs) -> OpenedWire:
         """A new session, with its first result when a reset was asked for."""
         ...
 
-    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+    async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """Sessions on one seed, all or none, whose first results are the same."""
         ...
 
@@ -142,7 +142,7 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the connection and with it all its sessions."""
+        """End the connection and with it all its sessions."""
         ...
 
 
@@ -157,10 +157,10 @@ async def step_or_error(call: StepCall) -> StepResult | EnvError:
 
 
 def check_group(firsts: Iterable[StepResult | None], seed: int | None) -> None:
-    """Returns when all sessions of a group begin alike.
+    """Refuse a group whose sessions do not begin alike.
 
     Raises:
-        GroupMismatchError: they do not.
+        GroupMismatchError: their first results differ.
     """
     views = [(first.observation, first.text) for first in firsts if first is not None]
     if any(view != views[0] for view in views[1:]):

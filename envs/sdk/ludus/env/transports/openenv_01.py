@@ -22,10 +22,10 @@ import orjson
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.discovery import HttpProbe, ProbedServer, refusal, unreachable
+from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
     ConnectOptions,
-    Opened,
+    OpenedWire,
     StepCall,
     retry_until,
     step_or_error,
@@ -46,16 +46,16 @@ from ludus.proto.errors import (
 class LegacyHttpTransport:
     """A 0.1 server and the one session that this client may have there."""
 
-    def __init__(self, options: ConnectOptions, probed: ProbedServer | None = None) -> None:
+    def __init__(self, options: ConnectOptions, discovered: DiscoveredServer | None = None) -> None:
         self.options = options
-        self.http = HttpProbe(options)
-        self._probed = probed
+        self.http = HttpClient(options)
+        self._discovered = discovered
         self._session: LegacyHttpSession | None = None
 
     async def connect(self, patience_s: float) -> None:
-        """Returns when the server answers."""
-        if self._probed is None:
-            self._probed = await retry_until(self.http.probe, patience_s)
+        """Wait for the server to answer."""
+        if self._discovered is None:
+            self._discovered = await retry_until(self.http.discover, patience_s)
 
     async def describe(self) -> EnvironmentDescription:
         """What is known of the environment: nothing but that there is one of it."""
@@ -71,7 +71,7 @@ class LegacyHttpTransport:
             reset_options=frozenset(),
         )
 
-    async def open(self, args: OpenArgs) -> Opened:
+    async def open(self, args: OpenArgs) -> OpenedWire:
         """The one session of this client.
 
         Raises:
@@ -93,7 +93,7 @@ class LegacyHttpTransport:
             raise
         return session, first
 
-    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+    async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """A group of one; more do not fit on such a server."""
         if size != 1:
             raise self._taken(size)
@@ -104,11 +104,11 @@ class LegacyHttpTransport:
         return [await step_or_error(call) for call in calls]
 
     async def close(self) -> None:
-        """Lets the session go; the server keeps its environment."""
+        """Let the session go; the server keeps its environment."""
         self._session = None
 
     def forget(self, session: LegacyHttpSession) -> None:
-        """Makes room for another session."""
+        """Make room for another session."""
         if self._session is session:
             self._session = None
 
@@ -171,18 +171,18 @@ class LegacyHttpSession:
         return await self._call("GET", "/state", None)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Raises: OpenEnv 0.1 knows no tools."""
+        """Refuse: OpenEnv 0.1 knows no tools."""
         raise ToolError(
             f"expected no tools on an OpenEnv 0.1 server, got a call of '{name}'; rebuild the "
             "environment with OpenEnv 0.2 or later"
         )
 
     async def close(self) -> None:
-        """Makes room for another session of this client."""
+        """Make room for another session of this client."""
         self.abandon()
 
     def abandon(self) -> None:
-        """Makes room for another session of this client."""
+        """Make room for another session of this client."""
         self._transport.forget(self)
 
     async def _call(self, method: str, path: str, body: bytes | None) -> JsonObject:

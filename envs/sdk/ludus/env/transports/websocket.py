@@ -23,10 +23,10 @@ from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.env.security.client_tls import ssl_context
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
-from ludus.env.transports.discovery import HttpProbe, ProbedServer, refusal, unreachable
+from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
     ConnectOptions,
-    Opened,
+    OpenedWire,
     StepCall,
     check_group,
     retry_until,
@@ -49,18 +49,18 @@ _CLOSE_TIMEOUT_S = 2.0
 class WebSocketTransport:
     """A server's address and what it advertises; each session has its own connection."""
 
-    def __init__(self, options: ConnectOptions, probed: ProbedServer | None = None) -> None:
+    def __init__(self, options: ConnectOptions, discovered: DiscoveredServer | None = None) -> None:
         self._options = options
         self._headers = {"authorization": options.authorization} if options.authorization else {}
         self._ssl = ssl_context(options.ca_file) if options.address.is_secure else None
-        self._probed = probed
+        self._discovered = discovered
         self._sessions: set[WebSocketSession] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def connect(self, patience_s: float) -> None:
-        """Returns when the server has said what it is."""
-        if self._probed is None:
-            self._probed = await retry_until(HttpProbe(self._options).probe, patience_s)
+        """Ask the server what it is."""
+        if self._discovered is None:
+            self._discovered = await retry_until(HttpClient(self._options).discover, patience_s)
 
     async def describe(self) -> EnvironmentDescription:
         """What the server said of its environment; upstream servers know less."""
@@ -83,7 +83,7 @@ class WebSocketTransport:
             server_id=ludus.get("server_id", ""),
         )
 
-    async def open(self, args: OpenArgs) -> Opened:
+    async def open(self, args: OpenArgs) -> OpenedWire:
         """A new connection, with its first result when a reset was asked for.
 
         Raises:
@@ -109,7 +109,7 @@ class WebSocketTransport:
             raise
         return session, None
 
-    async def open_group(self, args: OpenArgs, size: int) -> list[Opened]:
+    async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """Sessions on one seed, all or none, whose first results are the same."""
         reset = DefaultSeeds().fill(args.reset or ResetArgs())
         args = replace(args, reset=reset)
@@ -127,7 +127,7 @@ class WebSocketTransport:
         return await asyncio.gather(*(step_or_error(call) for call in calls))
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         for session in list(self._sessions):
             session.abandon()
         while self._closing:
@@ -139,7 +139,7 @@ class WebSocketTransport:
         return "ludus" in self._server.metadata
 
     def forget(self, session: WebSocketSession, socket: ClientConnection) -> None:
-        """Closes a session's connection in the background."""
+        """Close a session's connection in the background."""
         if session in self._sessions:
             self._sessions.remove(session)
             task = asyncio.get_running_loop().create_task(socket.close())
@@ -147,11 +147,11 @@ class WebSocketTransport:
             task.add_done_callback(self._closing.discard)
 
     @property
-    def _server(self) -> ProbedServer:
-        assert self._probed is not None, "connect comes first"
-        return self._probed
+    def _server(self) -> DiscoveredServer:
+        assert self._discovered is not None, "connect comes first"
+        return self._discovered
 
-    async def _close_all(self, opening: Sequence[asyncio.Future[Opened]]) -> None:
+    async def _close_all(self, opening: Sequence[asyncio.Future[OpenedWire]]) -> None:
         for one in opening:
             one.cancel()
         for outcome in await asyncio.gather(*opening, return_exceptions=True):
@@ -242,12 +242,12 @@ class WebSocketSession:
         return structured if isinstance(structured, dict) else {"result": result}
 
     async def close(self) -> None:
-        """Returns when the connection is closed, which frees the session."""
+        """Close the connection, which frees the session."""
         self.abandon()
         await self._socket.wait_closed()
 
     def abandon(self) -> None:
-        """Closes the connection without waiting for it."""
+        """Close the connection without waiting for it."""
         self._transport.forget(self, self._socket)
 
     async def _call(self, message: JsonObject) -> JsonObject:

@@ -42,7 +42,7 @@ class CallRelay:
     async def serve(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
     ) -> None:
-        """Returns when the batches have ended and every call is answered."""
+        """Answer every call of the batches."""
         conversation = _Conversation(self, ReplyWriter(write), connection)
         try:
             await conversation.serve(batches)
