@@ -61,7 +61,7 @@ def busy() -> GatewayMetrics:
     metrics.refused("blackjack", ErrorCode.CAPACITY_REACHED, 8)
     metrics.refused("blackjack", str(ErrorCode.RATE_LIMITED))
     metrics.refused("blackjack", ErrorCode.FACTORY_ERROR, seconds=4.0)
-    metrics.stepped("blackjack", 256, 0.003)
+    metrics.called("blackjack", "step", "OK", 0.003, 256)
     metrics.called("blackjack", "step", ErrorCode.ILLEGAL_ACTION, 0.001)
     metrics.called("blackjack", Call.STEP, ErrorCode.RATE_LIMITED, 0.0001, 16)
     metrics.waited("blackjack", 0.05)
@@ -137,7 +137,7 @@ async def test_a_scrape_is_consistent_while_calls_are_counted() -> None:
     metrics = busy()
     rendering = asyncio.create_task(metrics.render())
     while not rendering.done():
-        metrics.stepped("chess", 1, 0.5)
+        metrics.called("chess", "step", "OK", 0.5, 1)
         await asyncio.sleep(0)
     for family in text_string_to_metric_families(rendering.result()[0].decode()):
         by_name = {
@@ -171,7 +171,7 @@ def test_counting_steps_takes_a_few_calls_however_many_they_are() -> None:
         seen: list[str] = []
         sys.setprofile(lambda frame, event, arg: seen.append(event))
         try:
-            metrics.stepped("chess", num_steps, 0.003)
+            metrics.called("chess", "step", "OK", 0.003, num_steps)
         finally:
             sys.setprofile(None)
         return sum(event in ("call", "c_call") for event in seen)

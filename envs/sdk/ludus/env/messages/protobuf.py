@@ -17,6 +17,8 @@ from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from
 
 CONNECTED_KEY = "ludus-connected"
 """In the first metadata of a Connect stream: the server has accepted it."""
+ENVIRONMENT_KEY = "ludus-env"
+"""Metadata that choose an environment at a gateway."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """A batch that has grown beyond this is sent and the next one begun."""

@@ -23,7 +23,7 @@ from ludus.env.backoff import doubling
 from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
-from ludus.env.messages.protobuf import fill_open_args, fill_reset_args, read_error
+from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args, read_error
 from ludus.env.security.client_tls import grpc_credentials
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
@@ -38,8 +38,6 @@ from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
-ENVIRONMENT_KEY = "ludus-env"
-"""Metadata that names an environment at a gateway."""
 _CLOSE_PATIENCE_S = 2.0
 _RESEND_PAUSE_S = 0.05
 _LAST_RESEND_PAUSE_S = 1.0

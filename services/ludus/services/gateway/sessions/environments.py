@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ludus.env.messages.protobuf import ENVIRONMENT_KEY
 from ludus.proto.errors import InvalidCallError
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-
-ENVIRONMENT_KEY = "ludus-env"
-"""Metadata that chooses the environment over gRPC."""
 
 
 class UnknownEnvironmentError(InvalidCallError):

@@ -179,12 +179,6 @@ class GatewayMetrics:
         if code == ErrorCode.RATE_LIMITED:
             counters.num_rate_limited += 1
 
-    def stepped(self, environment: str, num_steps: int, seconds: float) -> None:
-        """Steps were answered together, each after `seconds`."""
-        counters = self._environments[environment]
-        counters.calls["step"][OK] += num_steps
-        counters.seconds["step"].observe(seconds, num_steps)
-
     def waited(self, environment: str, seconds: float) -> None:
         """An open has left the queue, with a session or without."""
         self._environments[environment].wait.observe(seconds)

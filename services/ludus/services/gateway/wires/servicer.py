@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludus.env.grpc.servicer import Context, abort, status_message
-from ludus.env.messages.protobuf import CONNECTED_KEY, describe_message
+from ludus.env.messages.protobuf import CONNECTED_KEY, ENVIRONMENT_KEY, describe_message
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import EnvError
-from ludus.services.gateway.sessions.environments import ENVIRONMENT_KEY, find_environment
+from ludus.services.gateway.sessions.environments import find_environment
 from ludus.services.gateway.sessions.sessions import GatewaySessions
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
