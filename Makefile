@@ -4,8 +4,9 @@ GENERATOR ?= transformers
 TORCH_INDEX_URL ?=
 NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
-# Two processes share the files, long ones first (tests/conftest.py).
-PYTEST := $(VENV)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=25
+# Processes share the files, long ones first (tests/conftest.py). Fast tests mostly wait for each
+# other, so there may be more of them than cores; whole runs keep more than a core busy.
+PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo learn test test-fast conformance chaos lint bench bench-env bench-train proto clean
@@ -23,10 +24,10 @@ learn: setup ## train every example with three seeds, judge what they learned (A
 	@$(VENV)/python bench/learn.py $(ARGS)
 
 test: setup ## all tests but those of `make conformance` and `make chaos`
-	@$(PYTEST) -m "not conformance and not chaos"
+	@$(PYTEST) -n 2 -m "not conformance and not chaos"
 
-test-fast: setup ## the tests that start no Ray, vLLM or virtual environment
-	@$(PYTEST) -m "not slow and not conformance and not chaos"
+test-fast: setup ## the tests that take no seconds each; a quarter of the random examples
+	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos"
 
 conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
 	@$(VENV)/python -m pytest -m conformance tests/conformance

@@ -1,4 +1,4 @@
-"""What every test stands on: kept bytecode, the order of files, how two processes share them."""
+"""What every test stands on: kept bytecode, repeatable examples, files in order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 import sys
 
 import pytest
+from hypothesis import settings
 
 # The tests start hundreds of Python processes. Where nothing compiled may be kept, each of them
 # compiles the whole SDK again, which takes longer than most tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# A busy machine must not fail a test, and two runs must draw the same examples.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
+settings.load_profile("repeatable")
 
 WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
 """Tests that take long and share no fixture: each may go to another process than its neighbours."""

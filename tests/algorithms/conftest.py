@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
-
-# A busy machine must not fail a test, and two runs must draw the same examples.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
 
 
 @dataclass(frozen=True)

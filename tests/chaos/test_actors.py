@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.processes import SLOTS_PER_WORKER
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
 from tests.chaos.fleet import Fleet, fleet
+from tests.env.polling import eventually, turns_of_the_loop
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
 ]
+WITHIN_S = 120.0
+"""In which a process starts or ends, on a machine that does much else."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -42,13 +45,6 @@ async def workers(around: Fleet) -> AsyncIterator[RolloutWorkers]:
     started = await RolloutWorkers.start(around.spec, around.buffer())
     yield started
     await started.close()
-
-
-async def until(condition: Callable[[], object], within_s: float = 120) -> None:
-    """Wait until the condition holds."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def running(kind: str) -> list[int]:
@@ -71,7 +67,7 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
     assert sorted(await playing) == list(range(64)), "all must be played again"
-    await until(lambda: workers.num_ready == 1)
+    await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
     assert (workers.num_restarts, workers.num_joined) == (1, 2)
     [held] = workers.held_weights.values()
     assert (held.version, held.content_hash) == (3, published.manifest.content_hash)
@@ -84,7 +80,7 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
     workers.resize(2)
-    await until(lambda: workers.num_ready == 2)
+    await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
     slots = [await workers.slot() for _ in range(2)]
     groups = [around.groups(*range(16)), around.groups(*range(16, 32))]
     await workers.buffer.begin(range(32), 0)
@@ -95,7 +91,7 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     await asyncio.sleep(0)
     workers.resize(1)
     await asyncio.gather(*playing)
-    await until(lambda: len(running(ROLLOUT_WORKER)) == 1)
+    await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
     assert (workers.num_ready, workers.num_restarts) == (1, 0)
     state = await workers.buffer.state()
     assert state.counts["blackjack"].num_lost == 0
@@ -105,7 +101,7 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
 async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
     slots = [await workers.slot() for _ in range(SLOTS_PER_WORKER)]
     waiting = asyncio.create_task(workers.slot())
-    await asyncio.sleep(0.05)
+    await turns_of_the_loop()
     assert not waiting.done()
     workers.free(slots[0])
     assert (await waiting).worker is slots[0].worker
@@ -114,7 +110,7 @@ async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) 
 async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
     seeds = range(2**31, 2**31 + 400)
     workers.resize(2)
-    await until(lambda: workers.num_ready == 2)
+    await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
     [pid, _] = running(ROLLOUT_WORKER)
     os.kill(pid, signal.SIGSTOP)
     judging = asyncio.create_task(workers.evaluate("blackjack", seeds, 1.0))
@@ -138,7 +134,7 @@ async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tr
     spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(WorkerStartError, match=r"3 times in a row.*no-model"):
         await RolloutWorkers.start(spec, around.buffer())
-    await until(lambda: not running(ROLLOUT_WORKER))
+    await eventually(lambda: not running(ROLLOUT_WORKER), within_s=WITHIN_S)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -158,6 +154,6 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
     await learners.restart(tmp_path / "learner")
     again = await learners.publish(0, around.canary)
     assert again.manifest.content_hash == first.manifest.content_hash
-    await until(lambda: not set(before) & set(running(LEARNER_RANK)))
+    await eventually(lambda: not set(before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
     learners.close()
-    await until(lambda: not running(LEARNER_RANK))
+    await eventually(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EXACT = (
     "training.max_staleness=0",
     "training.groups_per_step=16",
+    "training.checkpoint_every_steps=1",
     "eval.num_games_during=0",
     "eval.num_games=50",
     "model.warm_start_games=256",
@@ -59,15 +61,14 @@ def evaluations(run: Run) -> list[MetricsRow]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_two_steps_are_one_step_stop_resume_one_step(tmp_path: Path, num_ranks: int) -> None:
-    settings = (*EXACT, f"learner.num_ranks={num_ranks}")
-    with start_run(tmp_path / "whole", *settings, "training.num_steps=2") as whole:
+    settings = (*EXACT, f"learner.num_ranks={num_ranks}", "training.num_steps=2")
+    with start_run(tmp_path / "whole", *settings) as whole:
         whole.finish()
-    with start_run(tmp_path / "parts", *settings, "training.num_steps=1") as parts:
-        parts.finish()
-    first = weights(parts, 1)
-    with start_run(
-        tmp_path / "parts", *settings, "training.num_steps=2", flags=("--resume",)
-    ) as parts:
+    # The whole run as it stood when its first step was saved; nothing of the second is left.
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "run" / "checkpoints" / "step-00000002")
+    with start_run(tmp_path / "parts", *settings, flags=("--resume",)) as parts:
+        first = weights(parts, 1)
         parts.finish()
 
     at_once, in_parts = weights(whole, 2), weights(parts, 2)

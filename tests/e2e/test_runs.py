@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ludus.services.cli.trainer_process import STOP_GRACE_S
-from tests.e2e.runs import processes_of, start_run
+from ludus.trainer.checkpoint import RunState
+from tests.e2e.runs import SMALL, arguments_of, processes_of, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def server_pid(marker: str) -> int:
-    """The process id of the run's environment server."""
-    [pid] = [p for p, command in processes_of(marker).items() if " ludus.env " in command]
-    return pid
-
-
-def test_a_killed_environment_server_costs_only_the_episodes_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    with start_run(
-        tmp_path, "training.num_steps=12", "weights.kind=folder", "weights.keep_versions=2"
-    ) as run:
-        run.wait_until(lambda: run.last_step >= 3)
-        server = server_pid(str(tmp_path))
-        # Frozen first, so that games are under way or about to begin when it dies.
-        os.kill(server, signal.SIGSTOP)
-        time.sleep(1)
-        os.kill(server, signal.SIGKILL)
-        summary = run.finish()
-    assert summary.finished
-    assert summary.environment_restarts == 1
-    # A group that was about to begin waits for the server, and loses nothing.
-    assert summary.episodes_lost <= 32 * 4, "only what was in flight"
-    assert summary.games_trained <= summary.games_played - summary.episodes_lost
-    assert summary.weight_syncs == 13
-    assert (summary.canary_failures, summary.max_staleness_seen <= 1) == (0, True)
-    kept = sorted(path.name[:9] for path in (run.folder / "weights").iterdir())
-    assert kept == ["v00000011", "v00000012"]
-
-
-def test_a_killed_rollout_worker_is_replaced_and_its_groups_are_played_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LUDUS_TEST_RUN", str(tmp_path))
-    with start_run(tmp_path, "training.num_steps=12") as run:
-        run.wait_until(lambda: run.last_step >= 3)
-        [pid] = [p for p, name in processes_of(str(tmp_path)).items() if "RolloutWorker" in name]
-        os.kill(pid, signal.SIGKILL)
-        summary = run.finish()
-    assert summary.finished
-    assert summary.canary_failures == 0
-    steps = [row.step for row in run.rows if row.kind == "train"]
-    assert steps == list(range(1, 13))
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it(
@@ -98,35 +56,69 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
     assert 0 < summary.canary_max_error < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
-        (["environment.options.game=blackjak"], "blackjak"),
-        (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
-        (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
-        (['environment.baselines=["card_counter"]'], "card_counter"),
-        (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
-    ],
-)
+REFUSED = {
+    "package": (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
+    "option": (["environment.options.game=blackjak"], "blackjak"),
+    "address": (
+        ["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"],
+        "127.0.0.1:9",
+    ),
+    "model": (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
+    "baseline": (['environment.baselines=["card_counter"]'], "card_counter"),
+    "chart": (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
+}
+"""Settings that cannot be, and what the message names."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a command ended, and what stood on its standard error."""
+
+    code: int
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Refusal]]:
+    """A folder, and how a run in it ended under each of REFUSED's settings.
+
+    All in one process: most of the time goes into loading torch and Ray.
+    """
+    folder = tmp_path_factory.mktemp("refused")
+    commands = {
+        name: arguments_of(folder / name, *SMALL, "environment.options={}", *settings)
+        for name, (settings, _) in REFUSED.items()
+    }
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.refused_program"],
+        input=json.dumps(commands),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    outcomes = json.loads(ended.stdout)
+    return folder, {name: Refusal(*outcomes[name]) for name in REFUSED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_ends_with_one_message_and_leaves_nothing(
-    tmp_path: Path, settings: list[str], message: str
+    refusals: tuple[Path, dict[str, Refusal]], name: str
 ) -> None:
-    with start_run(tmp_path, "environment.options={}", *settings) as run:
-        assert run.process.wait(90) == 2
-        output = run.output()
-    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    folder, outcomes = refusals
+    refusal = outcomes[name]
+    assert refusal.code == 2
+    errors = [line for line in refusal.errors.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert message in errors[0]
-    assert "Traceback" not in output
-    assert not run.folder.exists()
+    assert REFUSED[name][1] in errors[0]
+    assert "Traceback" not in refusal.errors
+    assert not (folder / name / "run").exists()
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
-    with start_run(tmp_path, "training.num_steps=1") as run:
-        run.finish()
-    state = next((run.folder / "checkpoints").iterdir()) / "state.json"
-    state.write_text(state.read_text()[:50])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(RunState(step=1).model_dump_json()[:50])
     with start_run(tmp_path, flags=("--resume",)) as run:
         assert run.process.wait(60) == 2
         output = run.output()

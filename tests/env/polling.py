@@ -24,3 +24,9 @@ async def settled(core: SessionCore, num_sessions: int) -> None:
         found = core.load.num_sessions
         assert time.monotonic() < deadline_s, f"expected {num_sessions} sessions, got {found}"
         await asyncio.sleep(0.005)
+
+
+async def turns_of_the_loop(num_turns: int = 20) -> None:
+    """Let every task run that can; what has not happened then waits for something."""
+    for _ in range(num_turns):
+        await asyncio.sleep(0)

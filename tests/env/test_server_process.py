@@ -28,6 +28,8 @@ from tests.env.raw_stream import RawStream
 from tests.env.served import WIRES, address_of, running, server_process
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
+pytestmark = pytest.mark.slow
+
 SERVER = str(Path(__file__).with_name("counting_env.py"))
 
 

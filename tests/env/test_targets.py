@@ -94,6 +94,7 @@ def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path
     assert found.stdout.strip() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["inline", "pool", "process"])
 async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatch):
     monkeypatch.chdir(ROOT)

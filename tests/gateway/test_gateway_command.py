@@ -16,6 +16,8 @@ from ludus.env.client import AsyncEnvClient
 from ludus.services.gateway.config import GatewayConfig
 from tests.env.polling import eventually
 
+pytestmark = pytest.mark.slow
+
 LUDUS = str(Path(sys.executable).with_name("ludus"))
 BLACKJACK = ("--env", "blackjack=openspiel_env", "--option", "blackjack.game=blackjack")
 

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FIELDS = 20
+MAX_MODULES = 8
+"""Directly in a package of the SDK or the gateway: a folder is a room, not a list."""
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "manager", "misc"}
 
 
@@ -55,6 +57,21 @@ def test_no_function_is_longer_than_the_budget() -> None:
         if (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert long == []
+
+
+def packages() -> list[Path]:
+    """The folders of the SDK's and the gateway's packages, without what lies above them all."""
+    roots = (ROOT / "envs/sdk/ludus/env", ROOT / "services/ludus/services/gateway")
+    return sorted({path.parent for path in sources() for root in roots if root in path.parents})
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda path: path.name)
+def test_every_package_is_small_and_says_in_a_sentence_what_it_holds(package: Path) -> None:
+    modules = [path for path in package.glob("*.py") if path.stem not in ("__init__", "__main__")]
+    assert len(modules) <= MAX_MODULES
+    explained = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
+    assert explained, "its __init__.py has no docstring"
+    assert explained.splitlines()[0].endswith(".")
 
 
 def test_no_module_is_a_drawer() -> None:

@@ -63,7 +63,8 @@ class FakeEngine:
         ]
 
     def load_weights(self, state: StateDict) -> None:
-        """Keep the state for the test to see."""
+        """Keep the state for the test to see; a step may not be under way."""
+        assert not self.is_stepping.is_set()
         self._fail_if_told()
         time.sleep(self.load_takes_s)
         self.loaded.append(state)

@@ -11,6 +11,7 @@ import torch
 
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.types import CanaryPrompt, Completion, Sampling
+from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)
@@ -42,7 +43,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
 ) -> None:
     first = await in_step(engine, generator([1], SAMPLING, 0))
     later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
-    await asyncio.sleep(0.05)
+    await turns_of_the_loop()
     engine.release()
     await within_a_second(first, *later)
     assert engine.batches == [[[1]], [[2], [3], [4]]]
@@ -53,7 +54,7 @@ async def test_weights_load_between_two_steps_while_calls_wait(
 ) -> None:
     before = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=7))
-    await asyncio.sleep(0.05)
+    await turns_of_the_loop()
     assert engine.loaded == []
     engine.release()
     completion, _ = await within_a_second(before, load)
@@ -107,7 +108,7 @@ async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator:
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
         asyncio.create_task(generator.score(CANARY_PROMPT)),
     ]
-    await asyncio.sleep(0.05)
+    await turns_of_the_loop()
     engine.failure = RuntimeError("out of memory")
     engine.release()
     for task in [in_batch, *waiting]:
