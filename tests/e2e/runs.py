@@ -96,6 +96,8 @@ def start_run(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def processes_of(marker: str) -> dict[int, str]:
