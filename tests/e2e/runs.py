@@ -69,22 +69,19 @@ class Run:
         return self.process.stdout.read()
 
 
-def arguments_of(folder: Path, *overrides: str, config: Path = EXAMPLE) -> list[str]:
-    """The trainer's arguments for a run in `folder`."""
-    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *overrides]
-    chosen = [part for setting in settings for part in ("--set", setting)]
-    return ["train", "--config", str(config), *chosen]
-
-
 @contextmanager
 def start_run(
     folder: Path, *overrides: str, flags: tuple[str, ...] = (), config: Path | None = None
 ) -> Iterator[Run]:
     """A run in `folder`, of a small blackjack example or of `config`; it ends with the block."""
     small = SMALL if config is None else ()
-    arguments = arguments_of(folder, *small, *overrides, config=config or EXAMPLE)
+    settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
+    config = config or EXAMPLE
     process = subprocess.Popen(
-        [sys.executable, "-m", "ludus.trainer", *arguments, *flags],
+        [
+            *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(config), *flags),
+            *(part for setting in settings for part in ("--set", setting)),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ludus.services.cli.trainer_process import STOP_GRACE_S
 from ludus.trainer.checkpoint import RunState
-from tests.e2e.runs import SMALL, arguments_of, processes_of, start_run
+from tests.e2e.runs import processes_of, start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,63 +52,28 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
     assert 0 < summary.canary_max_error < 1e-4
 
 
-REFUSED = {
-    "package": (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
-    "option": (["environment.options.game=blackjak"], "blackjak"),
-    "address": (
-        ["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"],
-        "127.0.0.1:9",
-    ),
-    "model": (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
-    "baseline": (['environment.baselines=["card_counter"]'], "card_counter"),
-    "chart": (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
-}
-"""Settings that cannot be, and what the message names."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """How a command ended, and what stood on its standard error."""
-
-    code: int
-    errors: str
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Refusal]]:
-    """A folder, and how a run in it ended under each of REFUSED's settings.
-
-    All in one process: most of the time goes into loading torch and Ray.
-    """
-    folder = tmp_path_factory.mktemp("refused")
-    commands = {
-        name: arguments_of(folder / name, *SMALL, "environment.options={}", *settings)
-        for name, (settings, _) in REFUSED.items()
-    }
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.refused_program"],
-        input=json.dumps(commands),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=400,
-        check=True,
-    )
-    outcomes = json.loads(ended.stdout)
-    return folder, {name: Refusal(*outcomes[name]) for name in REFUSED}
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["environment.package=blakjack_env"], "no environment package 'blakjack_env'"),
+        (["environment.options.game=blackjak"], "blackjak"),
+        (["environment.kind=remote", "environment.address=grpc://127.0.0.1:9"], "127.0.0.1:9"),
+        (["model.kind=pretrained", "model.path=./no-such-model"], "./no-such-model"),
+        (['environment.baselines=["card_counter"]'], "card_counter"),
+        (["environment.policy_chart=openspiel_env.policy_chart:nothing"], "nothing"),
+    ],
+)
 def test_bad_input_ends_with_one_message_and_leaves_nothing(
-    refusals: tuple[Path, dict[str, Refusal]], name: str
+    tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    folder, outcomes = refusals
-    refusal = outcomes[name]
-    assert refusal.code == 2
-    errors = [line for line in refusal.errors.splitlines() if line.startswith("error: ")]
+    with start_run(tmp_path, "environment.options={}", *settings) as run:
+        assert run.process.wait(90) == 2
+        output = run.output()
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert REFUSED[name][1] in errors[0]
-    assert "Traceback" not in refusal.errors
-    assert not (folder / name / "run").exists()
+    assert message in errors[0]
+    assert "Traceback" not in output
+    assert not run.folder.exists()
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
