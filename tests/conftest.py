@@ -13,6 +13,9 @@ from hypothesis import settings
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Tiny models want one thread: more only wait for each other, and for the other processes'.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A busy machine must not fail a test, and two runs must draw the same examples.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)

@@ -74,6 +74,25 @@ def test_every_package_is_small_and_says_in_a_sentence_what_it_holds(package: Pa
     assert explained.splitlines()[0].endswith(".")
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Every docstring of a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_what_returns_nothing_says_what_it_does() -> None:
+    production = ("proto", "envs", "services", "trainer")
+    dialect = [
+        f"{path.relative_to(ROOT)}: {said.splitlines()[0]}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] in production
+        for said in docstrings(path)
+        if said.startswith(("Nothing", "Returns when"))
+    ]
+    assert dialect == [], "write an imperative: Open the sinks."
+
+
 def test_no_module_is_a_drawer() -> None:
     assert [path for path in sources() if path.stem in FORBIDDEN_NAMES] == []
 
