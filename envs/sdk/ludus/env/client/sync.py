@@ -30,7 +30,6 @@ class ConnectArguments(TypedDict, total=False):
     connect_timeout_s: float
     reconnect_timeout_s: float
     ca_file: str | None
-    direct: bool
     keepalive_s: float
     allow_ignored_seed: bool
 
