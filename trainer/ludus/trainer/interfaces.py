@@ -51,28 +51,22 @@ class Engine(Protocol):
 
     def submit(self, request: EngineRequest) -> None:
         """Take the request into the batch that runs."""
-        ...
 
     def step(self) -> list[EngineOutput]:
         """What finished in one step of the batch; at least one step nearer to empty."""
-        ...
 
     @property
     def has_work(self) -> bool:
         """True while a submitted request has no output yet."""
-        ...
 
     def load_weights(self, state: StateDict) -> None:
         """Sample with these weights from the next step on."""
-        ...
 
     def score(self, canary: CanaryPrompt) -> list[float]:
         """Log-probs of the canary prompt's completion under the weights that would sample now."""
-        ...
 
     def close(self) -> None:
         """Free memory and processes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,23 +39,18 @@ class Learners(Protocol):
 
     async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
         """What the step did; `batch` is what the buffer gave."""
-        ...
 
     async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
         """The version, fetchable."""
-        ...
 
     async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""
-        ...
 
     async def save(self, state_folder: Path, model_folder: Path) -> None:
         """Write the learner's state, and the model as a Hugging Face folder."""
-        ...
 
     async def restart(self, learner_folder: Path | None) -> None:
         """Replace all ranks; they continue from a checkpoint or from the first model."""
-        ...
 
 
 class Workers(Protocol):
@@ -64,35 +59,28 @@ class Workers(Protocol):
     @property
     def held_weights(self) -> Mapping[int, WorkerWeights]:
         """What each ready worker samples from, by its number."""
-        ...
 
     def resize(self, num_workers: int) -> None:
         """Want so many workers from now on."""
-        ...
 
     async def slot(self) -> Slot:
         """A slot on a ready worker, once there is one."""
-        ...
 
     def free(self, slot: Slot) -> None:
         """Give a slot back in which nothing was played."""
-        ...
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
         """The indices of the groups that must be replaced; the others are in the buffer."""
-        ...
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """The outcome of one game per seed, in the order of the seeds."""
-        ...
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float
     ) -> Sequence[WorkerWeights]:
         """What the ready workers hold now: the published weights."""
-        ...
 
 
 class Buffer(Protocol):
@@ -100,18 +88,14 @@ class Buffer(Protocol):
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
         """See GroupBuffer.begin."""
-        ...
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """Batch `version`; without groups when it is not there within `timeout_s`."""
-        ...
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
-        ...
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
         """See GroupBuffer.restore."""
-        ...

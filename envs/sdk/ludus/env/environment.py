@@ -29,7 +29,6 @@ class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
 
     def render(self, observation: ShownObservationT, *, first: bool) -> list[Message]:
         """The messages that this observation adds; `first` is True right after a reset."""
-        ...
 
     def parse(self, text: str, observation: ShownObservationT) -> ReadActionT:
         """The action that `text` means here.
@@ -37,11 +36,9 @@ class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
         Raises:
             ActionParseError: no legal action can be read from the text.
         """
-        ...
 
     def legal_answers(self, observation: ShownObservationT) -> list[str]:
         """The legal actions as text that `parse` reads back; empty when they cannot be listed."""
-        ...
 
 
 class Environment(ABC, Generic[ActionT, ObservationT, StateT]):

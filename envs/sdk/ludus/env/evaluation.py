@@ -47,7 +47,6 @@ class FixedPolicy(Protocol):
 
     def __call__(self, observation: JsonObject, rng: random.Random) -> JsonObject:
         """The action; all of the policy's randomness comes from `rng`."""
-        ...
 
 
 class EvaluationSession(Protocol):

@@ -21,11 +21,9 @@ class Service(AbstractAsyncContextManager[Any], Protocol):
     @property
     def num_sessions(self) -> int:
         """Those that it would end if it stopped now."""
-        ...
 
     def drain(self) -> None:
         """Take no new sessions from now on."""
-        ...
 
 
 def run_until_signal(

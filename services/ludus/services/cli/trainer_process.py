@@ -150,5 +150,6 @@ def _child(command: Sequence[str], output: TrainerOutput) -> Iterator[subprocess
 
 
 def _listen(stream: IO[str], output: TrainerOutput) -> None:
-    for line in stream:
-        output.feed(line.rstrip("\n"))
+    with stream:
+        for line in stream:
+            output.feed(line.rstrip("\n"))

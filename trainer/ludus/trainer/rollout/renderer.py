@@ -16,7 +16,6 @@ class ChatRenderer(Protocol):
 
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
         """The messages this result adds to the conversation."""
-        ...
 
     def action(self, text: str, result: StepResult) -> dict[str, Any]:
         """Keyword arguments of `session.step` for the answer `text`.
@@ -24,7 +23,6 @@ class ChatRenderer(Protocol):
         Raises:
             ActionParseError: the text is no action.
         """
-        ...
 
 
 class ServerRenderer:

@@ -20,15 +20,12 @@ class MetricsSink(Protocol):
 
     def write(self, row: MetricsRow) -> None:
         """Show the row."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Void what was written for later steps: the run continues from `step`."""
-        ...
 
     def close(self) -> None:
         """Bring all that was written to safety."""
-        ...
 
 
 class Sinks:

@@ -52,23 +52,18 @@ class StorageBackend(Protocol):
     @property
     def place(self) -> str:
         """What messages call it."""
-        ...
 
     def put(self, name: str, buffers: Sequence[np.ndarray]) -> Any:
         """Where the buffers lie now: all of them, one after another, under one name."""
-        ...
 
     def get(self, location: Any, num_bytes: int) -> Sequence[np.ndarray]:
         """The buffers of `put`, or one that holds them all."""
-        ...
 
     def drop(self, location: Any) -> None:
         """Forget what lies there."""
-        ...
 
     def leftovers(self) -> Sequence[Any]:
         """Where payloads of earlier processes lie."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

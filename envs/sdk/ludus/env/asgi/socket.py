@@ -40,15 +40,12 @@ class DirectConnection(Protocol):
 
     def answer_directly(self, handler: Callable[[bytes], bytes | None]) -> None:
         """Let the handler see text frames first."""
-        ...
 
     def write_at_once(self, frame: bytes) -> bool:
         """True when the text frame is on its way; False where that would take a wait."""
-        ...
 
     def when_gone(self, callback: Callable[[], None]) -> None:
         """Let the callback know when the connection is lost."""
-        ...
 
 
 class SocketGone(Exception):
@@ -167,7 +164,6 @@ class SessionSocket(Protocol):
 
     def session_ended(self, why: Ended) -> None:
         """Close the socket."""
-        ...
 
 
 class SessionSockets:

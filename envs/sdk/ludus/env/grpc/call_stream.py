@@ -40,15 +40,12 @@ class Duplex(Protocol):
         Raises:
             StreamBrokenError: the stream has ended.
         """
-        ...
 
     def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
         """The batches of replies; raises StreamBrokenError."""
-        ...
 
     def cancel(self) -> None:
         """End the stream."""
-        ...
 
 
 class CallStream:

@@ -39,36 +39,28 @@ class HostedSession(Protocol):
     @property
     def direct(self) -> Session | None:
         """What may be called without a wait; None where that would take one."""
-        ...
 
     @property
     def last(self) -> EncodedResult | None:
         """The latest answer, None before the first reset."""
-        ...
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        ...
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """The answer to one action."""
-        ...
 
     async def state_json(self) -> bytes:
         """The environment's state."""
-        ...
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned, as JSON."""
-        ...
 
     async def close(self) -> None:
         """Free what the environment holds."""
-        ...
 
     def kill(self, reason: str) -> None:
         """End it in the middle of a call, as far as the host can."""
-        ...
 
 
 class SessionHost(Protocol):
@@ -77,22 +69,18 @@ class SessionHost(Protocol):
     @property
     def name(self) -> str:
         """What makes the environments, for messages."""
-        ...
 
     @property
     def description(self) -> EnvironmentDescription:
         """What the environment is; capacity and server are filled in by the core."""
-        ...
 
     @property
     def runs_inline(self) -> bool:
         """True when its sessions are called directly."""
-        ...
 
     @property
     def workers(self) -> WorkerCounts | None:
         """Its worker processes; None of a host that has none."""
-        ...
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
         """A new session, to be reset.
@@ -100,11 +88,9 @@ class SessionHost(Protocol):
         Raises:
             ExecutionError: the factory failed (code FACTORY_ERROR).
         """
-        ...
 
     async def shut_down(self) -> None:
         """Free threads and processes; running calls are abandoned."""
-        ...
 
 
 class LocalHost:

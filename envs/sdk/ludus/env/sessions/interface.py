@@ -97,11 +97,9 @@ class ImmediateCalls(Protocol):
 
     def reset_now(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """What `Sessions.reset` answers."""
-        ...
 
     def step_now(self, session_id: str, action: bytes | str, step_index: int = 0) -> EncodedResult:
         """What `Sessions.step` answers."""
-        ...
 
 
 class Sessions(Protocol):
@@ -113,32 +111,26 @@ class Sessions(Protocol):
     @property
     def description(self) -> EnvironmentDescription:
         """What the environment is."""
-        ...
 
     @property
     def load(self) -> Load:
         """How full it is."""
-        ...
 
     @property
     def events(self) -> SessionEvents:
         """Whom it tells of its sessions."""
-        ...
 
     @property
     def counts(self) -> SessionCounts | None:
         """What has happened; None where others count, as the servers of a gateway."""
-        ...
 
     @property
     def workers(self) -> WorkerCounts | None:
         """Its worker processes; None where it has none."""
-        ...
 
     @property
     def immediate(self) -> ImmediateCalls | None:
         """The short way for steps and resets; None where answers have to be waited for."""
-        ...
 
     async def open(self, args: OpenArgs, connection: Connection | None = None) -> Opened:
         """A new session; it waits for a free one as long as the server is told to.
@@ -146,7 +138,6 @@ class Sessions(Protocol):
         Raises:
             CapacityError: none became free.
         """
-        ...
 
     async def open_group(
         self,
@@ -164,11 +155,9 @@ class Sessions(Protocol):
             CapacityError: so many did not become free together.
             GroupMismatchError: they begin differently; all are closed again.
         """
-        ...
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        ...
 
     async def step(
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
@@ -180,23 +169,18 @@ class Sessions(Protocol):
                 the first answer again. 0 means not numbered.
             timeout_s: shortens the server's own limit; 0 leaves it.
         """
-        ...
 
     async def state(self, session_id: str) -> bytes:
         """The environment's state as JSON."""
-        ...
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """What a tool of the environment returned, as JSON."""
-        ...
 
     async def close(self, session_id: str) -> None:
         """End a session; one that is gone already is no error."""
-        ...
 
     async def detach(self, session_id: str) -> None:
         """End a session after its `linger_s` unless it is called again before."""
-        ...
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
         """Give the detached among these sessions to the connection that calls them now.
@@ -204,12 +188,9 @@ class Sessions(Protocol):
         Without that they would not end with it, only when idle. Other sessions stay whose
         they are.
         """
-        ...
 
     def release(self, connection: Connection) -> None:
         """End or detach what goes with a connection that ended, also what is being built."""
-        ...
 
     def drain(self) -> None:
         """Take no new sessions from now on; those that are open continue."""
-        ...

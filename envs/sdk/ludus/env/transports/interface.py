@@ -75,31 +75,24 @@ class WireSession(Protocol):
     @property
     def session_id(self) -> str:
         """Its id on the server."""
-        ...
 
     def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
         """The first result of a new episode."""
-        ...
 
     def step(self, action: bytes | str, step_index: int) -> Awaitable[StepResult]:
         """The result of an action: bytes are JSON, a str is text."""
-        ...
 
     def state(self) -> Awaitable[JsonObject]:
         """The environment's state."""
-        ...
 
     def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
         """What a tool of the environment returned."""
-        ...
 
     def close(self) -> Awaitable[None]:
         """Free the session."""
-        ...
 
     def abandon(self) -> None:
         """Let the server free the session, without waiting for it."""
-        ...
 
 
 OpenedWire = tuple[WireSession, StepResult | None]
@@ -123,27 +116,21 @@ class Transport(Protocol):
         Raises:
             UnavailableError: it did not within `patience_s`.
         """
-        ...
 
     async def describe(self) -> EnvironmentDescription:
         """What the server says of its environment."""
-        ...
 
     async def open(self, args: OpenArgs) -> OpenedWire:
         """A new session, with its first result when a reset was asked for."""
-        ...
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
         """Sessions on one seed, all or none, whose first results are the same."""
-        ...
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
         """One result or error per call, in order."""
-        ...
 
     async def close(self) -> None:
         """End the connection and with it all its sessions."""
-        ...
 
 
 async def step_or_error(call: StepCall) -> StepResult | EnvError:

@@ -28,16 +28,13 @@ class _Host(Protocol):
     @property
     def step_timeout_s(self) -> float:
         """The server's own limit; 0 is none."""
-        ...
 
     async def close_session(self, session: WorkerSession) -> None:
         """Close its environment, or find its worker gone."""
-        ...
 
     @property
     def shares_workers(self) -> bool:
         """True when other sessions may live in the same worker."""
-        ...
 
 
 class WorkerSession:

@@ -40,8 +40,6 @@ class EndpointSource(Protocol):
 
     async def watch(self, publish: Publish) -> None:
         """Publish the whole list when it is first known and on each change, for ever."""
-        ...
 
     async def close(self) -> None:
         """Stop what the source itself started."""
-        ...
