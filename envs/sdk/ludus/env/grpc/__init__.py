@@ -1,1 +1,1 @@
-"""The gRPC wire: unary calls, and the call stream that clients, gateways and workers share."""
+"""The gRPC wire: the call stream that clients, gateways and workers share, and its port."""
