@@ -31,7 +31,7 @@ def our_games(grpc_address: str):
 
 
 @pytest.mark.parametrize("version", CLIENTS)
-def test_a_upstream_client_sees_the_games_that_ours_sees(version, address, server):
+def test_an_upstream_client_sees_the_games_that_ours_sees(version, address, server):
     upstream = play_with_upstream_client(version, address)
     assert len(upstream) == NUM_GAMES
     assert upstream == our_games(server.grpc_address)
@@ -64,7 +64,7 @@ def play_actions(address: str, *actions: dict) -> None:
     run_upstream(python, "player_actions.py", address, str(FIRST_SEED), json.dumps(actions))
 
 
-def test_a_upstream_client_is_told_of_a_bad_action(address):
+def test_an_upstream_client_is_told_of_a_bad_action(address):
     play_actions(address)
     with pytest.raises(AssertionError, match=r"got 99.*\(code: ILLEGAL_ACTION\)"):
         play_actions(address, {"action_id": 99})
@@ -72,7 +72,7 @@ def test_a_upstream_client_is_told_of_a_bad_action(address):
         play_actions(address, {"action_id": "x"})
 
 
-def test_a_upstream_client_is_told_of_a_full_server(tmp_path):
+def test_an_upstream_client_is_told_of_a_full_server(tmp_path):
     with (
         our_server(tmp_path, GAME, "--max-sessions", "1") as server,
         our_gateway(tmp_path, server) as gateway_address,

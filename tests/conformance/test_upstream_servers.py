@@ -30,7 +30,7 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
     assert ours == theirs
 
 
-def test_our_client_says_what_a_upstream_server_refuses_and_does_not_offer():
+def test_our_client_says_what_an_upstream_server_refuses_and_does_not_offer():
     with (
         upstream_server("0.10.0", max_sessions=2) as address,
         EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S) as client,
@@ -52,7 +52,7 @@ def test_our_client_says_what_a_upstream_server_refuses_and_does_not_offer():
         assert other.step({"action_id": 1}) == last
 
 
-async def test_a_upstream_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
+async def test_an_upstream_server_keeps_what_openenv_promises_and_the_rest_is_not_offered():
     with upstream_server("0.10.0") as address:
         async with await AsyncEnvClient.connect(address) as client:
             report = await check_server(client, num_steps=8)
