@@ -23,7 +23,7 @@ from tests.chaos.faults import (
 )
 from tests.e2e.runs import Run, processes_of, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STORE_AWAY_S = 3.0
 NUM_STEPS = 20

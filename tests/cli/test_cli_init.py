@@ -32,7 +32,7 @@ def run(*command: str, cwd: Path, path: Path) -> subprocess.CompletedProcess[str
         env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=290,
         check=False,
     )
 

@@ -50,7 +50,7 @@ class Run:
         """The last step that was trained."""
         return max((row.step for row in self.rows if row.kind == "train"), default=0)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
         """Wait until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -58,7 +58,7 @@ class Run:
             assert time.monotonic() < deadline, "the run took too long"
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 240) -> Summary:
+    def finish(self, timeout_s: float = 900) -> Summary:
         """The summary of a run that ended well."""
         assert self.process.wait(timeout_s) == 0, self.output()
         return Summary.model_validate_json((self.folder / SUMMARY_FILE).read_text())

@@ -18,7 +18,7 @@ import pytest
 from ludus.proto.runs import Summary
 from tests.e2e.runs import start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SETTINGS = (
     "training.num_steps=80",
@@ -38,7 +38,7 @@ SETTINGS = (
 def learn(folder: Path, *overrides: str) -> Summary:
     """The summary of such a run."""
     with start_run(folder, *SETTINGS, *overrides) as run:
-        return run.finish(timeout_s=280)
+        return run.finish(timeout_s=1100)
 
 
 def share_closed_without_looking(summary: Summary) -> float:

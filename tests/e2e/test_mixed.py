@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import processes_of, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 GAMES = {
     "cards": {"options": {"game": "blackjack"}, "weight": 3.0},

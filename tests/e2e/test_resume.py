@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from ludus.proto.runs import MetricsRow
 from tests.e2e.runs import Run, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EXACT = (
     "training.max_staleness=0",

@@ -12,7 +12,7 @@ from ludus.services.cli.trainer_process import STOP_GRACE_S
 from ludus.trainer.checkpoint import RunState
 from tests.e2e.runs import processes_of, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it(

@@ -13,7 +13,7 @@ from ludus.proto.config import load_run_config
 from ludus.proto.runs import CONFIG_FILE, CONTROL_FILE
 from tests.e2e.runs import EXAMPLE, SMALL, Run, processes_of, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def scale(folder: Path, num_workers: int) -> subprocess.CompletedProcess[str]:

@@ -102,13 +102,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_loss_gradient_and_weights_agree_between_one_and_two_ranks(runs: Path, kind: str) -> None:
     assert_equal(outcome_of(1, runs, kind), outcome_of(2, runs, kind))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_a_checkpoint_continues_with_another_number_of_ranks(runs: Path, kind: str) -> None:
     assert_equal(outcome_of(1, runs, kind, resume_from=2), outcome_of(2, runs, kind, resume_from=1))
