@@ -16,6 +16,7 @@ makes the same environments. Modules are also found in the working directory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -149,6 +150,7 @@ def load_object(target: str, path: str) -> Any:
     return found
 
 
+@functools.lru_cache(maxsize=64)
 def _builder_of(target: str) -> Builder:
     kind, _, rest = target.partition(":")
     if kind == GYMNASIUM and rest:
