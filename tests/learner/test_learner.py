@@ -176,7 +176,7 @@ def test_compiled_layers_take_the_same_step_under_the_same_names(model_path: str
     assert plain.full_state().keys() == compiled.full_state().keys()
 
 
-def test_answers_to_probes_are_log_softmax_of_the_model(model_path: str) -> None:
+def test_answers_to_prompts_are_log_softmax_of_the_model(model_path: str) -> None:
     canary = CanaryPrompt([5, 9, 17, 33], [44, 12, 2])
     [answer] = make_learner(model_path).answer_logprobs([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
