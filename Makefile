@@ -26,7 +26,7 @@ learn: setup ## train every example with three seeds, judge what they learned (A
 test: setup ## all tests but those of `make conformance` and `make chaos`
 	@$(PYTEST) -n 2 -m "not conformance and not chaos"
 
-test-fast: setup ## the tests that take no seconds each; a quarter of the random examples
+test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
 	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos"
 
 conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client

@@ -38,6 +38,8 @@ from ludus.trainer.types import (
     join_turns,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_QUESTIONS = 4
 NUM_TURNS = 2
 VOCABULARY = 16

@@ -11,6 +11,8 @@ from ludus.env.recording.format import read_recording
 from ludus.env.serving.subprocess import LocalServer
 from tests.cli.commands import Outcome, RunCli
 
+pytestmark = pytest.mark.slow
+
 FROZEN_LAKE = ("gymnasium:FrozenLake-v1", "--option", "is_slippery=false", "--seed", "3")
 TO_THE_GOAL = ["RIGHT", "RIGHT", "DOWN", "DOWN", "DOWN", "RIGHT"]
 Play = Callable[..., Outcome]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ludus.env.client import EnvClient
 from ludus.env.recording.format import read_recording
 from ludus.env.serving.cli import server_parser
@@ -27,6 +29,7 @@ def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> 
     assert len(inspect.signature(serve).parameters) == len(flags) + 1  # less --help
 
 
+@pytest.mark.slow
 def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),

@@ -50,6 +50,7 @@ def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(
     assert result.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

@@ -9,6 +9,8 @@ import pytest
 from ludus.services.cli import report_command
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def demo(ludus: RunCli, fake_trainer: Callable[[str], None], tmp_path: Path) -> Path:

@@ -36,6 +36,7 @@ def uneven(spec: GroupSpec) -> float:
     return random.Random(spec.index).lognormvariate(-7, 1.0)
 
 
+@pytest.mark.slow
 async def test_a_delivery_runs_beside_the_next_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_staleness=1)
     second_step_runs = asyncio.Event()
@@ -93,6 +94,7 @@ async def test_no_sample_is_older_than_the_bound_however_slow_the_delivery(
     assert state.max_staleness_seen == max(ages)
 
 
+@pytest.mark.slow
 async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
     tmp_path: Path,
 ) -> None:
@@ -187,6 +189,7 @@ async def test_an_environment_that_is_away_for_a_while_delays_and_loses_nothing(
     assert state.games_played - state.episodes_lost >= state.games_trained == 6 * 4 * 2
 
 
+@pytest.mark.slow
 async def test_an_environment_that_stays_away_ends_the_run_with_its_name(tmp_path: Path) -> None:
     run = make_run(tmp_path, environments={"coins": {"reconnect_timeout_s": 0.2}})
 

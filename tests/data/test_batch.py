@@ -302,6 +302,7 @@ def test_after_a_shuffle_nothing_tells_a_good_turn_from_a_bad_one(
     assert tell(shuffle_rewards(groups, seed=1)) < 0.2
 
 
+@pytest.mark.slow
 def test_shuffled_advantages_have_mean_zero_whatever_the_episode_did() -> None:
     groups = [make_group(1, 1, 0, -1, index=index) for index in range(100)]
     sums = np.zeros(4)

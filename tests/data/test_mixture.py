@@ -35,6 +35,7 @@ def won(num_wins: int, num_games: int, num_groups: int = 8) -> RolloutCounts:
     return RolloutCounts(num_groups=num_groups, num_scored=num_games, num_wins=num_wins)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 300))
 def test_counts_follow_the_weights_at_every_moment(weights: list[int], num_groups: int) -> None:

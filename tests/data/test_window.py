@@ -5,10 +5,13 @@ Runs are simulated (simulation.py) with durations and ends of all kinds.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.simulation import Plan, Simulation
+
+pytestmark = pytest.mark.slow
 
 PLANS = st.builds(
     Plan,

@@ -56,6 +56,7 @@ class Player:
             self.on_answer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, factory):
     delays = random.Random(0)
@@ -91,6 +92,7 @@ async def test_sessions_that_linger_survive_cuts_and_take_no_step_twice():
         await settled(server.core, 0)
 
 
+@pytest.mark.slow
 async def test_step_many_survives_a_cut():
     async with (
         running() as server,
@@ -156,6 +158,7 @@ async def test_a_peer_that_only_half_closes_is_left():
         assert (await session.step({"add": 2})).observation["total"] == 3
 
 
+@pytest.mark.slow
 async def test_a_half_open_socket_times_out_and_the_next_open_works():
     async with (
         running() as server,
@@ -170,6 +173,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works():
         assert (await again.step({"add": 2})).observation["total"] == 2
 
 
+@pytest.mark.slow
 async def test_a_lingering_session_gives_up_when_the_server_stays_away():
     async with grpc_served() as server, FlakyProxy(server.address) as proxy:
         connecting = AsyncEnvClient.connect(proxy.address, reconnect_timeout_s=0.3)
@@ -183,6 +187,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away():
             assert time.monotonic() - began_s < 5
 
 
+@pytest.mark.slow
 async def test_a_lingering_session_of_a_restarted_server_is_lost_and_never_begun_again():
     async with (
         grpc_served() as first,

@@ -61,6 +61,7 @@ async def test_an_episode_over_the_wire_has_everything(wire, factory):
         assert again.observation["luck"] == first.observation["luck"]
 
 
+@pytest.mark.slow
 async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory):
     async with running(factory) as server:
         episodes = []
@@ -71,6 +72,7 @@ async def test_same_seed_and_actions_give_the_same_episode_on_every_wire(factory
         assert episodes[0][0] != episodes[0][1]
 
 
+@pytest.mark.slow
 async def test_errors_arrive_as_the_exceptions_they_were(wire, factory):
     cases = [
         ({"add": "x"}, InvalidCallError),
@@ -110,6 +112,7 @@ async def test_a_full_server_refuses_and_a_closed_session_makes_room(wire):
             await first.step({"add": 1})
 
 
+@pytest.mark.slow
 async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
     async with (
         running(max_sessions=1) as server,
@@ -120,6 +123,7 @@ async def test_a_session_frees_its_slot_when_its_episode_ends(wire):
             await settled(server.core, 0)
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_leaves_no_session(wire, factory):
     async with running(factory) as server:
         async with await connected(server, wire) as client:
@@ -128,6 +132,7 @@ async def test_a_client_that_leaves_leaves_no_session(wire, factory):
         await settled(server.core, 0)
 
 
+@pytest.mark.slow
 async def test_256_sessions_at_once(wire, factory):
     async with running(factory) as server, await connected(server, wire) as client:
         episodes = await asyncio.gather(*(play(client, seed) for seed in range(256)))

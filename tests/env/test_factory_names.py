@@ -80,6 +80,7 @@ def test_a_factory_that_cannot_travel_is_refused_with_the_way_out(factory, said)
         named(factory)
 
 
+@pytest.mark.slow
 def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)

@@ -91,6 +91,7 @@ def make(env_id: str, **options):
     return environment_factory(f"gymnasium:{env_id}", options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env_id",
     [
@@ -258,6 +259,7 @@ async def test_a_large_box_travels_as_a_tensor_and_the_schema_says_so(wire):
     )
 
 
+@pytest.mark.slow
 def test_a_server_of_it_keeps_the_rules_of_the_wire():
     async def found() -> list[str]:
         async with connected(make("Taxi-v4"), PlayOptions(max_sessions=4)) as client:

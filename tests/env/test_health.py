@@ -106,6 +106,7 @@ async def test_buckets_are_cumulative_and_hold_each_step_once():
     ]
 
 
+@pytest.mark.slow
 async def test_workers_and_their_deaths_are_counted_where_there_are_any():
     async with (
         running(isolation="pool", num_workers=2) as server,
@@ -218,6 +219,7 @@ async def test_every_way_a_session_ends_has_its_class():
     assert core.ended(last.session_id).kind is SessionEnd.SHUTDOWN
 
 
+@pytest.mark.slow
 async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
     async with running(isolation="pool", num_workers=1, step_timeout_s=0.3) as server:
         core = server.core

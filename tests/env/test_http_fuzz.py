@@ -70,6 +70,7 @@ def client():
         yield client, core
 
 
+@pytest.mark.slow
 @given(
     path=st.sampled_from(PATHS),
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),

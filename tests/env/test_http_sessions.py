@@ -119,6 +119,7 @@ async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays():
     sweeping.cancel()
 
 
+@pytest.mark.slow
 async def test_a_full_server_gives_up_unused_http_sessions_first():
     async with running(max_sessions=2) as server, visitor(server) as client:
         await client.post("/reset", json={})

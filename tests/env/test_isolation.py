@@ -44,7 +44,7 @@ from tests.env.counting_env import (
 from tests.env.polling import eventually
 from tests.env.served import WIRES, address_of, running, server_process
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.slow
 
 ISOLATIONS = ("pool", "process")
 REPORT = {"add": int(Deed.REPORT)}

@@ -246,6 +246,7 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_pat
     assert [one.difference for one in replays] == [""] * 4
 
 
+@pytest.mark.slow
 def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_path):
     async def leave_in_the_middle(address: str) -> None:
         async with await AsyncEnvClient.connect(address) as client:

@@ -96,6 +96,7 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
             assert session.num_resumes == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire, tmp_path):
     with server_process(tmp_path) as first:
@@ -205,6 +206,7 @@ async def test_a_group_is_rebuilt_one_by_one():
         assert len({result.observation["luck"] for result in results}) == 1
 
 
+@pytest.mark.slow
 async def test_attempts_are_bounded_in_number_and_in_time():
     async with behind_a_proxy(ThreadedCountingEnv, timeout_s=0.1) as (server, _, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=20))

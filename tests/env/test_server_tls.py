@@ -97,6 +97,7 @@ async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
         await running(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()
 
 
+@pytest.mark.slow
 async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
     tmp_path, server_files, ca_file
 ):

@@ -352,6 +352,7 @@ class DyingHost(LocalHost):
         )
 
 
+@pytest.mark.slow
 async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
     described = local_host(ThreadedCountingEnv).description
     core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))

@@ -39,6 +39,7 @@ def test_a_target_makes_its_environment(target, options, name):
     assert pickle.loads(pickle.dumps(factory)) == factory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "kind", "said"),
     [
@@ -109,6 +110,7 @@ async def test_every_isolation_serves_every_kind_of_target(isolation, monkeypatc
             server.stop()
 
 
+@pytest.mark.slow
 def test_naming_a_target_loads_no_library_but_its_own():
     program = (
         "import sys, json\n"

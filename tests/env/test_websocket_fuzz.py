@@ -142,6 +142,7 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
             assert TOKEN not in socket.close_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
 @given(sent=st.lists(frames, min_size=1, max_size=6))
 @fuzzing

@@ -75,6 +75,7 @@ async def test_a_wait_in_vain_ends_with_a_refusal():
         assert (await closed(second))[0] == 1000
 
 
+@pytest.mark.slow
 async def test_an_idle_session_closes_its_socket_and_says_why(factory):
     core = core_of(factory, idle_timeout_s=1.0)
     sweeping = asyncio.create_task(core.close_idle_forever())
@@ -216,6 +217,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_step_frees_its_session_at
         StuckEnv.may_leave.set()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_closes_the_sockets_of_its_sessions_and_says_so():
     options = {"isolation": "pool", "num_workers": 1, "max_sessions": 4}
     async with running(UnrulyEnv, **options) as server:

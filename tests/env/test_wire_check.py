@@ -27,6 +27,7 @@ def broken(report: CheckReport) -> dict[str, str]:
     return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
 async def test_a_sound_server_keeps_every_rule(factory, wire):
@@ -91,6 +92,7 @@ class ScoresAReset(CountingEnv):
         return Transition(super().reset(seed=seed).observation, reward=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize(
     ("factory", "rule"),
@@ -145,6 +147,7 @@ def step_after_the_end(monkeypatch):
     monkeypatch.setattr(Session, "_advance", endless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sabotage", "rules"),
     [
@@ -163,6 +166,7 @@ async def test_a_server_that_breaks_a_rule_is_found(monkeypatch, sabotage, rules
     assert rules <= set(found)
 
 
+@pytest.mark.slow
 async def test_a_rule_without_an_end_is_broken_and_the_others_go_on():
     class Hangs(ThreadedCountingEnv):
         def step(self, action: CountAction):
@@ -199,6 +203,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_random_values_fit_their_schema():
     generator = random.Random(1)
     values = [random_value(SCHEMA, generator) for _ in range(50)]

@@ -129,6 +129,7 @@ async def test_a_second_head_on_a_connection_is_bounded_too(port: int) -> None:
     assert (await raw.answer())[0] == 408
 
 
+@pytest.mark.slow
 async def test_bodies_answers_and_sockets_may_take_longer_than_heads(port: int) -> None:
     raw = await Raw.connect(port)
     await raw.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")

@@ -292,6 +292,7 @@ async def test_without_linger_sessions_end_with_their_connection():
         assert gateway.num_sessions == 0
 
 
+@pytest.mark.slow
 async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
     async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
         address = gateway.http_address.replace("http", "ws")

@@ -21,7 +21,7 @@ from tests.gateway.cluster_objects import (
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.gateways import NAME, config_of, env_server, sessions_of
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.slow
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
 FLEET = KubernetesEnvironment(namespace=NAMESPACE, service="blackjack", lease="gateway")

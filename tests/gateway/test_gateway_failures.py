@@ -79,6 +79,7 @@ def code_of(caught) -> str:
     return str(caught.value.code)
 
 
+@pytest.mark.slow
 async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with server_process(tmp_path, env=env) as one, server_process(tmp_path, env=env) as other:
@@ -149,6 +150,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
             assert b'"total":1' in state_of(server, opened.session_id)
 
 
+@pytest.mark.slow
 async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
     async with env_server() as server:
         cable, lingering = Cable(server.grpc_address), {"linger_s": 1.0}
@@ -176,6 +178,7 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             await eventually(lambda: server.core.load.num_sessions == 0)
 
 
+@pytest.mark.slow
 async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_time():
     async with env_server() as one, env_server() as other:
         cable = Cable(one.grpc_address)
@@ -202,6 +205,7 @@ async def test_a_server_that_stays_away_gets_no_sessions_and_is_unavailable_in_t
                 assert (await sessions.step(away[0].session_id, ADD_1, 1)).reward == 1.0
 
 
+@pytest.mark.slow
 async def test_a_silent_server_gets_no_new_sessions(tmp_path):
     servers = {"poll_interval_s": 0.1, "unreachable_after_s": 0.5, "retry_within_s": 1.0}
     with server_process(tmp_path, env={"LUDUS_SESSION_KEY": KEY}) as frozen:

@@ -13,7 +13,7 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
 from tests.gateway.gateways import NAME, sessions_of
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.slow
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
 

@@ -286,6 +286,7 @@ async def test_a_server_that_says_nothing_is_given_up() -> None:
                 await asyncio.wait_for(api.read(PODS), 5)
 
 
+@pytest.mark.slow
 def test_a_gateway_in_a_pod_does_not_load_the_official_client() -> None:
     modules = "cluster, source, leadership, deletion_cost"
     code = (

@@ -197,6 +197,7 @@ async def test_the_lease_is_written_as_kubernetes_wants_it(
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 1
 
 
+@pytest.mark.slow
 async def test_gateways_in_a_row_lead_on_their_own(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
@@ -232,6 +233,7 @@ async def test_a_dead_leader_is_followed_within_its_lease(api: KubernetesApi) ->
     assert time.monotonic() - died_s >= 1.0
 
 
+@pytest.mark.slow
 async def test_an_api_server_that_does_not_answer_does_not_hold_a_shutdown_up(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
@@ -243,6 +245,7 @@ async def test_an_api_server_that_does_not_answer_does_not_hold_a_shutdown_up(
     assert time.monotonic() - leaving_s < 30.0
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_may_not_use_leases_does_not_lead_and_says_so_once(
     cluster: FakeKubernetes, api: KubernetesApi, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,6 +286,7 @@ Moves = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(moves=Moves)
 @settings(
     max_examples=40,

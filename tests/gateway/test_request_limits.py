@@ -122,6 +122,7 @@ async def test_a_declared_length_is_refused_before_the_body_is_sent(port: int) -
         assert b"413 " in (await raw(port, head)).split(b"\r\n")[0]
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /count HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -134,6 +135,7 @@ async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 async def test_a_body_that_drips_is_given_up_after_the_time_out(
     client: httpx.AsyncClient, port: int
 ) -> None:

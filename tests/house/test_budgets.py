@@ -49,6 +49,7 @@ def test_no_file_is_longer_than_the_budget() -> None:
     assert {p: n for p, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_the_budget() -> None:
     long = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
@@ -81,6 +82,7 @@ def docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
+@pytest.mark.slow
 def test_what_returns_nothing_says_what_it_does() -> None:
     production = ("proto", "envs", "services", "trainer")
     dialect = [

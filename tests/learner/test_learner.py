@@ -35,6 +35,7 @@ def with_advantages(batch: Batch, value: float) -> Batch:
     return replace(batch, advantages=advantages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
     model_path: str, aggregation: str
@@ -115,6 +116,7 @@ def test_minibatches_after_the_first_are_anchored_at_the_start_of_the_step(
     assert four.clip_ratio > 0, "later ones meet weights that have moved"
 
 
+@pytest.mark.slow
 def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None:
     learner = make_learner(model_path, GrpoConfig(kl_coef=0.1, geometric_mask=None))
     first = learner.train_step(make_batch(), TETHERED)
@@ -123,6 +125,7 @@ def test_a_reference_model_stays_where_the_policy_began(model_path: str) -> None
     assert second.reference_kl > 1e-4
 
 
+@pytest.mark.slow
 def test_one_step_stop_resume_one_step_is_two_steps_to_the_bit(
     model_path: str, tmp_path: Path
 ) -> None:
@@ -156,6 +159,7 @@ def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> Non
         assert torch.equal(exported[name], tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"dtype": "bfloat16"}])
 def test_memory_savings_keep_names_and_direction_of_the_update(
     model_path: str, option: dict[str, object]

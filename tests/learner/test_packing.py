@@ -81,6 +81,7 @@ def policy(model_path: str) -> Policy:
     return Policy(load_language_model(model_path)).eval()
 
 
+@pytest.mark.slow
 @given(batch=batches(), max_tokens=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
 def test_packed_sequences_get_the_answers_that_they_get_alone(

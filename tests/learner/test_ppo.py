@@ -60,6 +60,7 @@ def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off()
     assert torch.allclose(targets.critic.returns, expected + torch.tensor([0.5, 1.0, 1.5]))
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_the_samples_earn(model_path: str) -> None:
     learner = make_learner(model_path, PpoConfig(geometric_mask=None, value_clip=None))
     # What a sequence earns stands in its first token.
@@ -87,6 +88,7 @@ def test_without_a_critic_there_is_nothing_said_of_one(model_path: str) -> None:
     assert metrics.explained_variance is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{"max_tokens_per_micro_batch": 40}, {"packing": "pad"}])
 def test_a_step_with_a_critic_depends_on_no_cut_and_no_packing(
     model_path: str, config: dict[str, object]
@@ -100,6 +102,7 @@ def test_a_step_with_a_critic_depends_on_no_cut_and_no_packing(
     assert np.array(results[0]) == pytest.approx(np.array(results[1]), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_stop_and_resume_with_a_critic_is_exact_to_the_bit(model_path: str, tmp_path: Path) -> None:
     straight = make_learner(model_path, PPO)
     straight.train_step(make_batch(seed=1), STEP)

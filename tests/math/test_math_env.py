@@ -42,6 +42,7 @@ def test_every_rule_of_the_environment_contract_holds(operation: str) -> None:
     check_environment(factory, seeds=range(4)).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_it_is_listed_among_the_installed_packages() -> None:
     assert "math_env" in [package.name for package in installed_packages()]
 
@@ -144,6 +145,7 @@ def test_a_text_without_a_whole_number_is_no_action(text: str) -> None:
 # -- policies and wires ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_computing_is_always_right_and_guessing_once_in_as_many_answers() -> None:
     factory = functools.partial(make_environment, limit=3)
     async with (
@@ -182,6 +184,7 @@ def test_variables_and_options_choose_what_the_application_asks(monkeypatch) -> 
     assert application.app.routes
 
 
+@pytest.mark.slow
 def test_a_server_with_bad_options_ends_with_one_line() -> None:
     command = [sys.executable, "-m", "math_env.server.app", "--port", "0", "--limit", "1"]
     ended = subprocess.run(

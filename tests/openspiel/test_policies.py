@@ -45,6 +45,7 @@ def blackjack_returns() -> dict[str, list[float]]:
 # -- blackjack -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLACKJACK)
 def test_blackjack_policies_return_what_was_computed(name, blackjack_returns) -> None:
     returns, exact = blackjack_returns[name], reference_returns("blackjack")[name]

@@ -105,6 +105,7 @@ env.close()
 """
 
 
+@pytest.mark.slow
 def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -> None:
     output = run_script(TUTORIAL.replace("http://localhost:8004", blackjack_server.http))
     assert output.splitlines() == [
@@ -115,6 +116,7 @@ def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -
     ]
 
 
+@pytest.mark.slow
 def test_importing_the_client_loads_no_openspiel() -> None:
     code = "import sys, envs.openspiel_env, openspiel_env; print('pyspiel' in sys.modules)"
     assert run_script(code).strip() == "False"
@@ -180,6 +182,7 @@ async def test_fixed_policies_play_over_a_wire(blackjack_server: Server) -> None
 # -- the command -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_override_environment_variables(tmp_path: Path) -> None:
     variables = {
         "OPENSPIEL_GAME": "blackjack",
@@ -227,6 +230,7 @@ def test_bad_input_ends_with_one_message_and_code_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_application_can_be_served_by_any_asgi_server(monkeypatch) -> None:
     monkeypatch.setenv("OPENSPIEL_GAME", "tic_tac_toe")
     assert isinstance(app.app, FastAPI)

@@ -62,6 +62,7 @@ def test_observations_made_without_validation_are_valid_and_complete(game: str) 
 # -- observations kept as bytes ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", GAMES)
 def test_a_snapshot_travels_as_the_observation_it_stands_for(game: str) -> None:
     for transition in transitions(game):

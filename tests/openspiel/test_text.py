@@ -28,6 +28,7 @@ def answer_of(renderer: TextRenderer, observation: OpenSpielObservation, text: s
 # -- every game ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["compact", "rules"])
 @pytest.mark.parametrize("game", [*OWN_FACE_GAMES, *OTHER_GAMES])
 def test_every_legal_action_is_read_back_from_its_answer(game: str, style: str) -> None:

@@ -95,6 +95,7 @@ def test_gap_closed_pairs_by_seed_and_leaves_void_episodes_out() -> None:
     assert result[1] == pytest.approx((0.75 - 0.424344, 0.75 + 0.424344), abs=2e-6)
 
 
+@pytest.mark.slow
 def test_interval_of_the_gap_covers_the_truth_nineteen_times_in_twenty() -> None:
     generator = random.Random(0)
     num_repeats, num_covered = 400, 0

@@ -29,6 +29,7 @@ CHI_SQUARE_LIMIT = 27.88
 """What chi-square with nine degrees of freedom exceeds once in a thousand draws."""
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
     requests = make_requests(12, temperature=0.0)
     outputs = answer(pair.engine, requests)
@@ -36,6 +37,7 @@ def test_greedy_answers_are_those_of_a_plain_loop(pair: EnginePair) -> None:
         assert outputs[request.request_id].token_ids == greedy_answer(pair, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_logprobs_are_those_of_a_full_forward(pair: EnginePair, temperature: float) -> None:
     requests = make_requests(40, temperature=temperature)
@@ -54,6 +56,7 @@ def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
     assert largest_error(pair.model, requests, outputs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> None:
     requests = make_requests(150, max_tokens=40)
     outputs = answer(pair.engine, requests).values()
@@ -96,6 +99,7 @@ def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: f
     assert chi_square < CHI_SQUARE_LIMIT
 
 
+@pytest.mark.slow
 def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> None:
     requests = make_requests(20)
     before = pair.engine.score(CANARY_PROMPT)
@@ -109,6 +113,7 @@ def test_loaded_weights_are_those_that_sample_and_score(pair: EnginePair) -> Non
         assert largest_error(pair.model, requests, outputs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> None:
     requests = make_requests(100)
     for request in requests:
@@ -123,6 +128,7 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
     assert largest_error(pair.model, requests, outputs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
     temperature = 0.8
     policy = Policy(pair.model)
@@ -140,6 +146,7 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
             assert logprobs[0].tolist() == pytest.approx(output.logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_is_sampled_follows_from_the_seed_alone(pair: EnginePair) -> None:
     """Whatever the batch, the order, the request's id, and what the engine did before."""
     requests = make_requests(100)

@@ -175,6 +175,7 @@ def test_a_worker_whose_own_copy_went_bad_starts_over_from_the_complete_version(
     assert [int(name[1:9]) for name in storage.got] == [1, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_only_delays() -> None:
     storage = MemoryStorage()
     learner, worker = pair(storage, full_every=2)

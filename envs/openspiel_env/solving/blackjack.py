@@ -10,10 +10,14 @@ dealer's hidden card is drawn like any later one: unseen cards are exchangeable.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 Hand = tuple[int, ...]
 Cell = tuple[int, bool, int]
@@ -24,6 +28,11 @@ HitProbability = Callable[[Hand, int], float]
 _DECK: Hand = (4, 4, 4, 4, 4, 4, 4, 4, 4, 16)
 _COUNTS = range(1, 11)
 _EMPTY: Hand = (0,) * 10
+_MAX_DRAWN = 16  # with the open card that is 17 at least, so there the drawing ends
+_ARRANGEMENTS = np.array(
+    [[float(math.perm(cards, drawn)) for drawn in range(_MAX_DRAWN + 1)] for cards in range(53)]
+)
+"""In how many orders so many cards (second index) can be drawn from so many (first)."""
 
 
 class Outcome(NamedTuple):
@@ -57,9 +66,9 @@ def cell_of(hand: Hand, open_card: int) -> Cell:
 def stand(hand: Hand, open_card: int) -> Outcome:
     """What standing leads to."""
     total, _ = best_total(hand)
-    dealer = _dealer_totals(_plus(_EMPTY, open_card), _unseen(hand, open_card))
-    win = sum(p for dealer_total, p in dealer.items() if not total <= dealer_total <= 21)
-    return Outcome(win, dealer.get(total, 0.0))
+    dealer = _dealer_totals(open_card, _unseen(hand, open_card))
+    win = 1.0 - dealer[total:22].sum()
+    return Outcome(float(win), float(dealer[total]))
 
 
 def draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
@@ -170,21 +179,41 @@ def _safe_draws(hand: Hand, open_card: int) -> Iterator[tuple[float, Hand]]:
     return ((p, drawn) for p, drawn in draws(hand, open_card) if best_total(drawn)[0] <= 21)
 
 
-def _dealer_totals(dealer: Hand, deck: Hand) -> dict[int, float]:
-    """How likely the dealer ends with each total."""
-    ended: dict[int, float] = defaultdict(float)
-    wave = {dealer: 1.0}
+@dataclass(frozen=True, slots=True)
+class _DealerHands:
+    """Every hand that ends the dealer's drawing, without its open card."""
+
+    drawn: NDArray[np.intp]
+    """(hands, ten counts)."""
+    totals: NDArray[np.intp]
+    orders: NDArray[np.float64]
+    """In how many orders its cards can be drawn without an end before the last."""
+
+
+@functools.cache
+def _dealer_hands(open_card: int) -> _DealerHands:
+    ended: dict[Hand, int] = defaultdict(int)
+    wave = {_EMPTY: 1}
     while wave:
-        following: dict[Hand, float] = defaultdict(float)
-        for hand, weight in wave.items():
-            for p, drawn in _draws(hand, _without(deck, _without(hand, dealer))):
-                total, _ = best_total(drawn)
-                if total >= 17:
-                    ended[total] += weight * p
-                else:
-                    following[drawn] += weight * p
+        following: dict[Hand, int] = defaultdict(int)
+        for drawn, orders in wave.items():
+            for count in _COUNTS:
+                more = _plus(drawn, count)
+                total, _ = best_total(_plus(more, open_card))
+                (ended if total >= 17 else following)[more] += orders
         wave = following
-    return ended
+    totals = [best_total(_plus(drawn, open_card))[0] for drawn in ended]
+    return _DealerHands(
+        np.array(list(ended)), np.array(totals), np.array(list(ended.values()), dtype=np.float64)
+    )
+
+
+def _dealer_totals(open_card: int, deck: Hand) -> NDArray[np.float64]:
+    """How likely the dealer ends with each total, by total."""
+    hands = _dealer_hands(open_card)
+    ways = hands.orders * _ARRANGEMENTS[np.array(deck), hands.drawn].prod(axis=1)
+    p = ways / _ARRANGEMENTS[sum(deck), hands.drawn.sum(axis=1)]
+    return np.bincount(hands.totals, weights=p, minlength=22)
 
 
 def _draws(hand: Hand, deck: Hand) -> Iterator[tuple[float, Hand]]:
