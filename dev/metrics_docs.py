@@ -30,7 +30,7 @@ INTRODUCTION = """# Metrics of a run
 | `eval` | its name | the trained policy, judged on seeds that training never sees |
 | `baseline` | its name | the fixed policy `policy`, on the same seeds |
 | `weights` | | a delivery; `weights` names version, content hash and canary of every worker |
-| `event` | | counts what happened just now: a failed canary, a restart |
+| `event` | | counts what happened just now: a failed canary, a restart, a checkpoint |
 
 The same rows go to other places when section `metrics` of the
 [configuration](configuration.md) says so:
@@ -40,17 +40,20 @@ The same rows go to other places when section `metrics` of the
 - `[metrics.wandb]`: Weights & Biases under the same names, over `step`; with `mode = "offline"`
   in `runs/NAME/wandb/`, to be sent later with `wandb sync`. The key comes from `WANDB_API_KEY`.
 - `[metrics.prometheus]`: `http://HOST:PORT/metrics`, served by the run's driver under the names
-  below; trainer.log names the port.
+  below; trainer.log names the port. Without the section, the environment variable
+  `LUDUS_PROMETHEUS_ADDRESS` (`HOST:PORT`) does the same: a cluster sets it, since who scrapes and
+  who guards the port must know it. Dashboards and alerts: [dashboards.md](dashboards.md).
 
 A sink that cannot start as configured refuses the run. One that fails later gets no more rows,
 trainer.log says so once, and training continues. Each sink continues when a run is resumed.
 
 **Reduction** says how values of environments and of steps become those of the whole: a mean is
 weighted by the metric that is named, so averages of averages do not occur. On Prometheus a sum
-over training steps is a counter that ends in `_total`, everything else a gauge. Metrics that each
-environment has of its own (*) have the labels `environment` and `opponent` there: the
-environment's option `opponent`, or `environment`. Metrics of evaluations have the label `policy`
-too: `trained`, or the name of a fixed policy.
+over training steps is a counter that ends in `_total`, everything else a gauge. Each series has
+the label `run`, the run's name. Metrics that each environment has of its own (*) have the labels
+`environment` and `opponent` there: the option `opponent` that the environment's server says it
+was built with, or `environment` where it names none. Metrics of evaluations have the label
+`policy` too: `trained`, or the name of a fixed policy.
 
 The MFU of a CPU is measured against a matrix product with the same number of threads, that of a
 GPU against its data sheet; it counts neither padding, nor what sequences share, nor what is

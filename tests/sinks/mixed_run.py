@@ -56,6 +56,10 @@ def eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
     ]
 
 
+def event(metric: TrainMetric) -> MetricsRow:
+    return _row("event", 3, {metric: 1})
+
+
 def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:
     held = tuple(
         HeldWeights(worker=worker, version=version, content_hash=text, canary_error=1e-7)

@@ -14,11 +14,13 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric, TrainSeries, prometheus_name
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.trainer.sinks import open_sinks
-from ludus.trainer.sinks.prometheus import PrometheusExporter
-from tests.sinks.mixed_run import eval_rows, phase, run_config, step_rows, weights_row
+from ludus.trainer.sinks.prometheus import PrometheusExporter, RunSeries
+from tests.sinks.mixed_run import eval_rows, event, phase, run_config, step_rows, weights_row
 
 BLACKJACK = ("environment=blackjack", "opponent=environment")
 TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")
+OPTIONS = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "first"}}
+"""What the servers of both environments say that they were built with."""
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def exporter() -> Iterator[PrometheusExporter]:
     run = run_config(prometheus={})
     assert run.metrics.prometheus is not None
     exporter = PrometheusExporter(run, run.metrics.prometheus)
+    exporter.connected(OPTIONS)
     yield exporter
     exporter.close()
 
@@ -36,12 +39,15 @@ def scrape(exporter: PrometheusExporter) -> str:
 
 
 def samples(exporter: PrometheusExporter) -> dict[tuple[str, ...], float]:
-    """Value by name and labels."""
-    return {
-        (sample.name, *(f"{label}={value}" for label, value in sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(scrape(exporter))
-        for sample in family.samples
-    }
+    """Value by name and labels, but for the run's name, which every series has."""
+    found = {}
+    for family in text_string_to_metric_families(scrape(exporter)):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == "mixed"
+            key = (sample.name, *(f"{label}={value}" for label, value in labels.items()))
+            found[key] = sample.value
+    return found
 
 
 def write(exporter: PrometheusExporter, *rows: MetricsRow) -> None:
@@ -60,7 +66,7 @@ def test_counters_are_there_from_the_start_at_zero_and_gauges_once_they_are_meas
         for of_series in labels:
             assert before.get((f"{name}_total", *of_series)) == (0 if is_counter else None)
             assert (name, *of_series) not in before
-    assert before[TrainSeries.RUN, "run=mixed"] == 1
+    assert before[TrainSeries.RUN,] == 1
 
 
 def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExporter) -> None:
@@ -110,16 +116,45 @@ def test_workers_show_what_they_hold_until_they_leave(exporter: PrometheusExport
     assert ("ludus_train_worker_weights_version", "worker=0") not in found
 
 
+def test_environments_are_shown_once_their_servers_have_named_the_opponent() -> None:
+    run = run_config(prometheus={})
+    assert run.metrics.prometheus is not None
+    exporter = PrometheusExporter(run, run.metrics.prometheus)
+    try:
+        write(exporter, *step_rows(1))
+        assert not [key for key in samples(exporter) if "wins" in key[0]]
+        exporter.connected(OPTIONS)
+        assert samples(exporter)["ludus_train_wins_total", *TIC_TAC_TOE] == 60
+    finally:
+        exporter.close()
+
+
+def test_steps_phases_and_checkpoints_say_when_they_were() -> None:
+    now = 1000.0
+    series = RunSeries(run_config(), lambda: now)
+
+    def times() -> list[float]:
+        families = {family.name: family for family in series.collect()}
+        names = (TrainSeries.PHASE_START, TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT)
+        return [families[name].samples[0].value for name in names]
+
+    assert times() == [1000, 1000, 1000]
+    now = 1001
+    series.write(phase(Phase.TRAIN))
+    assert times() == [1001, 1000, 1000]
+    now = 1002
+    series.write(step_rows(1)[0])
+    assert times() == [1001, 1002, 1000]
+    now = 1003
+    series.write(event(TrainMetric.NUM_CANARY_FAILURES))
+    assert times() == [1001, 1002, 1000]
+    series.write(event(TrainMetric.NUM_CHECKPOINTS))
+    assert times() == [1001, 1002, 1003]
+
+
 def test_a_failed_canary_is_counted(exporter: PrometheusExporter) -> None:
-    failed = MetricsRow(
-        kind="event",
-        step=3,
-        elapsed_s=0,
-        num_games_trained=0,
-        values={TrainMetric.NUM_CANARY_FAILURES: 1},
-    )
     assert samples(exporter)["ludus_train_canary_failures_total",] == 0
-    write(exporter, failed)
+    write(exporter, event(TrainMetric.NUM_CANARY_FAILURES))
     assert samples(exporter)["ludus_train_canary_failures_total",] == 1
 
 
@@ -173,6 +208,7 @@ def test_a_resumed_run_counts_on() -> None:
     sinks = open_sinks(run_config(prometheus={}), Path("unused"), resume_from=3, past=past)
     (exporter,) = sinks
     assert isinstance(exporter, PrometheusExporter)
+    exporter.connected(OPTIONS)
     write(exporter, *step_rows(4))
     assert samples(exporter)[("ludus_train_wins_total", *BLACKJACK)] == 40
     sinks.close()
@@ -185,3 +221,21 @@ def test_a_port_that_is_taken_is_refused_with_the_way_out() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
             open_sinks(run_config(prometheus={"port": port}), Path("unused"))
+
+
+def test_without_a_section_the_environment_may_name_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LUDUS_PROMETHEUS_ADDRESS", "127.0.0.1:0")
+    sinks = open_sinks(run_config(), Path("unused"))
+    (exporter,) = sinks
+    assert isinstance(exporter, PrometheusExporter)
+    scrape(exporter)
+    sinks.close()
+
+
+@pytest.mark.parametrize("address", ["9464", "localhost", "0.0.0.0:http", "0.0.0.0:65536"])
+def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_PROMETHEUS_ADDRESS", address)
+    with pytest.raises(ConfigError, match=rf"HOST:PORT, got '{address}'"):
+        open_sinks(run_config(), Path("unused"))

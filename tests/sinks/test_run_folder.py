@@ -63,8 +63,9 @@ def test_a_step_an_evaluation_a_delivery_and_an_event_become_rows(tmp_path: Path
     folder.evaluated(1, 10, "openspiel", report)
     folder.delivered(2, {1: worker_weights(2, 0.25), 0: worker_weights(2, 0.75)})
     folder.happened(2, TrainMetric.NUM_LEARNER_RESTARTS)
+    folder.saved(2, 0.5)
     folder.close()
-    phase, whole, own, judged, fixed, weights, event = read_metrics(folder.path)
+    phase, whole, own, judged, fixed, weights, event, saved = read_metrics(folder.path)
     assert (phase.kind, phase.phase) == ("phase", Phase.TRAIN)
     assert (whole.kind, whole.environment, whole.values["loss"]) == ("train", None, 1.0)
     assert (own.kind, own.environment, own.values) == ("environment", "openspiel", {"num_wins": 4})
@@ -81,6 +82,7 @@ def test_a_step_an_evaluation_a_delivery_and_an_event_become_rows(tmp_path: Path
         "weight_fetch_bytes": 200,
     }
     assert (event.kind, event.values) == ("event", {"num_learner_restarts": 1})
+    assert (saved.kind, saved.values) == ("event", {"num_checkpoints": 1, "checkpoint_s": 0.5})
 
 
 def test_a_resumed_run_has_each_step_once_in_every_place(tmp_path: Path) -> None:

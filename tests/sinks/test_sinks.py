@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.sinks import Sinks, open_sinks
@@ -24,6 +26,9 @@ class Recorder:
         if self._fails_from is not None and len(self.rows) >= self._fails_from:
             raise OSError(28, "No space left on device")
         self.rows.append(row)
+
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        self.options = options
 
     def rewind(self, step: int) -> None:
         self.rows = [row for row in self.rows if row.step <= step]

@@ -104,9 +104,10 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
             "game": self._loaded.name,
             "game_params": self._loaded.params,
             "agent_player": self._agent,
-            "opponent": self._opponent_name,
             "text_style": self._text_style,
         }
+        if self._loaded.num_players > 1:
+            options["opponent"] = self._opponent_name
         if self._loaded.is_turn_based:
             options["sequential_form"] = "turn_based_simultaneous_game"
         return options

@@ -211,6 +211,8 @@ class TrainMetric(_Metric):
         _total("Environment servers that died and were started again."),
     )
     NUM_LEARNER_RESTARTS = auto(), _total("Times the learner's ranks were restarted.")
+    NUM_CHECKPOINTS = auto(), _total("Checkpoints that were written.")
+    CHECKPOINT_S = auto(), _seconds("Time in which training stood still for a checkpoint.")
     TOKENS_PER_SECOND = (
         auto(),
         Spec(Reduction.MEAN, "tokens/s", "Tokens sampled per second of the step.", "step_s"),
@@ -259,7 +261,11 @@ class TrainSeries(StrEnum):
 
     RUN = "ludus_train_run"
     PHASE = "ludus_train_phase"
+    PHASE_START = "ludus_train_phase_start_timestamp_seconds"
     STEP = "ludus_train_step"
+    TARGET_STEPS = "ludus_train_target_steps"
+    LAST_STEP = "ludus_train_last_step_timestamp_seconds"
+    LAST_CHECKPOINT = "ludus_train_last_checkpoint_timestamp_seconds"
     ELAPSED = "ludus_train_elapsed_seconds"
     GAMES_TRAINED = "ludus_train_games_trained"
     REWARD_TERM = "ludus_train_reward_term_mean"

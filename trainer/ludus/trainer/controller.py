@@ -294,6 +294,7 @@ class Controller:
         parts = self.parts
         await self._delivery.settled()
         parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)
+        begun = time.monotonic()
         under_way = await self._sampling.under_way()
         # A copy: sampling continues while the learner writes.
         state = self.state.model_copy(deep=True)
@@ -303,6 +304,7 @@ class Controller:
         aside = parts.checkpoints.begin(state.step)
         await parts.learners.save(learner_folder(aside), model_folder(aside))
         parts.checkpoints.commit(aside, state)
+        parts.folder.saved(state.step, time.monotonic() - begun)
 
     def _count_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; raise when it may not be started once more."""

@@ -173,6 +173,7 @@ async def _parts(
 ) -> AsyncIterator[Parts]:
     """Everything a run consists of, started and connected."""
     environments = infrastructure.environments
+    folder.connected({name: one.description.options for name, one in environments.items()})
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)

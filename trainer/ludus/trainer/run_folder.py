@@ -12,6 +12,7 @@ from typing import TextIO
 
 from pydantic import BaseModel
 
+from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
@@ -98,6 +99,10 @@ class RunFolder:
         past = read_metrics(self.path)
         self._sinks = open_sinks(self._run, self.path, resume_from=self._resume_from, past=past)
 
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        """Tell the sinks what each environment, by its name, was built with."""
+        self._sinks.connected(options)
+
     def rewind(self, step: int) -> None:
         """Go back to `step`: rows of later steps are dropped."""
         self._metrics.close()
@@ -163,6 +168,11 @@ class RunFolder:
     def happened(self, step: int, metric: TrainMetric) -> None:
         """Append a row that counts one of what `metric` counts."""
         self._append("event", step, {metric: 1})
+
+    def saved(self, step: int, duration_s: float) -> None:
+        """Append a row of a checkpoint that is written, and how long training stood still."""
+        values = {TrainMetric.NUM_CHECKPOINTS: 1, TrainMetric.CHECKPOINT_S: duration_s}
+        self._append("event", step, values)
 
     def record(self, name: str, record: BaseModel) -> None:
         """Write a file of the folder as a whole or not at all."""

@@ -3,10 +3,12 @@
     training loop --write(row)--> series, behind a lock <--GET /metrics-- Prometheus
                                                            (a thread for each request)
 
-What rows add up is a counter here, everything else a gauge. Metrics that every environment has
-of its own are labelled with its name and its opponent; summed or averaged they are those of the
-whole run. Counters exist from the start, at zero, so that rates never miss a beginning; a gauge
-exists once it was measured. A run that is resumed counts on.
+What rows add up is a counter here, everything else a gauge. Every series has the label `run`, the
+run's name. Metrics that every environment has of its own are labelled with its name and its
+opponent, too; summed or averaged they are those of the whole run. Counters exist from the start,
+at zero, so that rates never miss a beginning; those of environments once their servers have said
+whom the policy plays against. A gauge exists once it was measured. A run that is resumed counts
+on. Times are those of this process: what a run did before it was resumed does not count.
 
 Label values come from the configuration and from closed sets: environments, opponents, reward
 terms, fixed policies, phases, numbers of workers. The content hash of the weights that a worker
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -25,7 +28,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ludus.proto.config import EnvironmentConfig, PrometheusSink, RunConfig
+from ludus.env.types import JsonObject
+from ludus.proto.config import PrometheusSink, RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import (
     REWARD_TERM_PREFIX,
@@ -36,6 +40,7 @@ from ludus.proto.metrics import (
     prometheus_name,
 )
 from ludus.proto.runs import HeldWeights, MetricsRow, Phase
+from ludus.trainer.sinks.sinks import ADDRESS_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -57,39 +62,58 @@ class Series:
 
     text: str
     labels: tuple[str, ...] = ()
+    """Beside `run`."""
     is_counter: bool = False
     samples: dict[tuple[str, ...], float] = field(default_factory=dict)
+    """By the values of `labels`, without that of `opponent`, which follows from environment."""
 
     def take(self, value: float, *labels: str) -> None:
         """Add the value to a counter; set a gauge to it."""
         before = self.samples.get(labels, 0.0) if self.is_counter else 0.0
         self.samples[labels] = before + value
 
-    def family(self, name: str) -> Metric:
-        """What a scrape shows."""
+    def family(self, name: str, run: str, opponents: Mapping[str, str]) -> Metric:
+        """What a scrape shows; environments whose opponent is not known are not shown yet."""
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
-        family = kind(name, self.text, labels=self.labels)
+        family = kind(name, self.text, labels=("run", *self.labels))
+        of_environment = self.labels[:2] == _OF_ENVIRONMENT
         for labels, value in self.samples.items():
-            family.add_metric(labels, value)
+            if not of_environment:
+                family.add_metric((run, *labels), value)
+            elif labels[0] in opponents:
+                environment, *rest = labels
+                family.add_metric((run, environment, opponents[environment], *rest), value)
         return family
 
 
 class RunSeries:
-    """A run as Prometheus sees it, from the rows of its metrics."""
+    """A run as Prometheus sees it, from the rows of its metrics.
 
-    def __init__(self, run: RunConfig) -> None:
+    Args:
+        now: Unix time in seconds.
+    """
+
+    def __init__(self, run: RunConfig, now: Callable[[], float] = time.time) -> None:
         self._lock = threading.Lock()
-        self._labels = {
-            name: (name, opponent_of(environment)) for name, environment in run.environments.items()
-        }
+        self._run = run.name
+        self._now = now
+        self._opponents: dict[str, str] = {}
         self._series = declared_series()
-        self._series[TrainSeries.RUN].take(1, run.name)
+        self._series[TrainSeries.RUN].take(1)
+        self._series[TrainSeries.TARGET_STEPS].take(run.training.num_steps)
         for metric in TrainMetric:
             if metric.spec.reduction is Reduction.SUM:
-                every = self._labels.values() if metric.spec.of_environment else [()]
-                for labels in every:
+                names = [(name,) for name in run.environments]
+                for labels in names if metric.spec.of_environment else [()]:
                     self._series[_TRAIN_NAMES[metric]].take(0, *labels)
         self._show_phase(None)
+        for series in (TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT):
+            self._series[series].take(now())
+
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        """Show the series of the environments, which were built with these options."""
+        with self._lock:
+            self._opponents = {name: opponent_of(built) for name, built in options.items()}
 
     def write(self, row: MetricsRow) -> None:
         """Show the row in the next scrape."""
@@ -100,12 +124,13 @@ class RunSeries:
                     self._show_phase(row.phase)
                 case "train":
                     self._series[TrainSeries.STEP].take(row.step)
+                    self._series[TrainSeries.LAST_STEP].take(self._now())
                     self._series[TrainSeries.GAMES_TRAINED].take(row.num_games_trained)
                     self._take_run(row.values)
                 case "environment":
-                    self._take_environment(row.values, self._labels[row.environment or ""])
+                    self._take_environment(row.values, row.environment or "")
                 case "eval" | "baseline":
-                    labels = (*self._labels[row.environment or ""], row.policy or TRAINED_POLICY)
+                    labels = (row.environment or "", row.policy or TRAINED_POLICY)
                     for name, value in row.values.items():
                         self._series[_EVAL_NAMES[name]].take(value, *labels)
                 case "weights":
@@ -113,11 +138,16 @@ class RunSeries:
                     self._show_weights(row.weights)
                 case "event":
                     self._take_run(row.values)
+                    if TrainMetric.NUM_CHECKPOINTS in row.values:
+                        self._series[TrainSeries.LAST_CHECKPOINT].take(self._now())
 
     def collect(self) -> Iterator[Metric]:
         """Every family; called by prometheus_client."""
         with self._lock:
-            families = [series.family(name) for name, series in self._series.items()]
+            families = [
+                series.family(name, self._run, self._opponents)
+                for name, series in self._series.items()
+            ]
         yield from families
 
     def _take_run(self, values: Mapping[str, float]) -> None:
@@ -126,17 +156,18 @@ class RunSeries:
             if not metric.spec.of_environment and metric in values:
                 self._series[_TRAIN_NAMES[metric]].take(values[metric])
 
-    def _take_environment(self, values: Mapping[str, float], labels: tuple[str, ...]) -> None:
+    def _take_environment(self, values: Mapping[str, float], environment: str) -> None:
         for name, value in values.items():
             if name.startswith(REWARD_TERM_PREFIX):
                 term = name.removeprefix(REWARD_TERM_PREFIX)
-                self._series[TrainSeries.REWARD_TERM].take(value, *labels, term)
+                self._series[TrainSeries.REWARD_TERM].take(value, environment, term)
             else:
-                self._series[_TRAIN_NAMES[name]].take(value, *labels)
+                self._series[_TRAIN_NAMES[name]].take(value, environment)
 
     def _show_phase(self, current: Phase | None) -> None:
         for phase in Phase:
             self._series[TrainSeries.PHASE].take(phase is current, phase)
+        self._series[TrainSeries.PHASE_START].take(self._now())
 
     def _show_weights(self, held: tuple[HeldWeights, ...]) -> None:
         by_worker = {
@@ -169,8 +200,8 @@ class PrometheusExporter:
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus cannot listen on {config.host}:{config.port}: "
-                f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
-                "for any"
+                f"{error.strerror or error}; set metrics.prometheus.port (without a section for "
+                f"it, {ADDRESS_VARIABLE}) to a free port, or to 0 for any"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus")
         self._thread.daemon = True
@@ -186,6 +217,10 @@ class PrometheusExporter:
         """Show the row in the next scrape."""
         self._series.write(row)
 
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        """Show the series of the environments, which were built with these options."""
+        self._series.connected(options)
+
     def rewind(self, step: int) -> None:
         """Do nothing: gauges follow the next rows; counters count what was done all the same."""
 
@@ -196,9 +231,8 @@ class PrometheusExporter:
         self._thread.join()
 
 
-def opponent_of(environment: EnvironmentConfig) -> str:
+def opponent_of(options: JsonObject) -> str:
     """Who the policy plays against, as the environment's options name it."""
-    options = environment.options if environment.kind == "local" else {}
     opponent = options.get("opponent")
     return opponent if isinstance(opponent, str) else NO_OPPONENT
 
@@ -219,9 +253,17 @@ def declared_series() -> dict[str, Series]:
         for metric in EvalMetric
     }
     return series | {
-        TrainSeries.RUN: Series("1 for the run of that name.", ("run",)),
+        TrainSeries.RUN: Series("1 while the run of that name is there."),
         TrainSeries.PHASE: Series("1 for what the run is doing, 0 for all else.", ("phase",)),
+        TrainSeries.PHASE_START: Series("Unix time at which the run turned to it."),
         TrainSeries.STEP: Series("Optimizer batches done."),
+        TrainSeries.TARGET_STEPS: Series("Optimizer batches of the whole run."),
+        TrainSeries.LAST_STEP: Series(
+            "Unix time of the newest step's end; before it, of the run's start."
+        ),
+        TrainSeries.LAST_CHECKPOINT: Series(
+            "Unix time of the newest checkpoint; before it, of the run's start."
+        ),
         TrainSeries.ELAPSED: Series("Seconds of training so far."),
         TrainSeries.GAMES_TRAINED: Series("Episodes whose gradients were taken so far."),
         TrainSeries.REWARD_TERM: Series(

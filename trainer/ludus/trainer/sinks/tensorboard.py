@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from ludus.env.types import JsonObject
 from ludus.proto.runs import MetricsRow
 from ludus.trainer.sinks.names import tagged_values
 
@@ -33,6 +35,9 @@ class TensorboardWriter:
             return
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tagged.items()]
         self._add(Event(step=row.step, summary=Summary(value=values)))
+
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        """Do nothing: rows name their environment."""
 
     def rewind(self, step: int) -> None:
         """Void what was written for later steps: readers drop it."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
@@ -96,6 +98,9 @@ class WandbWriter:
                     _ELAPSED: row.elapsed_s,
                 }
             )
+
+    def connected(self, options: Mapping[str, JsonObject]) -> None:
+        """Do nothing: rows name their environment."""
 
     def rewind(self, step: int) -> None:
         """Do nothing: what follows stands beside what there is, by its step."""
