@@ -102,7 +102,8 @@ def _series() -> Iterator[str]:
     series = declared_series()
     for name in TrainSeries:
         labels = ", ".join(series[name].labels)
-        yield f"| `{name}` | {labels} | {series[name].text} |\n"
+        total = "_total" if series[name].is_counter else ""
+        yield f"| `{name}{total}` | {labels} | {series[name].text} |\n"
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExport
         ("ludus_train_train_seconds_total",): 1.0,
         ("ludus_train_loss",): 0.5,
         ("ludus_train_step",): 2,
+        ("ludus_train_steps_total",): 2,
         ("ludus_train_games_trained",): 200,
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=trained"): 0.4,
         ("ludus_train_eval_win_rate", *BLACKJACK, "policy=random"): 0.28,

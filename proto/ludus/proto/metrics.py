@@ -263,6 +263,8 @@ class TrainSeries(StrEnum):
     PHASE = "ludus_train_phase"
     PHASE_START = "ludus_train_phase_start_timestamp_seconds"
     STEP = "ludus_train_step"
+    STEPS = "ludus_train_steps"
+    """A counter: gets `_total` there."""
     TARGET_STEPS = "ludus_train_target_steps"
     LAST_STEP = "ludus_train_last_step_timestamp_seconds"
     LAST_CHECKPOINT = "ludus_train_last_checkpoint_timestamp_seconds"

@@ -100,6 +100,7 @@ class RunSeries:
         self._opponents: dict[str, str] = {}
         self._series = declared_series()
         self._series[TrainSeries.RUN].take(1)
+        self._series[TrainSeries.STEPS].take(0)
         self._series[TrainSeries.TARGET_STEPS].take(run.training.num_steps)
         for metric in TrainMetric:
             if metric.spec.reduction is Reduction.SUM:
@@ -124,6 +125,7 @@ class RunSeries:
                     self._show_phase(row.phase)
                 case "train":
                     self._series[TrainSeries.STEP].take(row.step)
+                    self._series[TrainSeries.STEPS].take(1)
                     self._series[TrainSeries.LAST_STEP].take(self._now())
                     self._series[TrainSeries.GAMES_TRAINED].take(row.num_games_trained)
                     self._take_run(row.values)
@@ -257,6 +259,9 @@ def declared_series() -> dict[str, Series]:
         TrainSeries.PHASE: Series("1 for what the run is doing, 0 for all else.", ("phase",)),
         TrainSeries.PHASE_START: Series("Unix time at which the run turned to it."),
         TrainSeries.STEP: Series("Optimizer batches done."),
+        TrainSeries.STEPS: Series(
+            "Optimizer batches taken, those that a restart rolled back included.", is_counter=True
+        ),
         TrainSeries.TARGET_STEPS: Series("Optimizer batches of the whole run."),
         TrainSeries.LAST_STEP: Series(
             "Unix time of the newest step's end; before it, of the run's start."

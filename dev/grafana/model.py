@@ -1,0 +1,355 @@
+"""What a dashboard is made of, and the JSON that Grafana takes for it.
+
+    Dashboard --+-- variables
+                +-- Row --+-- Panel --+-- Query
+                          +-- ...     +-- Query
+
+The classic JSON: it is what files and ConfigMaps provision, whatever Grafana's version. Panels
+flow into a grid of 24 columns in the order in which they stand, and are numbered in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = dict[str, Any]
+Kind = Literal["timeseries", "stat", "heatmap", "state-timeline", "table"]
+
+SCHEMA_VERSION = 39
+"""Of Grafana 10.2 and newer."""
+GRID_COLUMNS = 24
+TAG = "ludus"
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_ROW_HEIGHT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A PromQL expression, and what its series are called."""
+
+    expr: str
+    legend: str
+    empty_unless: str | None = None
+    """What must be so that there is data; None where every run has some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """How the series whose names match look, where they look unlike the others."""
+
+    pattern: str
+    properties: Mapping[str, Any]
+
+    def json(self) -> Json:
+        """As Grafana takes it."""
+        return {
+            "matcher": {"id": "byRegexp", "options": f"/{self.pattern}/"},
+            "properties": [{"id": name, "value": value} for name, value in self.properties.items()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    description: str
+    queries: Sequence[Query]
+    unit: str
+    kind: Kind = "timeseries"
+    width: int = 8
+    height: int = 8
+    min: float | None = None
+    max: float | None = None
+    decimals: int | None = None
+    stacked: bool = False
+    thresholds: Sequence[tuple[float, str]] = ()
+    """From which value on which colour; below the first it is green."""
+    mappings: Mapping[str, Json] = field(default_factory=dict)
+    """Text and colour by value."""
+    overrides: Sequence[Override] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Of a table: heading by the name of the field, in their order; others are left out."""
+    repeat: str | None = None
+    """The variable for each of whose values there is one such panel."""
+
+    def json(self, number: int, x: int, y: int) -> Json:
+        """As Grafana takes it."""
+        panel: Json = {
+            "id": number,
+            "type": self.kind,
+            "title": self.title,
+            "description": self.description,
+            "datasource": _DATASOURCE,
+            "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y},
+            "targets": [self._target(n, query) for n, query in enumerate(self.queries)],
+            "fieldConfig": {
+                "defaults": self._defaults(),
+                "overrides": [override.json() for override in self.overrides],
+            },
+            "options": self._options(),
+        }
+        if self.repeat is not None:
+            panel |= {"repeat": self.repeat, "repeatDirection": "h", "maxPerRow": 3}
+        if self.kind == "table":
+            panel["transformations"] = self._transformations()
+        return panel
+
+    def _target(self, number: int, query: Query) -> Json:
+        target: Json = {
+            "refId": chr(ord("A") + number),
+            "datasource": _DATASOURCE,
+            "editorMode": "code",
+            "expr": query.expr,
+            "legendFormat": query.legend,
+            "range": self.kind != "table",
+            "instant": self.kind == "table",
+        }
+        if self.kind in ("table", "heatmap"):
+            target["format"] = self.kind
+        return target
+
+    def _defaults(self) -> Json:
+        steps = [{"color": "green", "value": None}]
+        steps += [{"color": color, "value": value} for value, color in self.thresholds]
+        is_plain = self.kind == "timeseries" or not self.thresholds
+        defaults: Json = {
+            "unit": self.unit,
+            "color": {"mode": "palette-classic" if is_plain else "thresholds"},
+            "custom": self._custom(),
+            "mappings": [{"type": "value", "options": self.mappings}] if self.mappings else [],
+            "thresholds": {"mode": "absolute", "steps": steps},
+        }
+        bounds = {"min": self.min, "max": self.max, "decimals": self.decimals}
+        return defaults | {name: value for name, value in bounds.items() if value is not None}
+
+    def _custom(self) -> Json:
+        if self.kind == "timeseries":
+            return {
+                "drawStyle": "line",
+                "lineWidth": 1,
+                "fillOpacity": 30 if self.stacked else 5,
+                "showPoints": "auto",
+                # A gap of a few scrapes is no end; evaluations are far from each other anyway.
+                "spanNulls": True,
+                "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
+            }
+        if self.kind == "state-timeline":
+            return {"fillOpacity": 80, "lineWidth": 0}
+        return {}
+
+    def _options(self) -> Json:
+        legend = {
+            "showLegend": True,
+            "displayMode": "table",
+            "placement": "bottom",
+            "calcs": ["lastNotNull", "mean"],
+        }
+        match self.kind:
+            case "timeseries":
+                return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+            case "stat":
+                return {
+                    "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+                    "colorMode": "value",
+                    "graphMode": "area",
+                    "textMode": "auto",
+                    "orientation": "auto",
+                    "justifyMode": "auto",
+                }
+            case "heatmap":
+                return {
+                    "calculate": False,
+                    "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64},
+                    "yAxis": {"unit": self.unit, "axisPlacement": "left"},
+                    "rowsFrame": {"layout": "auto"},
+                    "cellGap": 1,
+                    "legend": {"show": True},
+                    "tooltip": {"mode": "single", "yHistogram": False},
+                }
+            case "state-timeline":
+                return {
+                    "mergeValues": True,
+                    "showValue": "never",
+                    "alignValue": "left",
+                    "rowHeight": 0.9,
+                    "legend": {"showLegend": False, "displayMode": "list", "placement": "bottom"},
+                    "tooltip": {"mode": "single", "sort": "none"},
+                }
+            case "table":
+                return {"showHeader": True, "cellHeight": "sm", "footer": {"show": False}}
+
+    def _transformations(self) -> list[Json]:
+        order = {name: place for place, name in enumerate(self.columns)}
+        return [
+            {"id": "merge", "options": {}},
+            {"id": "filterFieldsByName", "options": {"include": {"names": list(self.columns)}}},
+            {
+                "id": "organize",
+                "options": {"indexByName": order, "renameByName": dict(self.columns)},
+            },
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """What a person chooses at the top of the page."""
+
+    name: str
+    label: str
+    description: str
+    query: str
+    """Grafana's label_values(...) or query_result(...), the kind of a datasource, or values with
+    commas between."""
+    type: Literal["query", "datasource", "custom"] = "query"
+    multiple: bool = True
+    """Whether several values may be chosen, and all at once."""
+    default: str | None = None
+    regex: str = ""
+    """What is taken out of each line of the answer; all of it where it is empty."""
+
+    def json(self) -> Json:
+        """As Grafana takes it."""
+        variable: Json = {
+            "name": self.name,
+            "label": self.label,
+            "description": self.description,
+            "type": self.type,
+            "query": self.query,
+            "hide": 0,
+            "multi": self.multiple,
+            "includeAll": self.multiple,
+        }
+        if self.type == "query":
+            variable |= {
+                "datasource": _DATASOURCE,
+                "definition": self.query,
+                "regex": self.regex,
+                "query": {"query": self.query, "refId": self.name},
+                # Values follow the time that is looked at: a run of last week is there.
+                "refresh": 2,
+                "sort": 1,
+            }
+        if self.multiple:
+            # Not the values that are known: a label that is missing is to match as well.
+            variable |= {"allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}}
+        elif self.default is not None:
+            variable["current"] = {"text": self.default, "value": self.default}
+        if self.type == "custom":
+            variable["options"] = [
+                {"text": value, "value": value, "selected": value == self.default}
+                for value in self.query.split(",")
+            ]
+        return variable
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Moments that are marked in every picture."""
+
+    name: str
+    expr: str
+    text: str
+    color: str
+    empty_unless: str
+
+    def json(self) -> Json:
+        """As Grafana takes it."""
+        return {
+            "name": self.name,
+            "datasource": _DATASOURCE,
+            "enable": True,
+            "hide": False,
+            "iconColor": self.color,
+            "expr": self.expr,
+            "step": "60s",
+            "titleFormat": self.name,
+            "textFormat": self.text,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One page of Grafana, and one file of the chart."""
+
+    uid: str
+    """Also the file's name."""
+    title: str
+    description: str
+    variables: Sequence[Variable]
+    rows: Sequence[Row]
+    annotations: Sequence[Annotation] = ()
+
+    def json(self) -> Json:
+        """As Grafana takes it."""
+        return {
+            "uid": self.uid,
+            "title": self.title,
+            "description": self.description,
+            "tags": [TAG],
+            "schemaVersion": SCHEMA_VERSION,
+            "version": 1,
+            "editable": False,
+            "graphTooltip": 1,
+            "refresh": "30s",
+            "time": {"from": "now-3h", "to": "now"},
+            "timezone": "browser",
+            "links": [_LINKS],
+            "templating": {"list": [variable.json() for variable in self.variables]},
+            "annotations": {"list": [annotation.json() for annotation in self.annotations]},
+            "panels": list(self._panels()),
+        }
+
+    @property
+    def queries(self) -> Iterator[Query]:
+        """Every expression of the page."""
+        for row in self.rows:
+            for panel in row.panels:
+                yield from panel.queries
+        for annotation in self.annotations:
+            yield Query(annotation.expr, annotation.name, annotation.empty_unless)
+
+    def _panels(self) -> Iterator[Json]:
+        number, y = 1, 0
+        for row in self.rows:
+            yield _heading(row.title, number, y)
+            number, y = number + 1, y + _ROW_HEIGHT
+            x = height = 0
+            for panel in row.panels:
+                if x + panel.width > GRID_COLUMNS:
+                    x, y, height = 0, y + height, 0
+                yield panel.json(number, x, y)
+                number, x, height = number + 1, x + panel.width, max(height, panel.height)
+            y += height
+
+
+_LINKS = {
+    "title": "Ludus",
+    "type": "dashboards",
+    "tags": [TAG],
+    "asDropdown": False,
+    "includeVars": True,
+    "keepTime": True,
+    "targetBlank": False,
+}
+
+
+def _heading(title: str, number: int, y: int) -> Json:
+    return {
+        "id": number,
+        "type": "row",
+        "title": title,
+        "collapsed": False,
+        "gridPos": {"h": _ROW_HEIGHT, "w": GRID_COLUMNS, "x": 0, "y": y},
+        "panels": [],
+    }

@@ -1,0 +1,161 @@
+"""The chart's dashboards: generated, well-formed, and about metrics that exist."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dashboards import DASHBOARDS, TARGET, stale
+from grafana.model import Dashboard
+
+from ludus.proto.metrics import EnvServerMetric
+from tests.charts.exported import exported_names
+from tests.charts.promql import filled_in, metrics_in
+from tests.charts.promtool import promtool
+
+MAX_BYTES = 150_000
+"""The release stores a dashboard twice, in at most a mebibyte together with all else."""
+MAX_UID = 40
+KINDS = {"timeseries", "stat", "heatmap", "state-timeline", "table"}
+UNITS = {"none", "short", "percentunit", "percent", "s", "bytes", "sci"}
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+VALUES = {
+    "namespace": ".*",
+    "run": "mixed",
+    "environment": ".*",
+    "window": "5m",
+    "__rate_interval": "1m",
+}
+Json = dict[str, Any]
+
+FILES = sorted(TARGET.glob("*.json"))
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def board(request: pytest.FixtureRequest) -> Json:
+    """The dashboard as it is committed."""
+    path: Path = request.param
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def panels(board: Json) -> Iterator[Json]:
+    """All but the headings."""
+    yield from (panel for panel in board["panels"] if panel["type"] != "row")
+
+
+def test_the_files_are_what_the_program_writes() -> None:
+    assert stale() == [], "run .venv/bin/python dev/dashboards.py"
+    assert len(FILES) == len(DASHBOARDS) >= 4
+
+
+def test_every_page_has_an_address_of_its_own_and_none_of_a_database() -> None:
+    boards = [json.loads(path.read_text(encoding="utf-8")) for path in FILES]
+    uids = [board["uid"] for board in boards]
+    assert len(set(uids)) == len(uids)
+    assert [path.stem for path in FILES] == uids
+    assert all(len(uid) <= MAX_UID for uid in uids)
+    assert not any("id" in board for board in boards)
+    assert all(board["tags"] == ["ludus"] for board in boards)
+    assert not any(board["editable"] for board in boards)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_page_fits_into_the_release(path: Path) -> None:
+    assert path.stat().st_size < MAX_BYTES
+
+
+def test_panels_have_numbers_of_their_own_and_lie_beside_each_other(board: Json) -> None:
+    everything = board["panels"]
+    numbers = [panel["id"] for panel in everything]
+    assert len(set(numbers)) == len(numbers)
+    for panel in everything:
+        place = panel["gridPos"]
+        assert place["x"] >= 0 and place["x"] + place["w"] <= 24, panel["title"]
+    for one, other in combinations(everything, 2):
+        assert not overlap(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+
+
+def overlap(one: Json, other: Json) -> bool:
+    beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+    under = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+    return not (beside or under)
+
+
+def test_every_panel_says_what_it_shows_and_in_what_unit(board: Json) -> None:
+    for panel in panels(board):
+        assert panel["type"] in KINDS, panel["title"]
+        assert panel["datasource"] == DATASOURCE
+        assert panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit in UNITS or unit.startswith("suffix: "), (panel["title"], unit)
+
+
+def test_every_series_has_a_name(board: Json) -> None:
+    for panel in panels(board):
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            assert target["datasource"] == DATASOURCE
+            assert target["legendFormat"], panel["title"]
+        if panel["type"] == "timeseries":
+            assert panel["options"]["legend"]["showLegend"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs)
+
+
+def test_what_is_chosen_comes_first_and_comes_from_the_data(board: Json) -> None:
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    names = list(variables)
+    assert names[:2] == ["datasource", "namespace"]
+    assert "environment" in names
+    assert "run" in names or board["uid"] == "ludus-fleet"
+    assert variables["datasource"]["query"] == "prometheus"
+    for variable in variables.values():
+        assert variable["description"].endswith(".")
+        if variable["type"] == "query":
+            assert variable["datasource"] == DATASOURCE
+            assert variable["refresh"] == 2
+
+
+def test_a_repeated_panel_names_what_it_is_repeated_for(board: Json) -> None:
+    for panel in panels(board):
+        if "repeat" in panel:
+            assert f"${panel['repeat']}" in panel["title"]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+def test_every_expression_is_promql(dashboard: Dashboard, tmp_path: Path) -> None:
+    declared = {variable.name for variable in dashboard.variables} | {"__rate_interval"}
+    values = {name: value for name, value in VALUES.items() if name in declared}
+    rules = [
+        {"record": f"dashboard:expression_{number}", "expr": filled_in(query.expr, values)}
+        for number, query in enumerate(dashboard.queries)
+    ]
+    path = tmp_path / "expressions.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in promtool("check", "rules", path)
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda one: one.uid)
+def test_every_metric_is_one_that_is_exported(dashboard: Dashboard) -> None:
+    for query in dashboard.queries:
+        names = metrics_in(query.expr)
+        assert names, query.expr
+        assert names <= exported_names(), query.expr
+
+
+def test_the_names_of_metrics_are_found() -> None:
+    expression = (
+        "sum by (run, x) (rate(a_total{b=~\"c|{d}\", e='f'}[5m])) / on (run) group_left (g)"
+        " (max by (run) (h:i:j) > 0) * 1.96e3 or vector(0) and k offset 5m"
+    )
+    assert metrics_in(expression) == {"a_total", "h:i:j", "k"}
+    assert f"{EnvServerMetric.STEPS}_total" in exported_names()
+    assert EnvServerMetric.STEPS not in exported_names()
+    with pytest.raises(ValueError, match=r"\$nothing is no variable"):
+        filled_in("up{x='$nothing'}", VALUES)
