@@ -57,6 +57,7 @@ def die_in(run: SimulatedRun, *steps: int) -> None:
     run.learner.in_step = in_step
 
 
+@pytest.mark.slow
 async def test_a_lost_learner_continues_from_the_newest_checkpoint_by_itself(
     tmp_path: Path,
 ) -> None:
@@ -169,6 +170,7 @@ async def test_a_stopped_run_loses_nothing(tmp_path: Path) -> None:
     assert sum(counts) == state.games_played
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 async def test_a_run_that_is_killed_anywhere_trains_on_every_group_once(
     tmp_path: Path, seed: int

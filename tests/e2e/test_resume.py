@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 from ludus.proto.runs import MetricsRow
 from tests.e2e.runs import Run, start_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("shared_ray"),
+]
 
 EXACT = (
     "training.max_staleness=0",

@@ -43,6 +43,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_and_the_run_continues_from_it
     assert processes_of(str(tmp_path)) == {}
 
 
+@pytest.mark.usefixtures("shared_ray")
 def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM has no wheel for this machine")
     with start_run(tmp_path, "generator.kind=vllm") as run:
@@ -52,6 +53,7 @@ def test_vllm_samples_from_the_weights_of_the_learner_after_every_sync(tmp_path:
     assert 0 < summary.canary_max_error < 1e-4
 
 
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -68,7 +68,7 @@ async def test_hundreds_of_calls_that_time_out_and_none_is_off_by_one(wire, fact
             players = [Player(client, seed) for seed in range(8)]
             await asyncio.gather(*(player.play(60) for player in players))
             proxy.delay_s = lambda: 0.0
-        assert sum(player.num_answers for player in players) > 150
+        assert sum(player.num_answers for player in players) > 50
         assert sum(player.num_lost for player in players) > 10
         await settled(server.core, 0)
 

@@ -128,6 +128,7 @@ async def test_text_views_can_be_left_out(wire):
         assert member.text is None
 
 
+@pytest.mark.slow
 async def test_an_open_waits_for_a_full_server_as_long_as_it_is_told_to(wire):
     async with running(max_sessions=1) as server, await connected(server, wire) as client:
         session, _ = await client.open()

@@ -39,6 +39,7 @@ def ca_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_files, ca_file, wire):
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key}

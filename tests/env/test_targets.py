@@ -71,6 +71,7 @@ def test_a_function_that_makes_no_environment_is_refused():
         factory()
 
 
+@pytest.mark.slow
 def test_a_module_of_the_working_directory_is_found_here_and_in_servers(tmp_path, monkeypatch):
     (tmp_path / "own_rules.py").write_text(
         textwrap.dedent("""
@@ -129,6 +130,7 @@ def test_naming_a_target_loads_no_library_but_its_own():
     assert json.loads(loaded.stdout) == []
 
 
+@pytest.mark.slow
 def test_installed_packages_are_listed():
     assert "openspiel_env" in [package.name for package in installed_packages()]
     assert TargetFactory("openspiel_env").options == {}

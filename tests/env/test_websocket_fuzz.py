@@ -171,6 +171,7 @@ def caplog_at_error(caplog):
     return caplog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
 async def test_an_odd_frame_ends_at_most_its_own_connection(frame):
     core = core_of(CountingEnv)
@@ -236,8 +237,9 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
     stream.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_drops", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops):
     num_at_once = 16
     async with running(max_sessions=1000) as server:

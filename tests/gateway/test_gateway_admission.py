@@ -125,6 +125,7 @@ async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():
         await eventually(lambda: sessions.load.num_sessions == 0)
 
 
+@pytest.mark.slow
 async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
     options = {"max_sessions": 10}
     limits = {"queue_timeout_s": 1.0}
@@ -154,6 +155,7 @@ async def test_sessions_are_spread_evenly():
 # -- groups ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_group_that_fits_on_no_server_is_split_and_still_begins_alike():
     async with served(3, server_options={"max_sessions": 4}) as (gateway, servers):
         opened = await sessions_of(gateway).open_group(OpenArgs(), 10)

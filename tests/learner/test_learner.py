@@ -51,6 +51,7 @@ def test_loss_and_update_do_not_depend_on_the_micro_batch_split(
     assert results[0] == pytest.approx(results[2], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_minibatches", [1, 3])
 def test_packing_prefixes_into_trees_changes_nothing_but_the_work(
     model_path: str, num_minibatches: int

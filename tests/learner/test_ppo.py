@@ -134,6 +134,7 @@ def test_the_value_head_is_not_published_and_lies_beside_the_exported_model(
     assert head["weight"].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

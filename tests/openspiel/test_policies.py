@@ -56,6 +56,7 @@ def test_blackjack_policies_return_what_was_computed(name, blackjack_returns) ->
         assert returns.count(outcome) / NUM_GAMES == pytest.approx(share, abs=margin)
 
 
+@pytest.mark.slow
 def test_each_better_blackjack_policy_wins_more_on_the_same_deals(blackjack_returns) -> None:
     for worse, better in itertools.pairwise(BLACKJACK):
         gains = [

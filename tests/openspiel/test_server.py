@@ -125,6 +125,7 @@ def test_importing_the_client_loads_no_openspiel() -> None:
 # -- the client ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["http", "grpc"])
 def test_an_episode_over_a_wire_is_the_episode_in_process(
     wire: str, blackjack_server: Server
@@ -209,6 +210,7 @@ def _describe(server: Server) -> dict:
         return json.load(response)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

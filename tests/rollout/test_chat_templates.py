@@ -73,6 +73,7 @@ def text_of(chat: ChatTokenizer, token_ids: list[int]) -> str:
     return chat._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+@pytest.mark.slow
 @every_family
 @given(exchanges=EXCHANGES, question=WORDS)
 def test_every_prompt_begins_with_the_one_before(
@@ -83,6 +84,7 @@ def test_every_prompt_begins_with_the_one_before(
         assert later[: len(earlier)] == earlier
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [QWEN25, LLAMA3, MISTRAL, GEMMA, CHATML], ids=str)
 @given(exchanges=EXCHANGES, question=WORDS)
 def test_a_grown_conversation_is_the_template_of_the_whole(
@@ -100,6 +102,7 @@ def test_a_grown_conversation_is_the_template_of_the_whole(
     assert grown.token_ids == tokenizer.encode(whole, add_special_tokens=False)
 
 
+@pytest.mark.slow
 @every_family
 @given(exchanges=EXCHANGES, question=WORDS)
 def test_what_the_policy_reads_again_ends_like_what_it_would_have_read(

@@ -45,6 +45,7 @@ def test_logprobs_are_those_of_a_full_forward(pair: EnginePair, temperature: flo
     assert largest_error(pair.model, requests, outputs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_greedy_and_sampled_requests_share_a_batch(pair: EnginePair) -> None:
     prompt = [8, 60, 33, 21]
     requests = [EngineRequest(i, prompt, Sampling(float(i % 2), 6), seed=i) for i in range(40)]
@@ -185,6 +186,7 @@ def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
         assert output.logprobs[0] == pytest.approx(logprob_of[output.token_ids[0]], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
     whole = make_requests(30)
     cut = [

@@ -72,6 +72,7 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
     return torch.log_softmax(model(input_ids=IDS).logits[0], dim=-1)
 
 
+@pytest.mark.slow
 def test_merged_weights_answer_as_the_model_with_adapters_does(base: Path) -> None:
     model = trained(base)
     engine = Qwen2ForCausalLM.from_pretrained(base).eval()

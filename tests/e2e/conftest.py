@@ -1,0 +1,37 @@
+"""One Ray for the whole runs that look at no process: starting it costs more than such a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+HOLD_RAY = """
+import sys
+import ray
+
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """The address of a Ray that lasts as long as the tests of this process."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address, "Ray did not start"
+        yield address
+        process.stdin.close()
+
+
+@pytest.fixture
+def shared_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs of a test join that Ray instead of starting their own."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
