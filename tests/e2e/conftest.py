@@ -33,5 +33,6 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture
 def shared_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs of a test join that Ray instead of starting their own."""
+    """Let the runs of a test join that Ray, with its token, instead of starting their own."""
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
