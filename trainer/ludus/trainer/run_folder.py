@@ -171,7 +171,10 @@ class RunFolder:
 
     def saved(self, step: int, duration_s: float) -> None:
         """Append a row of a checkpoint that is written, and how long training stood still."""
-        values = {TrainMetric.NUM_CHECKPOINTS: 1, TrainMetric.CHECKPOINT_S: duration_s}
+        values: dict[str, float] = {
+            TrainMetric.NUM_CHECKPOINTS: 1,
+            TrainMetric.CHECKPOINT_S: duration_s,
+        }
         self._append("event", step, values)
 
     def record(self, name: str, record: BaseModel) -> None:
