@@ -73,7 +73,10 @@ class StepManyRelay:
         sessions, server_id = self._sessions, part.route.server_id
 
         def write(upstream: pb.Call) -> None:
-            upstream.step_many.steps.extend(part.steps)
+            if len(part.steps) == len(call.step_many.steps):
+                upstream.step_many.CopyFrom(call.step_many)  # a fifth of the time
+            else:
+                upstream.step_many.steps.extend(part.steps)
             if call.HasField("trace"):
                 upstream.trace.CopyFrom(call.trace)
 
