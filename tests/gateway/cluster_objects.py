@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 from uuid import NAMESPACE_DNS, uuid5
 
-from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
+from ludus.services.kubernetes.access import ApiAccess
+from ludus.services.kubernetes.api import KubernetesApi
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
 NAMESPACE = "arena"

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from tests.gateway.fake_kubernetes_pods import PodInsides
 from tests.gateway.fake_kubernetes_store import (
     Change,
     Json,
@@ -42,7 +43,7 @@ from tests.gateway.fake_kubernetes_store import (
 
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<api_version>v1|[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?"
-    r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status))?"
+    r"/(?P<plural>[a-z0-9]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status|log|exec))?"
 )
 
 
@@ -84,6 +85,9 @@ class FakeKubernetes:
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, revision: int = 100) -> None:
         self.requests: list[ApiRequest] = []
+        self.pods = PodInsides()
+        self.groups: dict[str, Json] = {}
+        """What discovery says at a path, for example at /apis/ray.io/v1."""
         self.tokens: set[str] | None = None
         """The tokens that are accepted; None accepts everybody."""
         self.gone_as_status = False
@@ -205,6 +209,8 @@ class FakeKubernetes:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
+            if request.path in self.groups:
+                return web.json_response(self.groups[request.path])
             asked = await self._read(request)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
@@ -214,6 +220,10 @@ class FakeKubernetes:
                 raise Refused(trouble.status, message, retry_after=trouble.retry_after)
             if asked.verb == "watch":
                 return await self._stream(request, asked)
+            if asked.target.part == "log":
+                return await self.pods.answer_log(request, asked.target.name)
+            if asked.target.part == "exec":
+                return await self.pods.answer_exec(request, asked.target.name)
             content = getattr(self, f"_{asked.verb}")(asked, request)
             answer = web.json_response(content, status=201 if asked.verb == "create" else 200)
             if trouble is not None and request.transport is not None:
@@ -275,6 +285,8 @@ class FakeKubernetes:
         if self._store.find(target) is not None:
             raise Refused(409, f'{target.plural} "{target.name}" already exists', "AlreadyExists")
         made.pop("status", None)
+        if asked.query.get("dryRun") == "All":
+            return made
         return self._store.store(target, None, made)
 
     def _update(self, asked: ApiRequest, request: web.Request) -> Json:
@@ -391,7 +403,16 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
 
 
 def _selection(asked: ApiRequest) -> Selection:
-    pairs = asked.query.get("labelSelector", "").replace("==", "=").split(",")
-    labels = tuple((key, value) for key, _, value in (pair.partition("=") for pair in pairs) if key)
-    name = asked.query.get("fieldSelector", "").removeprefix("metadata.name").lstrip("=")
-    return Selection(asked.target.namespace, labels, name)
+    return Selection(
+        asked.target.namespace,
+        tuple(_pairs(asked.query.get("labelSelector", ""))),
+        tuple(_pairs(asked.query.get("fieldSelector", ""))),
+    )
+
+
+def _pairs(selector: str) -> Iterator[tuple[str, str | None]]:
+    """Names and the values that they must have; None where any will do."""
+    for one in selector.replace("==", "=").split(","):
+        key, equals, value = one.partition("=")
+        if key:
+            yield key, value if equals else None

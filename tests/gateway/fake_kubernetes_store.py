@@ -39,8 +39,8 @@ class Selection:
     """A namespace and equality selectors, as a list or a watch names them."""
 
     namespace: str
-    labels: tuple[tuple[str, str], ...]
-    name: str
+    labels: tuple[tuple[str, str | None], ...]
+    fields: tuple[tuple[str, str | None], ...]
 
     def __contains__(self, found: Json | None) -> bool:
         if found is None:
@@ -49,8 +49,11 @@ class Selection:
         labels = metadata.get("labels", {})
         return (
             self.namespace in ("", metadata["namespace"])
-            and self.name in ("", metadata["name"])
-            and all(labels.get(key) == value for key, value in self.labels)
+            and all(_field(found, path) == value for path, value in self.fields)
+            and all(
+                key in labels if value is None else labels.get(key) == value
+                for key, value in self.labels
+            )
         )
 
 
@@ -174,6 +177,12 @@ class ObjectStore:
         self._history.append(change)
         self._heard(change)
         return copy.deepcopy(after) if after is not None else {}
+
+
+def _field(found: Any, path: str) -> Any:
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def event(kind: str, found: Json) -> bytes:

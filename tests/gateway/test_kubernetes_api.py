@@ -19,16 +19,14 @@ import yaml
 from aiohttp import web
 
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.gateway.kubernetes import api as kubernetes_api
-from ludus.services.gateway.kubernetes.api import (
+from ludus.services.kubernetes import api as kubernetes_api
+from ludus.services.kubernetes.access import (
     ApiAccess,
-    EventType,
-    KubernetesApi,
     in_cluster_access,
     kubeconfig_access,
     load_access,
-    resource_path,
 )
+from ludus.services.kubernetes.api import EventType, KubernetesApi, resource_path
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import NAMESPACE, client_of, endpoint_slice, member
 from tests.gateway.fake_kubernetes import FakeKubernetes

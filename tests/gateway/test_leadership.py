@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.kubernetes.api import ApiAccess, KubernetesApi
 from ludus.services.gateway.kubernetes.leadership import Leadership, LeaseOptions
+from ludus.services.kubernetes.access import ApiAccess
+from ludus.services.kubernetes.api import KubernetesApi
 from tests.env.polling import eventually
 from tests.gateway.clock import Clock
 from tests.gateway.cluster_objects import NAMESPACE, client_of

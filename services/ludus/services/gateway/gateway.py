@@ -296,8 +296,8 @@ def _source_of(
             )
         case KubernetesEnvironment():
             # The cluster's client is loaded where there is a cluster only.
-            from ludus.services.gateway.kubernetes.api import KubernetesApi
             from ludus.services.gateway.kubernetes.cluster import ClusterSource
+            from ludus.services.kubernetes.api import KubernetesApi
 
             return ClusterSource(KubernetesApi(), environment, fleet.loads_of_pods)
 

@@ -13,10 +13,10 @@ import socket
 
 from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.fleet.endpoints import Publish
-from ludus.services.gateway.kubernetes.api import KubernetesApi
 from ludus.services.gateway.kubernetes.deletion_cost import DeletionCost, Loads
 from ludus.services.gateway.kubernetes.leadership import Leadership
 from ludus.services.gateway.kubernetes.source import EndpointSliceSource, SourceOptions
+from ludus.services.kubernetes.api import KubernetesApi
 
 
 class ClusterSource:

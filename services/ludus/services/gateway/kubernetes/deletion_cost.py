@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ludus.proto.errors import ClusterError
-from ludus.services.gateway.kubernetes.api import KubernetesApi, resource_path
+from ludus.services.kubernetes.api import KubernetesApi, resource_path
 
 _log = logging.getLogger(__name__)
 

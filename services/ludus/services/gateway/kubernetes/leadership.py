@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from ludus.proto.errors import ClusterError, ConfigError
-from ludus.services.gateway.kubernetes.api import (
+from ludus.services.kubernetes.api import (
     JsonObject,
     KubernetesApi,
     ObjectPart,

@@ -36,7 +36,7 @@ from ludus.env.backoff import doubling
 from ludus.env.security.session_ids import server_id_of
 from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
-from ludus.services.gateway.kubernetes.api import (
+from ludus.services.kubernetes.api import (
     EventType,
     JsonObject,
     KubernetesApi,

@@ -1,0 +1,86 @@
+"""What is inside the pods of the fake cluster: the log of each, and commands run in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from aiohttp import web
+
+from tests.gateway.fake_kubernetes_store import Refused
+
+PROTOCOL = "v4.channel.k8s.io"
+_BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command in a pod came to."""
+
+    out: bytes = b""
+    err: str = ""
+    code: int = 0
+
+
+Run = Callable[[str, list[str]], Ran]
+"""Given the pod and the command."""
+
+
+@dataclass
+class PodInsides:
+    """Logs and commands, by name of the pod."""
+
+    run: Run = lambda pod, command: Ran(err="no such command", code=127)
+    logs: dict[str, list[str]] = field(default_factory=dict)
+    """Lines with their time, as a kubelet keeps them."""
+    cut_logs: int = 0
+    """So many streams end after their first line, as when a connection breaks."""
+    num_log_requests: int = 0
+
+    def say(self, pod: str, *lines: str) -> None:
+        """Something in the pod writes lines, three in a second."""
+        log = self.logs.setdefault(pod, [])
+        for line in lines:
+            moment = _BEGINNING + timedelta(seconds=len(log) // 3)
+            log.append(f"{moment:%Y-%m-%dT%H:%M:%S}.{len(log):09d}Z {line}")
+
+    async def answer_log(self, request: web.Request, pod: str) -> web.StreamResponse:
+        """The log, from a second on; those that follow it hear what comes."""
+        self.num_log_requests += 1
+        if pod not in self.logs:
+            raise Refused(400, f'container "ray-head" in pod "{pod}" is waiting to start')
+        since = request.query.get("sinceTime", "")[:19]
+        response = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await response.prepare(request)
+        is_cut, position = self.cut_logs > 0, 0
+        self.cut_logs -= is_cut
+        while True:
+            for line in self.logs.get(pod, [])[position:]:
+                position += 1
+                if line[:19] >= since:
+                    shown = line if "timestamps" in request.query else line.partition(" ")[2]
+                    await response.write(shown.encode() + b"\n")
+                    if is_cut:
+                        return response
+            if request.query.get("follow") != "true" or pod not in self.logs:
+                return response
+            await asyncio.sleep(0.01)
+
+    async def answer_exec(self, request: web.Request, pod: str) -> web.StreamResponse:
+        """What a command writes, in pieces, and how it ended."""
+        ran = self.run(pod, request.query.getall("command"))
+        socket = web.WebSocketResponse(protocols=(PROTOCOL,))
+        await socket.prepare(request)
+        for start in range(0, len(ran.out), 1000):
+            await socket.send_bytes(b"\x01" + ran.out[start : start + 1000])
+        if ran.err:
+            await socket.send_bytes(b"\x02" + ran.err.encode())
+        status = {"status": "Success" if ran.code == 0 else "Failure"}
+        if ran.code:
+            status["message"] = f"command terminated with non-zero exit code {ran.code}"
+        await socket.send_bytes(b"\x03" + json.dumps(status).encode())
+        await socket.close()
+        return socket
