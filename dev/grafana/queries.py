@@ -76,11 +76,13 @@ def wilson(part: TrainMetric, whole: TrainMetric, sign: str, by: str = PLAYED) -
     """An end of the 95 % Wilson interval of a share; `sign` is + or -.
 
     (k + z^2/2 +- z sqrt(k (n - k) / n + z^2/4)) / (n + z^2)
+
+    What `increase` extrapolates may leave k a little above n.
     """
     k, n = increase(part, by), f"({increase(whole, by)} > 0)"
     return (
         f"(\n  {k} + {_Z**2 / 2:.4f}"
-        f"\n  {sign} {_Z} * sqrt({k} * ({n} - {k}) / {n} + {_Z**2 / 4:.4f})"
+        f"\n  {sign} {_Z} * sqrt({k} * clamp_min({n} - {k}, 0) / {n} + {_Z**2 / 4:.4f})"
         f"\n) / ({n} + {_Z**2:.4f})"
     )
 

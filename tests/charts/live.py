@@ -1,0 +1,192 @@
+"""A real Prometheus over a real gateway, a real environment server and a run's exporter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.metrics import EvalMetric, Reduction, TrainMetric
+from ludus.proto.runs import MetricsRow, Phase
+from ludus.trainer.sinks.prometheus import PrometheusExporter
+from tests.charts.promtool import program
+from tests.sinks.mixed_run import phase, run_config, weights_row
+
+SCRAPE_INTERVAL = "200ms"
+NAMESPACE = "ludus"
+_COUNTS = {
+    TrainMetric.NUM_WINS: 10.0,
+    TrainMetric.NUM_DRAWS: 5.0,
+    TrainMetric.NUM_LOSSES: 25.0,
+    TrainMetric.NUM_EPISODES_FINISHED: 40.0,
+    TrainMetric.NUM_EPISODES_SCORED: 40.0,
+    TrainMetric.NUM_EPISODES: 40.0,
+    TrainMetric.NUM_EPISODES_LOST: 0.0,
+    TrainMetric.NUM_GROUPS: 10.0,
+    TrainMetric.NUM_TOKENS_FORWARDED: 900.0,
+    TrainMetric.NUM_TOKENS_IN_BATCH: 800.0,
+    TrainMetric.NUM_TOKENS_TRAINED: 300.0,
+    TrainMetric.NUM_TOKENS_GENERATED: 400.0,
+    TrainMetric.NUM_CANARY_FAILURES: 0.0,
+    TrainMetric.NUM_LEARNER_RESTARTS: 0.0,
+}
+ENVIRONMENTS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
+
+
+@contextmanager
+def prometheus(
+    folder: Path, targets: Mapping[str, str], rules: tuple[Path, ...] = ()
+) -> Iterator[str]:
+    """A Prometheus that scrapes the addresses, labelled as the chart's monitors do; its own."""
+    jobs = [
+        {
+            "job_name": pod,
+            "static_configs": [
+                {
+                    "targets": [address.removeprefix("http://")],
+                    "labels": {"namespace": NAMESPACE, "pod": pod, "environment": "counting"}
+                    if pod == "server"
+                    else {"namespace": NAMESPACE, "pod": pod},
+                }
+            ],
+        }
+        for pod, address in targets.items()
+    ]
+    config = {
+        "global": {
+            "scrape_interval": SCRAPE_INTERVAL,
+            "scrape_timeout": SCRAPE_INTERVAL,
+            "evaluation_interval": "1s",
+        },
+        "scrape_configs": jobs,
+        "rule_files": [str(path) for path in rules],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    log = folder / "prometheus.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                program("prometheus"),
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield f"http://127.0.0.1:{_port_of(process.pid, log)}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def ask(address: str, query: str) -> list[dict[str, Any]]:
+    """The series of the answer, each with its labels and its value."""
+    encoded = urllib.parse.quote(query)
+    try:
+        with urllib.request.urlopen(f"{address}/api/v1/query?query={encoded}") as answer:
+            return json.load(answer)["data"]["result"]
+    except urllib.error.HTTPError as error:
+        assert error.code == 503, f"{error.read().decode()}: {query}"
+        return []
+
+
+async def play(address: str, until: asyncio.Event) -> None:
+    """Open sessions, step, reset and close them, until it is told to stop."""
+    async with await AsyncEnvClient.connect(address) as client:
+        while not until.is_set():
+            session, _ = await client.open(seed=1)
+            async with session:
+                for _ in range(5):
+                    await session.step({"add": 1})
+                    await asyncio.sleep(0.01)
+                await session.reset(seed=2)
+
+
+async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
+    """Write the rows of a run that learns, a step every half a second."""
+    exporter.connected(ENVIRONMENTS)
+    exporter.write(phase(Phase.TRAIN))
+    step = 0
+    while not until.is_set():
+        step += 1
+        for row in rows(step):
+            exporter.write(row)
+        await asyncio.sleep(0.5)
+
+
+def rows(step: int) -> list[MetricsRow]:
+    """A step in which everything that can be measured is."""
+    own = {m: value(m) for m in TrainMetric if m.spec.of_environment} | {"reward_term.format": 0.5}
+    whole = {m: value(m) for m in TrainMetric if not m.spec.of_environment}
+    judged = dict.fromkeys(EvalMetric, 0.4)
+    hashes = {0: "00000000000a", 1: "00000000000a"}
+    found = [_row("train", step, whole), weights_row(step, hashes)]
+    for name in ENVIRONMENTS:
+        found.append(_row("environment", step, own, name))
+        found.append(_row("eval", step, judged, name))
+        found.append(_row("baseline", step, judged, name, "random"))
+    return found
+
+
+def value(metric: TrainMetric) -> float:
+    """A likely value: every count grows, and parts are less than their wholes."""
+    if metric in _COUNTS:
+        return _COUNTS[metric]
+    if metric.spec.reduction is Reduction.SUM:
+        return {"s": 0.4, "bytes": 1e6}.get(metric.spec.unit, 1.0)
+    return 0.01
+
+
+def _row(
+    kind: str,
+    step: int,
+    values: Mapping[Any, float],
+    environment: str | None = None,
+    policy: str | None = None,
+) -> MetricsRow:
+    return MetricsRow.model_validate(
+        {
+            "kind": kind,
+            "step": step,
+            "environment": environment,
+            "policy": policy,
+            "elapsed_s": 0.5 * step,
+            "num_games_trained": 100 * step,
+            "values": values,
+        }
+    )
+
+
+def started_exporter() -> PrometheusExporter:
+    """Of the run `mixed`."""
+    run = run_config(prometheus={})
+    assert run.metrics.prometheus is not None
+    return PrometheusExporter(run, run.metrics.prometheus)
+
+
+def _port_of(pid: int, log: Path) -> int:
+    """Where the process listens; asked of the kernel, since it logs the port it was given."""
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s:
+        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                    return int(columns[1].rpartition(":")[2], 16)
+        time.sleep(0.05)
+    raise AssertionError(f"Prometheus does not listen: {log.read_text()}")
