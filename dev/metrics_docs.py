@@ -40,9 +40,7 @@ The same rows go to other places when section `metrics` of the
 - `[metrics.wandb]`: Weights & Biases under the same names, over `step`; with `mode = "offline"`
   in `runs/NAME/wandb/`, to be sent later with `wandb sync`. The key comes from `WANDB_API_KEY`.
 - `[metrics.prometheus]`: `http://HOST:PORT/metrics`, served by the run's driver under the names
-  below; trainer.log names the port. Without the section, the environment variable
-  `LUDUS_PROMETHEUS_ADDRESS` (`HOST:PORT`) does the same: a cluster sets it, since who scrapes and
-  who guards the port must know it. Dashboards and alerts: [dashboards.md](dashboards.md).
+  below; trainer.log names the port. [dashboards.md](dashboards.md) shows them in Grafana.
 
 A sink that cannot start as configured refuses the run. One that fails later gets no more rows,
 trainer.log says so once, and training continues. Each sink continues when a run is resumed.

@@ -222,21 +222,3 @@ def test_a_port_that_is_taken_is_refused_with_the_way_out() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.* or to 0 for any"):
             open_sinks(run_config(prometheus={"port": port}), Path("unused"))
-
-
-def test_without_a_section_the_environment_may_name_the_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LUDUS_PROMETHEUS_ADDRESS", "127.0.0.1:0")
-    sinks = open_sinks(run_config(), Path("unused"))
-    (exporter,) = sinks
-    assert isinstance(exporter, PrometheusExporter)
-    scrape(exporter)
-    sinks.close()
-
-
-@pytest.mark.parametrize("address", ["9464", "localhost", "0.0.0.0:http", "0.0.0.0:65536"])
-def test_an_address_that_is_none_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LUDUS_PROMETHEUS_ADDRESS", address)
-    with pytest.raises(ConfigError, match=rf"HOST:PORT, got '{address}'"):
-        open_sinks(run_config(), Path("unused"))

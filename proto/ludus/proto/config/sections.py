@@ -320,7 +320,6 @@ class MetricsConfig(Section):
     """Where metrics go beside metrics.jsonl."""
 
     prometheus: PrometheusSink | None = None
-    """Null takes the address in LUDUS_PROMETHEUS_ADDRESS (HOST:PORT), if it is set."""
     tensorboard: bool = False
     """Whether event files are written into the run's folder."""
     wandb: WandbSink | None = None

@@ -40,7 +40,6 @@ from ludus.proto.metrics import (
     prometheus_name,
 )
 from ludus.proto.runs import HeldWeights, MetricsRow, Phase
-from ludus.trainer.sinks.sinks import ADDRESS_VARIABLE
 
 _log = logging.getLogger(__name__)
 
@@ -202,8 +201,8 @@ class PrometheusExporter:
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus cannot listen on {config.host}:{config.port}: "
-                f"{error.strerror or error}; set metrics.prometheus.port (without a section for "
-                f"it, {ADDRESS_VARIABLE}) to a free port, or to 0 for any"
+                f"{error.strerror or error}; set metrics.prometheus.port to a free port, or to 0 "
+                "for any"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus")
         self._thread.daemon = True

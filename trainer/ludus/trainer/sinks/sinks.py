@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ludus.env.types import JsonObject
-from ludus.proto.config import PrometheusSink, RunConfig
-from ludus.proto.errors import ConfigError
+from ludus.proto.config import RunConfig
 from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
 
 _log = logging.getLogger(__name__)
-
-ADDRESS_VARIABLE = "LUDUS_PROMETHEUS_ADDRESS"
-"""HOST:PORT to serve Prometheus on where the configuration has no section for it: in a cluster
-the port is known to those who scrape and to the network policy, not to the run."""
-_MAX_PORT = 65535
 
 
 class MetricsSink(Protocol):
@@ -109,11 +102,10 @@ def open_sinks(
             from ludus.trainer.sinks.tensorboard import TensorboardWriter
 
             sinks.append(TensorboardWriter(folder / TENSORBOARD_FOLDER, resume_from))
-        scraped = run.metrics.prometheus or _address_of_environment()
-        if scraped is not None:
+        if run.metrics.prometheus is not None:
             from ludus.trainer.sinks.prometheus import PrometheusExporter
 
-            sinks.append(PrometheusExporter(run, scraped))
+            sinks.append(PrometheusExporter(run, run.metrics.prometheus))
             for row in past:
                 sinks[-1].write(row)
         if run.metrics.wandb is not None:
@@ -124,15 +116,3 @@ def open_sinks(
         Sinks(sinks).close()
         raise
     return Sinks(sinks)
-
-
-def _address_of_environment() -> PrometheusSink | None:
-    address = os.environ.get(ADDRESS_VARIABLE)
-    if not address:
-        return None
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > _MAX_PORT:
-        raise ConfigError(
-            f"{ADDRESS_VARIABLE} expected HOST:PORT, got '{address}'; set it like 0.0.0.0:9464"
-        )
-    return PrometheusSink(host=host, port=int(port))
