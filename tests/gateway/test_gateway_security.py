@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import websockets
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.security.tls import client_ssl_context
-from ludus.proto.errors import AuthenticationError, RateLimitError
+from ludus.proto.errors import AuthenticationError, PortInUseError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
 from tests.gateway.clock import Clock
-from tests.gateway.gateways import FAST, NAME, client_of, served
+from tests.gateway.gateways import FAST, NAME, client_of, config_of, served
 
 ALICE = "a11ce-a11ce-a11ce-a11ce"
 BOB = "b0b-b0b-b0b-b0b-b0b-b0b"
@@ -147,3 +148,27 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
     assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 3.0' in text
     for secret in (ALICE, BOB, "alice", "bob", session.id):
         assert secret not in text
+
+
+async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_file: Path) -> None:
+    write_tenants(tmp_path / "tenants.toml", alice="")
+    tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
+    fields = {"tenants_file": str(tmp_path / "tenants.toml"), "tls": tls, "admin_port": 0}
+    async with served(**fields) as (gateway, _), httpx.AsyncClient() as http:
+        assert gateway.admin_address.startswith("http://")
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await http.get(gateway.admin_address + path)).status_code == 200
+        for path in ("/v1/envs", f"/envs/{NAME}/reset", "/openapi.json"):
+            assert (await http.get(gateway.admin_address + path)).status_code == 404
+        assert not gateway.is_draining
+        assert (await http.get(gateway.admin_address + "/drain")).status_code == 200
+        assert gateway.is_draining
+        async with http_of(gateway, ca_file) as secure:
+            assert (await secure.get("/metrics")).status_code == 401
+
+
+async def test_an_admin_port_in_use_starts_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = config_of("grpc://127.0.0.1:1", admin_port=taken.getsockname()[1])
+        with pytest.raises(PortInUseError, match="admin_port"):
+            await Gateway(config).start()

@@ -198,6 +198,23 @@ async def test_the_lease_is_written_as_kubernetes_wants_it(
     assert cluster.get(*LEASE)["spec"]["leaseTransitions"] == 1
 
 
+async def test_a_lease_that_somebody_made_keeps_what_it_is_known_by(
+    cluster: FakeKubernetes, api: KubernetesApi
+) -> None:
+    known_by = {"labels": {"app": "ludus"}, "annotations": {"made-by": "helm"}}
+    version, _, namespace, name = LEASE
+    metadata = {"name": name, "namespace": namespace, **known_by}
+    cluster.put({"apiVersion": version, "kind": "Lease", "metadata": metadata})
+    clock = Clock()
+    leader = contender(api, "a", clock)
+    for _ in range(2):
+        assert await leader.compete()
+        clock.now_s += 5
+    await leader.release()
+    found = cluster.get(*LEASE)["metadata"]
+    assert {field: found[field] for field in known_by} == known_by
+
+
 @pytest.mark.slow
 async def test_gateways_in_a_row_lead_on_their_own(
     cluster: FakeKubernetes, api: KubernetesApi

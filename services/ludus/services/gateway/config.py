@@ -137,6 +137,9 @@ class GatewayConfig(_Section):
     """HTTP and WebSocket; 0 takes a free one."""
     grpc_port: _Port | None = None
     """None means port + 10000, or a free one when `port` is 0."""
+    admin_port: _Port | None = None
+    """Probes, /drain and /metrics over HTTP, without token and TLS: for a port that only the
+    cluster reaches. 0 takes a free one; None means there is none."""
     insecure: bool = False
     """Allows listening beyond this machine without a token."""
     token_env: str = TOKEN_VARIABLE

@@ -50,7 +50,7 @@ from ludus.services.gateway.tenancy.access import Access
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
-from ludus.services.gateway.wires.http_app import build_gateway_app
+from ludus.services.gateway.wires.http_app import build_admin_app, build_gateway_app
 from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies
 from ludus.services.gateway.wires.servicer import GatewayServicer
 
@@ -87,11 +87,13 @@ class Gateway:
         """For example http://127.0.0.1:8000."""
         self.grpc_address = ""
         """For example grpc://127.0.0.1:18000."""
+        self.admin_address = ""
+        """Empty where there is no admin port."""
         self.is_draining = False
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Listen on both ports, and wait until the servers that answer are known.
+        """Listen on every port, and wait until the servers that answer are known.
 
         Raises:
             PortInUseError: something else listens there; nothing was started.
@@ -100,10 +102,14 @@ class Gateway:
         config = self.config
         tls = TlsFiles(**dict(config.tls)) if config.tls else None
         key = config.session_key()
-        listener = bind(config.host, config.port, "port")
+        sockets = [bind(config.host, config.port, "port")]
         try:
+            if config.admin_port is not None:
+                sockets.append(bind(config.host, config.admin_port, "admin_port"))
             self._build_environments(key)
-            self._http = HttpListener(self._application(key), listener, tls)
+            self._listeners = [HttpListener(self._application(key), sockets[0], tls)]
+            if config.admin_port is not None:
+                self._listeners.append(HttpListener(self._admin_application(), sockets[1]))
             self._grpc_server, grpc_port = build_grpc_server(
                 config.host,
                 config.bound_grpc_port,
@@ -113,14 +119,13 @@ class Gateway:
             )
             env_pb2_grpc.add_EnvServiceServicer_to_server(self._servicer, self._grpc_server)
         except BaseException:
-            listener.close()
+            for one in sockets:
+                one.close()
             await self._shut_down()
             raise
         await self._grpc_server.start()
-        await self._http.start()
-        scheme, grpc_scheme = ("https", "grpcs") if tls else ("http", "grpc")
-        self.http_address = f"{scheme}://{authority(config.host, self._http.port)}"
-        self.grpc_address = f"{grpc_scheme}://{authority(config.host, grpc_port)}"
+        await asyncio.gather(*(listener.start() for listener in self._listeners))
+        self._name_addresses(grpc_port)
         try:
             await self._begin_watching(key)
         except BaseException:
@@ -132,7 +137,9 @@ class Gateway:
         for sessions in self.environments.values():
             sessions.drain()
             sessions.leave()
-        await asyncio.gather(stop_grpc_server(self._grpc_server), self._http.stop())
+        await asyncio.gather(
+            stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
+        )
         await self._shut_down()
 
     @property
@@ -185,6 +192,21 @@ class Gateway:
             drain=self.drain,
         )
         return AddRequestIds(Authenticate(LimitBodies(app), self.access))
+
+    def _admin_application(self) -> Any:
+        return build_admin_app(
+            self.environments,
+            self.metrics,
+            is_ready=lambda: self.is_ready,
+            drain=self.drain,
+        )
+
+    def _name_addresses(self, grpc_port: int) -> None:
+        host, secure = self.config.host, "s" if self.config.tls else ""
+        http, *admin = (authority(host, one.port) for one in self._listeners)
+        self.http_address = f"http{secure}://{http}"
+        self.grpc_address = f"grpc{secure}://{authority(host, grpc_port)}"
+        self.admin_address = f"http://{admin[0]}" if admin else ""
 
     def _read_loads(self) -> list[Any]:
         return [sessions.environment_load for sessions in self.environments.values()]

@@ -65,6 +65,8 @@ class LeaseOptions:
 
 class _Metadata(ObjectPart):
     resource_version: str
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
 
 
 class _Spec(ObjectPart):
@@ -221,8 +223,11 @@ class Leadership:
         }
         if not free:
             spec["holderIdentity"] = self.identity
-        metadata = {"name": self._name, "namespace": self._namespace}
+        metadata: JsonObject = {"name": self._name, "namespace": self._namespace}
         if found is not None:
+            # All of it is replaced, and whoever made the Lease knows it by its labels.
+            metadata["labels"] = found.metadata.labels or {}
+            metadata["annotations"] = found.metadata.annotations or {}
             metadata["resourceVersion"] = found.metadata.resource_version
         return {
             "apiVersion": _API_VERSION,

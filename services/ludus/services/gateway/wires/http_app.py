@@ -57,6 +57,20 @@ def build_gateway_app(
     return app
 
 
+def build_admin_app(
+    environments: Mapping[str, GatewaySessions],
+    metrics: GatewayMetrics,
+    *,
+    is_ready: Callable[[], bool],
+    drain: Callable[[], None],
+) -> FastAPI:
+    """An application of probes, drain and metrics alone; it asks for no token."""
+    app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
+    _add_health_routes(app, environments, is_ready, drain)
+    _add_metrics_route(app, metrics)
+    return app
+
+
 class EnvironmentMounts:
     """The applications of the environments, each built when its first server has answered.
 
