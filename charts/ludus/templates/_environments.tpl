@@ -1,0 +1,83 @@
+{{/* Environments as they are meant: each entry over the defaults, as JSON by name. */}}
+
+{{- define "ludus.environments" -}}
+{{- $all := dict -}}
+{{- range $name, $given := .Values.environments -}}
+{{- $_ := set $all $name (include "ludus.over" (dict "base" $.Values.environmentDefaults "given" $given) | fromJson) -}}
+{{- end -}}
+{{ toJson $all }}
+{{- end }}
+
+{{/* A map over another, level by level. Sprig's own merging takes 0 and false for nothing said;
+     here they are said, and only null is not. `options` belong together and are not mixed. */}}
+{{- define "ludus.over" -}}
+{{- $result := deepCopy .base -}}
+{{- range $key, $value := .given -}}
+{{- $below := get $result $key -}}
+{{- if and (kindIs "map" $value) (kindIs "map" $below) (not (has $key (list "options" "nodeSelector" "affinity" "podAnnotations"))) -}}
+{{- $_ := set $result $key (include "ludus.over" (dict "base" $below "given" $value) | fromJson) -}}
+{{- else if not (kindIs "invalid" $value) -}}
+{{- $_ := set $result $key $value -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $result }}
+{{- end }}
+
+{{/* Arguments: environment. The server's options as arguments, in the order of its --help. */}}
+{{- define "ludus.serverArguments" -}}
+{{- $flags := dict "isolation" "isolation" "numWorkers" "num-workers" "numThreads" "num-threads" "stepTimeoutSeconds" "step-timeout-s" "idleTimeoutSeconds" "idle-timeout-s" "memoryLimitMiB" "memory-limit-mb" "cpuLimitSeconds" "cpu-limit-s" -}}
+{{- range $key, $value := .server }}
+{{- if not (kindIs "invalid" $value) }}
+- {{ printf "--%s=%v" (get $flags $key) $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Arguments: root, environment. The container of an environment server. */}}
+{{- define "ludus.environmentContainer" -}}
+{{- $keys := .root.Values.auth.keys -}}
+{{- $secret := .root.Values.auth.existingSecret -}}
+- name: environment
+  image: {{ include "ludus.image" (dict "root" .root "image" .environment.image) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- with .environment.command }}
+  command: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  args:
+    - {{ .environment.package | quote }}
+    {{- /* The kubelet would put variables where $(NAME) stands. */}}
+    - {{ printf "--options=%s" (toJson .environment.options | replace "$(" "$$(") | quote }}
+    - --host=0.0.0.0
+    - --port=8000
+    - --grpc-port=18000
+    - --admin-port=9000
+    - {{ printf "--max-sessions=%d" (int .environment.capacity) | quote }}
+    - {{ printf "--drain-grace-s=%d" (int .environment.drainSeconds) | quote }}
+    {{- include "ludus.serverArguments" .environment | nindent 4 }}
+  env:
+    {{- include "ludus.secretVariable" (dict "name" "LUDUS_SESSION_KEY" "secret" $secret "key" $keys.sessionKey) | nindent 4 }}
+    {{- include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $secret "key" $keys.environmentToken) | nindent 4 }}
+    # The gateway finds a session's server by the pod that its id names.
+    - name: POD_UID
+      valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+    - {name: HOME, value: /tmp}
+    {{- with .environment.env }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    - {name: http, containerPort: 8000}
+    - {name: grpc, containerPort: 18000}
+    - {name: admin, containerPort: 9000}
+  {{- include "ludus.probes" . | nindent 2 }}
+  {{- if eq .environment.mode "shared" }}
+  lifecycle:
+    # No new session from the first moment on; SIGTERM then waits for those there are.
+    preStop: {httpGet: {path: /drain, port: admin}}
+  {{- end }}
+  {{- with .environment.resources }}
+  resources: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext: {{- include "ludus.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+{{- end }}

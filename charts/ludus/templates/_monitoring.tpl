@@ -1,0 +1,4 @@
+{{/* Every series says of which release it is. */}}
+{{- define "ludus.relabelings" -}}
+- {targetLabel: release, replacement: {{ .Release.Name }}}
+{{- end }}

@@ -1,0 +1,49 @@
+{{/* Rules of the NetworkPolicies. docs/kubernetes.md lists the flows that they come to. */}}
+
+{{/* Arguments: root, component; environment where it is of one. */}}
+{{- define "ludus.peers" -}}
+- podSelector:
+    matchLabels: {{- include "ludus.peer" . | nindent 6 }}
+{{- end }}
+
+{{- define "ludus.dnsRule" -}}
+- to: {{- toYaml .Values.networkPolicy.dns.to | nindent 4 }}
+  ports:
+    - {protocol: UDP, port: {{ .Values.networkPolicy.dns.port }}}
+    - {protocol: TCP, port: {{ .Values.networkPolicy.dns.port }}}
+{{- end }}
+
+{{- define "ludus.apiServerRule" -}}
+- to:
+    {{- range .Values.networkPolicy.apiServer.cidrs }}
+    - ipBlock: {cidr: {{ . }}}
+    {{- end }}
+  ports:
+    {{- range .Values.networkPolicy.apiServer.ports }}
+    - {protocol: TCP, port: {{ . }}}
+    {{- end }}
+{{- end }}
+
+{{- define "ludus.prometheusRule" -}}
+- from: {{- toYaml .root.Values.networkPolicy.prometheus | nindent 4 }}
+  ports:
+    {{- range .ports }}
+    - {protocol: TCP, port: {{ . }}}
+    {{- end }}
+{{- end }}
+
+{{/* Arguments: root, environment. Gateways may call, and Prometheus; the server calls nobody. */}}
+{{- define "ludus.environmentRules" -}}
+ingress:
+  - from:
+      {{- include "ludus.peers" (dict "root" .root "component" "gateway") | nindent 6 }}
+    ports:
+      - {protocol: TCP, port: 18000}
+  {{- with .root.Values.networkPolicy.prometheus }}
+  {{- include "ludus.prometheusRule" (dict "root" $.root "ports" (list 9000)) | nindent 2 }}
+  {{- end }}
+  {{- with .environment.networkPolicy.ingress }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+egress: {{- toYaml .environment.networkPolicy.egress | nindent 2 }}
+{{- end }}
