@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn test test-fast conformance chaos lint bench bench-env bench-train proto clean
+.PHONY: help setup demo learn test test-fast chart-test conformance chaos lint bench bench-env bench-train proto clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ test: setup ## all tests but those of `make conformance` and `make chaos`
 
 test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
 	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos"
+
+chart-test: setup ## the Helm chart without a cluster: schemas, policies, golden files, refusals, dashboards
+	@$(PYTEST) -n 2 tests/charts
 
 conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
 	@$(VENV)/python -m pytest -m conformance tests/conformance
