@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-NAMESPACE_PLACEHOLDER = "NAMESPACE"
-"""Where the chart puts the release's namespace into rules."""
 _STRING = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'")
 _LABELS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 _SELECTOR = re.compile(r"\{[^}]*\}")
