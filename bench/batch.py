@@ -31,6 +31,7 @@ from machine import setting
 
 from ludus.proto.config import RunConfig
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.types import (
     Batch,
@@ -120,7 +121,10 @@ async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
             "training": {"groups_per_step": len(groups)},
         }
     )
-    buffer, learner = RemoteBuffer(run), ray.remote(num_cpus=0)(Learner).remote()
+    buffer, learner = (
+        RemoteBuffer(run, on_one_machine(run)),
+        ray.remote(num_cpus=0)(Learner).remote(),
+    )
 
     async def one_step() -> None:
         taken = await buffer.take(0, timeout_s=60.0)

@@ -12,6 +12,7 @@ import torch
 
 from ludus.proto.config import RunConfig, load_run_config
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.placement import Placement, on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.environments import Environment, connected, local_servers
@@ -57,9 +58,14 @@ class Fleet:
         """What the learner's ranks are made from."""
         return make_learner_spec(self.run, self.model_path)
 
+    @property
+    def placement(self) -> Placement:
+        """Where the actors go."""
+        return on_one_machine(self.run)
+
     def buffer(self) -> RemoteBuffer:
         """A buffer of its own."""
-        return RemoteBuffer(self.run)
+        return RemoteBuffer(self.run, self.placement)
 
     def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
         """The model's weights as version `version`; an error makes their canary fail."""

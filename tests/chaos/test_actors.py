@@ -42,7 +42,7 @@ async def around(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def workers(around: Fleet) -> AsyncIterator[RolloutWorkers]:
-    started = await RolloutWorkers.start(around.spec, around.buffer())
+    started = await RolloutWorkers.start(around.spec, around.buffer(), around.placement)
     yield started
     await started.close()
 
@@ -133,7 +133,7 @@ async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tr
 ) -> None:
     spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(WorkerStartError, match=r"3 times in a row.*no-model"):
-        await RolloutWorkers.start(spec, around.buffer())
+        await RolloutWorkers.start(spec, around.buffer(), around.placement)
     await eventually(lambda: not running(ROLLOUT_WORKER), within_s=WITHIN_S)
 
 
@@ -141,7 +141,7 @@ async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tr
 async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint(
     around: Fleet, tmp_path: Path, how: signal.Signals
 ) -> None:
-    learners = LearnerGroup(around.run)
+    learners = LearnerGroup(around.run, around.placement)
     await learners.start(around.learner_spec, around.spec.weights)
     first = await learners.publish(0, around.canary)
     await learners.save(tmp_path / "learner", tmp_path / "model")

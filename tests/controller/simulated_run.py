@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import LearnerLostError
+from ludus.proto.errors import BufferLostError, LearnerLostError
 from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
 from ludus.trainer.controller import Controller, Parts
-from ludus.trainer.data.buffer import GroupSummary, TakenBatch
+from ludus.trainer.data.buffer import BufferState, GroupSummary, TakenBatch
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.run_folder import RunFolder
@@ -47,12 +47,35 @@ class SimulatedBuffer(BufferActor):
     def __init__(self, run: RunConfig, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
         super().__init__(run)
         self._batches = batches
+        self.is_alive = True
+
+    async def begin(self, indices: Iterable[int], version: int) -> None:
+        if self.is_alive:
+            await super().begin(indices, version)
+
+    async def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
+        if not self.is_alive:
+            return await asyncio.get_running_loop().create_future()
+        return await super().put(groups)
+
+    async def state(self) -> BufferState:
+        self._refuse_if_lost()
+        return await super().state()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
+        self._refuse_if_lost()
         taken, batch = await super().take(version, timeout_s)
         if taken.groups:
             self._batches[version] = taken.groups
         return replace(taken, batch=batch)
+
+    def die(self) -> None:
+        """Behave from now on as a remote buffer whose process has died."""
+        self.is_alive = False
+
+    def _refuse_if_lost(self) -> None:
+        if not self.is_alive:
+            raise BufferLostError("the buffer died")
 
 
 async def at_once(*_: object) -> None:
@@ -124,7 +147,7 @@ def rewards_of(spec: GroupSpec) -> tuple[float | None, ...]:
 class SimulatedWorkers:
     """The rollout workers: a slot is a number."""
 
-    buffer: BufferActor
+    buffer: SimulatedBuffer
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
     rewards: Callable[[GroupSpec], tuple[float | None, ...]] = rewards_of
     dies_with: Callable[[GroupSpec], bool] = lambda spec: False

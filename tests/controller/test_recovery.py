@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.errors import LearnerLostError, WeightSyncError
+from ludus.proto.errors import BufferLostError, LearnerLostError, WeightSyncError
 from ludus.trainer.checkpoint import newest_checkpoint, read_state
 from ludus.trainer.controller import Controller
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.types import GroupSpec
-from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -113,6 +113,60 @@ async def test_a_learner_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> 
     die_in(run, 6, 7, 8)
     with pytest.raises(LearnerLostError, match=r"restarted 2 times.*--resume"):
         await run.go()
+
+
+def lose_buffer_in(run: SimulatedRun, step: int) -> None:
+    """Let the buffer die while the learner is in this step."""
+    prepare_run = run.prepare
+
+    def lose(workers: SimulatedWorkers, controller: Controller) -> None:
+        prepare_run(workers, controller)
+
+        async def in_step(number: int) -> None:
+            await asyncio.sleep(0.005)
+            if number == step:
+                workers.buffer.die()
+                await asyncio.sleep(0.02)
+
+        run.learner.in_step = in_step
+
+    run.prepare = lose
+
+
+async def test_a_lost_buffer_ends_the_run_with_a_checkpoint_of_the_step_it_was_in(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    prepare_run = run.prepare
+    lose_buffer_in(run, 6)
+    with pytest.raises(BufferLostError, match=r"the buffer died; continue with --resume from step"):
+        await run.go()
+    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert saved.step == run.learner.steps == 7
+    assert saved.buffered_groups == []
+    assert [row.step for row in run.rows] == list(range(1, 8))
+    run.prepare, run.learner.in_step = prepare_run, at_once
+    state = await run.go(resume=True)
+    assert state.step == NUM_STEPS
+    assert len(set(run.trained)) == len(run.trained) == 4 * NUM_STEPS
+
+
+async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    lose_buffer_in(run, 6)
+    save = run.learner.save
+
+    async def save_or_die(state_folder: Path, model_folder: Path) -> None:
+        if run.learner.steps == 7:
+            run.learner.die()
+        await save(state_folder, model_folder)
+
+    monkeypatch.setattr(run.learner, "save", save_or_die)
+    with pytest.raises(BufferLostError, match="from the newest checkpoint with --resume"):
+        await run.go()
+    assert read_state(newest_checkpoint(tmp_path / "run" / "checkpoints")).step == 5
 
 
 async def test_weights_that_went_with_their_learner_are_its_loss_and_not_a_failed_sync(

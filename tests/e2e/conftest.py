@@ -12,7 +12,8 @@ HOLD_RAY = """
 import sys
 import ray
 
-ray.init(address="local", include_dashboard=False, log_to_driver=False)
+# CPUs are only counted there: a run in a cluster asks for those that it computes with.
+ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """

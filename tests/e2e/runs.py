@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ludus.proto.runs import SUMMARY_FILE, MetricsRow, Summary, read_metrics
 
@@ -37,8 +39,10 @@ SMALL = (
 class Run:
     """A trainer process and its folder."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     folder: Path
+    printed: IO[str]
+    """A file: a pipe that nobody reads would hold up what prints a line a step."""
 
     @property
     def rows(self) -> list[MetricsRow]:
@@ -65,8 +69,8 @@ class Run:
 
     def output(self) -> str:
         """What the process printed, after its end."""
-        assert self.process.stdout is not None
-        return self.process.stdout.read()
+        self.printed.seek(0)
+        return self.printed.read()
 
 
 @contextmanager
@@ -77,24 +81,20 @@ def start_run(
     small = SMALL if config is None else ()
     settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
     config = config or EXAMPLE
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(config), *flags),
-            *(part for setting in settings for part in ("--set", setting)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield Run(process, folder / "run")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    command = [
+        *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(config), *flags),
+        *(part for setting in settings for part in ("--set", setting)),
+    ]
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(
+            command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield Run(process, folder / "run", printed)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def processes_of(marker: str) -> dict[int, str]:

@@ -8,7 +8,8 @@ from ludus.env.evaluation import EpisodeOutcome, summarise
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, TrainMetric
-from ludus.proto.runs import EvalReport, Phase, read_metrics
+from ludus.proto.runs import LOG_ROW_PREFIX, EvalReport, MetricsRow, Phase, read_metrics
+from ludus.trainer import run_folder
 from ludus.trainer.metrics import StepValues
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.weights import CanaryReport, WorkerWeights
@@ -125,3 +126,85 @@ def test_a_run_whose_sink_cannot_start_keeps_what_it_has(
         again.open_sinks()
     again.close()
     assert steps(folder) == [1, 2]
+
+
+def leave(path: Path, *files: str) -> None:
+    """Leave a folder as a run does that is killed early on."""
+    for name in files:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["config.json.partial"],
+        ["config.json", "trainer.log", "initial_model/config.json"],
+        ["config.json", "checkpoints/step-00000005.partial/learner/rank-0"],
+    ],
+)
+def test_what_a_run_left_that_died_before_its_first_checkpoint_is_replaced(
+    tmp_path: Path, files: list[str]
+) -> None:
+    leave(tmp_path / "demo", *files)
+    folder = RunFolder.create(config(tmp_path), overwrite=True)
+    folder.close()
+    left = {str(path.relative_to(folder.path)) for path in folder.path.rglob("*")}
+    assert left == {"config.json", "metrics.jsonl"}
+
+
+def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
+    leave(tmp_path / "demo", "thesis.txt")
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        RunFolder.create(config(tmp_path), overwrite=True)
+    assert (tmp_path / "demo" / "thesis.txt").exists()
+
+
+def test_a_folder_that_is_half_removed_is_still_known_as_a_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path / "demo", "config.json", "a/b", "trainer.log", "z/b")
+    removed: list[Path] = []
+
+    def remove_one(path: Path) -> None:
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder.shutil, "rmtree", remove_one)
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder.create(config(tmp_path), overwrite=True)
+    RunFolder.create(config(tmp_path), overwrite=False).close()
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match=r"runs/demo' cannot be written .*; set output_dir"):
+        RunFolder.create(config(tmp_path / "runs"), overwrite=False)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder.reopen(config(tmp_path / "runs"), 3)
+
+
+def test_a_relative_folder_means_the_same_one_wherever_a_process_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_folder.path_of(config(Path("runs"))) == tmp_path / "runs" / "demo"
+
+
+def test_the_log_of_a_job_has_a_line_for_each_step_and_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    folder.open_sinks(in_job_log=True)
+    folder.connected({"blackjack": {}})
+    train(folder, 1, 2)
+    folder.delivered(2, {0: worker_weights(2, 0.25)})
+    folder.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(LOG_ROW_PREFIX) for line in lines)
+    rows = [MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX)) for line in lines]
+    assert [(row.kind, row.step) for row in rows] == [("phase", 0), ("train", 1), ("train", 2)]
+    written = [row for row in read_metrics(folder.path) if row.kind in ("phase", "train")]
+    assert rows == written

@@ -29,6 +29,7 @@
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
     ├── TrainingStalledError      nothing that is played teaches anything any more
     ├── LearnerLostError          a learner rank died, or its ranks no longer meet
+    ├── BufferLostError           the replay buffer died, with what waited in it
     ├── WorkerStartError          a rollout worker does not start, try after try
     └── CheckpointError
 
@@ -240,6 +241,10 @@ class RewardFunctionError(LudusError):
 
 class LearnerLostError(LudusError):
     """A rank of the learner died, or the ranks no longer meet; the others have been ended."""
+
+
+class BufferLostError(LudusError):
+    """The replay buffer died, and what waited in it is gone."""
 
 
 class WorkerStartError(LudusError):

@@ -37,6 +37,20 @@ CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
+LOG_ROW_PREFIX = "row: "
+"""Begins the lines of a job's log that hold a MetricsRow: of a run in a cluster, that log may be
+all that is seen while it continues."""
+
+
+class Resume(StrEnum):
+    """Whether a run continues from its newest checkpoint."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    """Where there is one; where there is none, it begins anew."""
+    ALWAYS = "always"
+    """A run without one is refused."""
+
 
 class Phase(StrEnum):
     """What a run is doing; shown live."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ludus.proto.config import RunConfig, load_run_config
 from ludus.proto.errors import LudusError, UserError
+from ludus.proto.runs import Resume
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -36,7 +37,7 @@ def _train(run: RunConfig, args: argparse.Namespace) -> int:
     from ludus.trainer.main import Stopped, train
 
     try:
-        asyncio.run(train(run, resume=args.resume, overwrite=args.overwrite))
+        asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     except Stopped as stopped:
         sys.stderr.write(f"{stopped}\n")
         return _INTERRUPTED_EXIT_CODE
@@ -69,7 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a policy")
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=Resume.ALWAYS,
+        default=Resume.NEVER,
+        choices=[Resume.ALWAYS, Resume.AUTO],
+        help="continue from the newest checkpoint; with =auto begin anew where there is none",
+    )
     train.add_argument("--overwrite", action="store_true", help="replace a run of this name")
     evaluate = commands.add_parser("eval", help="judge a checkpoint")
     evaluate.add_argument("--run-dir", type=Path, help="folder of the run")

@@ -36,6 +36,9 @@ since is not trained on (`GroupBuffer.restore` holds what the checkpoint held, a
 comers), and no group index is given twice. Versions repeat with other contents; no group that an
 old one sampled can be in the buffer, and workers tell contents apart by their hash.
 
+When the buffer is lost, the training loop hears of it between two steps, and the run ends with a
+checkpoint that lacks what waited there.
+
 Between two steps the run stands still for a checkpoint: what trained is in the learner, what
 waits or is played is listed, and what is listed as played is played again.
 """
@@ -50,7 +53,7 @@ from dataclasses import dataclass, field
 
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import CanaryError, LearnerLostError
+from ludus.proto.errors import BufferLostError, CanaryError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Phase
 from ludus.trainer.checkpoint import (
@@ -143,6 +146,7 @@ class Controller:
         Raises:
             WeightSyncError: weights did not arrive, or a canary failed.
             LearnerLostError: the learner was lost once too often.
+            BufferLostError: the buffer died; there is a checkpoint without what waited in it.
             Exception: a failed step or an environment that stays unavailable ends the run.
         """
         lost = False
@@ -159,6 +163,8 @@ class Controller:
             self.state.canary_failures += 1
             self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
             raise
+        except BufferLostError as error:
+            raise BufferLostError(f"{error}; {await self._save_without_buffer()}") from error
         finally:
             self.parts.folder.stop_clock()
 
@@ -301,10 +307,29 @@ class Controller:
         state.unfinished_groups = under_way.unfinished
         state.buffered_groups = under_way.finished
         state.counts = under_way.counts
+        await self._write_checkpoint(state)
+        parts.folder.saved(state.step, time.monotonic() - begun)
+
+    async def _save_without_buffer(self) -> str:
+        """Write a checkpoint if the learner lives, and say what to continue from.
+
+        The tasks of the run have ended, and the learner stands between two steps.
+        """
+        outside = self._sampling.outside_buffer()
+        state = self.state.model_copy(deep=True)
+        state.unfinished_groups += outside
+        try:
+            await self._write_checkpoint(state)
+        except LearnerLostError as error:
+            _log.warning("no checkpoint can be written: %s", error)
+            return "continue from the newest checkpoint with --resume"
+        return f"continue with --resume from step {state.step}, of which there is a checkpoint"
+
+    async def _write_checkpoint(self, state: RunState) -> None:
+        parts = self.parts
         aside = parts.checkpoints.begin(state.step)
         await parts.learners.save(learner_folder(aside), model_folder(aside))
         parts.checkpoints.commit(aside, state)
-        parts.folder.saved(state.step, time.monotonic() - begun)
 
     def _count_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; raise when it may not be started once more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import time
@@ -31,10 +30,13 @@ from ludus.proto.runs import (
     SUMMARY_FILE,
     Evaluation,
     Phase,
+    Resume,
 )
 from ludus.trainer import control
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.cluster import find_place, is_local, start_ray
 from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
@@ -42,6 +44,7 @@ from ludus.trainer.checkpoint import (
     CheckpointFolder,
     RunState,
     learner_folder,
+    list_checkpoints,
     model_folder,
     newest_checkpoint,
     read_state,
@@ -55,7 +58,8 @@ from ludus.trainer.prepare import make_canary_prompt, prepare_model
 from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.renderer import import_object
-from ludus.trainer.run_folder import RunFolder, log_to
+from ludus.trainer.run_folder import RunFolder, log_to, path_of
+from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks, together
 
@@ -67,6 +71,10 @@ _INITIAL_MODEL_FOLDER = "initial_model"
 class Infrastructure:
     """What a run stands on: Ray, and its environments."""
 
+    placement: Placement
+    """Where its actors go."""
+    token: FolderToken | None
+    """By which actors on other nodes know the run's folder; None on one machine."""
     servers: dict[str, LocalServer]
     """Those that the run owns."""
     environments: dict[str, Environment]
@@ -82,7 +90,7 @@ class Stopped(Exception):
     """The user ended the run before its last step; a checkpoint is written."""
 
 
-async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+async def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
     """The folder of the run, which has trained its last step.
 
     Raises:
@@ -91,18 +99,20 @@ async def train(run: RunConfig, *, resume: bool, overwrite: bool) -> Path:
     """
     run = with_available_generator(run)
     check_names(run)
-    if resume:
-        checkpoint, state = _starting_point(run)
+    checkpoint = _starting_point(run, resume)
+    if checkpoint is not None:
+        state = read_state(checkpoint)
         folder = RunFolder.reopen(run, state.step)
     else:
-        checkpoint, state = None, RunState()
-        folder = RunFolder.create(run, overwrite=overwrite)
+        state = RunState()
+        # What a run that died before its first checkpoint has left is of no use.
+        folder = RunFolder.create(run, overwrite=overwrite or resume is Resume.AUTO)
     log_to(folder.path, run.log_level)
     try:
-        folder.open_sinks()
+        folder.open_sinks(in_job_log=not is_local())
         await _train(run, folder, checkpoint, state)
     except UserError:
-        if resume or state.step > 0:
+        if checkpoint is not None or state.step > 0:
             _log.exception("the run has failed")
         else:
             # It could not start as configured, so there is nothing to keep.
@@ -150,14 +160,15 @@ async def evaluate(
         }
     )
     run = run.model_copy(update={"eval": chosen})
-    run_path = Path(run.output_dir) / run.name
+    run_path = path_of(run)
     checkpoint = checkpoint or newest_checkpoint(run_path / CHECKPOINTS_FOLDER)
     read_state(checkpoint)
     log_to(run_path, run.log_level)
-    async with _infrastructure(run, run_path) as infrastructure:
+    async with _infrastructure(run, run_path, with_learner=False) as infrastructure:
+        placement = infrastructure.placement
         spec = _worker_spec(run, str(model_folder(checkpoint)), infrastructure, run_path)
         workers, baselines = await together(
-            RolloutWorkers.start(spec, RemoteBuffer(run)),
+            RolloutWorkers.start(spec, RemoteBuffer(run, placement), placement),
             _baselines(run, infrastructure.environments),
         )
         try:
@@ -172,17 +183,18 @@ async def _parts(
     run: RunConfig, folder: RunFolder, infrastructure: Infrastructure, checkpoint: Path | None
 ) -> AsyncIterator[Parts]:
     """Everything a run consists of, started and connected."""
-    environments = infrastructure.environments
+    environments, placement = infrastructure.environments, infrastructure.placement
     folder.connected({name: one.description.options for name, one in environments.items()})
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
     canary = await make_canary_prompt(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
-    learners, buffer = LearnerGroup(run), RemoteBuffer(run)
+    learners = LearnerGroup(run, placement, infrastructure.token)
+    buffer = RemoteBuffer(run, placement)
     spec = _worker_spec(run, model_path, infrastructure, folder.path)
     workers, baselines, _ = await together(
-        RolloutWorkers.start(spec, buffer),
+        RolloutWorkers.start(spec, buffer, placement),
         _baselines(run, environments),
         learners.start(make_learner_spec(run, model_path), spec.weights),
     )
@@ -248,34 +260,37 @@ async def _write_chart(parts: Parts) -> None:
 
 
 @asynccontextmanager
-async def _infrastructure(run: RunConfig, log_folder: Path) -> AsyncIterator[Infrastructure]:
+async def _infrastructure(
+    run: RunConfig, run_path: Path, *, with_learner: bool = True
+) -> AsyncIterator[Infrastructure]:
     """Ray and the run's environments, connected; what the run started ends with it.
 
     The order matters: a server refuses bad options before Ray takes seconds to start, and
     Ray forks processes, which must happen before this one speaks gRPC.
     """
-    check_reachable(located(run.weights, run.name, log_folder))
-    with local_servers(run, log_folder) as servers:
-        _start_ray()
+    check_reachable(located(run.weights, run.name, run_path))
+    with local_servers(run, run_path) as servers:
+        start_ray()
         try:
-            async with connected(run, servers) as environments:
-                yield Infrastructure(servers, environments)
+            placement = await find_place(run, with_learner=with_learner)
+            with _token(run_path, placement) as token:
+                async with connected(run, servers) as environments:
+                    yield Infrastructure(placement, token, servers, environments)
         finally:
             ray.shutdown()
 
 
-def _start_ray() -> None:
-    """Join the Ray cluster of RAY_ADDRESS, or start one on this machine."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS", "local")
-    is_local = address == "local"
-    ray.init(
-        address=address,
-        include_dashboard=False if is_local else None,
-        log_to_driver=not is_local,
-        logging_level=logging.WARNING,
-        configure_logging=False,
-    )
+@contextmanager
+def _token(run_path: Path, placement: Placement) -> Iterator[FolderToken | None]:
+    """A token in the run's folder as long as actors start; one machine needs none."""
+    if placement.is_one_machine:
+        yield None
+        return
+    token = FolderToken.write(run_path)
+    try:
+        yield token
+    finally:
+        token.remove()
 
 
 @contextmanager
@@ -301,9 +316,12 @@ def _stop_on_signal(controller: Controller) -> Iterator[None]:
             loop.add_signal_handler(number, task.cancel)
 
 
-def _starting_point(run: RunConfig) -> tuple[Path, RunState]:
-    checkpoint = newest_checkpoint(Path(run.output_dir) / run.name / CHECKPOINTS_FOLDER)
-    return checkpoint, read_state(checkpoint)
+def _starting_point(run: RunConfig, resume: Resume) -> Path | None:
+    """The checkpoint that the run continues from; None where it begins anew."""
+    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
+    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
+        return None
+    return newest_checkpoint(checkpoints)
 
 
 def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
@@ -323,7 +341,8 @@ def _worker_spec(
     run: RunConfig, model_path: str, infrastructure: Infrastructure, run_path: Path
 ) -> RolloutWorkerSpec:
     addresses = {name: one.address for name, one in infrastructure.environments.items()}
-    return RolloutWorkerSpec(run, model_path, addresses, located(run.weights, run.name, run_path))
+    weights = located(run.weights, run.name, run_path)
+    return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
 
 
 async def _baselines(

@@ -84,7 +84,10 @@ class Workers(Protocol):
 
 
 class Buffer(Protocol):
-    """The replay buffer (`data/buffer.py`)."""
+    """The replay buffer (`data/buffer.py`).
+
+    `take`, `state` and `restore` raise BufferLostError once it has died.
+    """
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
         """See GroupBuffer.begin."""

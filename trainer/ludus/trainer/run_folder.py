@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +36,13 @@ from ludus.trainer.weights import WorkerWeights
 
 _log = logging.getLogger(__name__)
 
+_PARTIAL = ".partial"
+
+
+def path_of(run: RunConfig) -> Path:
+    """The folder of a run: absolute, so that processes elsewhere mean the same one."""
+    return Path(run.output_dir).absolute() / run.name
+
 
 class RunFolder:
     """The folder of one run, open for writing.
@@ -43,7 +52,7 @@ class RunFolder:
     """
 
     def __init__(self, run: RunConfig, *, resume_from: int | None = None) -> None:
-        self.path = Path(run.output_dir) / run.name
+        self.path = path_of(run)
         self.checkpoints = self.path / CHECKPOINTS_FOLDER
         self._run = run
         self._resume_from = resume_from
@@ -57,18 +66,19 @@ class RunFolder:
         """A new run's folder.
 
         Raises:
-            ConfigError: it holds a run already.
+            ConfigError: it holds a run already, or cannot be written.
         """
-        path = Path(run.output_dir) / run.name
-        if path.exists() and any(path.iterdir()):
-            cls._clear(path, overwrite=overwrite)
-        path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-        return cls(run)
+        path = path_of(run)
+        with _writing(path):
+            if path.exists() and any(path.iterdir()):
+                cls._clear(path, overwrite=overwrite)
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
+            return cls(run)
 
     @staticmethod
     def _clear(path: Path, *, overwrite: bool) -> None:
-        if not (path / CONFIG_FILE).is_file():
+        if not any((path / name).is_file() for name in (CONFIG_FILE, CONFIG_FILE + _PARTIAL)):
             raise ConfigError(
                 f"'{path}' is not empty and not the folder of a run; take another name or "
                 "output_dir"
@@ -78,26 +88,40 @@ class RunFolder:
                 f"'{path}' holds a run already; continue with --resume, replace it with "
                 "--overwrite, or take another name"
             )
-        shutil.rmtree(path)
+        _remove(path)
 
     @classmethod
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
-        """The folder of a run that continues from `step`; rows of later steps are dropped."""
-        path = Path(run.output_dir) / run.name
-        rows = _drop_rows_after(path, step)
-        write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-        folder = cls(run, resume_from=step)
+        """The folder of a run that continues from `step`; rows of later steps are dropped.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        path = path_of(run)
+        with _writing(path):
+            rows = _drop_rows_after(path, step)
+            write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
+            folder = cls(run, resume_from=step)
         folder._elapsed_before_s = max((row.elapsed_s for row in rows), default=0.0)
         return folder
 
-    def open_sinks(self) -> None:
+    def open_sinks(self, *, in_job_log: bool = False) -> None:
         """Open the sinks of the configuration: rows go there, too, from now on.
+
+        Args:
+            in_job_log: whether rows go to standard output as well.
 
         Raises:
             ConfigError: one of them cannot start as configured.
         """
         past = read_metrics(self.path)
-        self._sinks = open_sinks(self._run, self.path, resume_from=self._resume_from, past=past)
+        self._sinks = open_sinks(
+            self._run,
+            self.path,
+            resume_from=self._resume_from,
+            past=past,
+            job_log=sys.stdout if in_job_log else None,
+        )
 
     def connected(self, options: Mapping[str, JsonObject]) -> None:
         """Tell the sinks what each environment, by its name, was built with."""
@@ -184,7 +208,9 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the folder."""
         self.close()
-        shutil.rmtree(self.path)
+        # Some network file systems do not remove the folder of a file that is still open.
+        logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+        _remove(self.path)
 
     def close(self) -> None:
         """Close files and sinks."""
@@ -222,6 +248,28 @@ class RunFolder:
         self._sinks.write(row)
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says which folder it is that cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder '{path}' cannot be written ({error.strerror or error}); set "
+            "output_dir to a folder that can be"
+        ) from error
+
+
+def _remove(path: Path) -> None:
+    """Remove a run's folder; one that is left half removed is still known as a run's."""
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != CONFIG_FILE:
+            entry.unlink()
+    shutil.rmtree(path)
+
+
 def _open_metrics(path: Path) -> TextIO:
     # Line by line: whoever follows the file sees whole rows.
     return (path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
@@ -237,7 +285,7 @@ def _drop_rows_after(path: Path, step: int) -> list[MetricsRow]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file of which a reader sees the old text or the new one, never a part."""
-    aside = path.with_name(path.name + ".partial")
+    aside = path.with_name(path.name + _PARTIAL)
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 

@@ -99,6 +99,13 @@ class SamplingLoop:
             self._changed.notify_all()
             return UnderWay([*played, *self._waiting], held.groups, held.counts)
 
+    def outside_buffer(self) -> list[GroupSpec]:
+        """The groups that have begun and do not wait in the buffer, which is lost.
+
+        What is played gets new indices: some of it may have been trained on, unheard.
+        """
+        return [*map(self._mixture.renewed, self._playing.values()), *self._waiting]
+
     def take_idle_s(self) -> float:
         """Seconds, since the last call, in which no group was played."""
         now = time.monotonic()

@@ -21,6 +21,7 @@ from ludus.proto.config.sections import (
     LearnerConfig,
     MetricsConfig,
     ModelConfig,
+    PlacementConfig,
     RayWeightStore,
     RolloutConfig,
     TinyModel,
@@ -100,6 +101,7 @@ class RunConfig(Section):
     weights: WeightStoreConfig = RayWeightStore()
     """How weights reach the rollout workers."""
     eval: EvalConfig = EvalConfig()
+    placement: PlacementConfig = PlacementConfig()
     metrics: MetricsConfig = MetricsConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that trainer.log holds."""

@@ -296,6 +296,15 @@ WeightStoreConfig = Annotated[
 ]
 
 
+class PlacementConfig(Section):
+    """Which nodes of a Ray cluster the actors of a run get; one machine has no choice."""
+
+    learner_ranks: Literal["pack", "strict_pack"] = "pack"
+    """How the learner's ranks share nodes: as few as have room, or one and no other."""
+    join_timeout_s: NonNegativeFloat = 60.0
+    """How long a run waits for nodes that it needs, and that no autoscaler is about to bring."""
+
+
 class PrometheusSink(Section):
     """Metrics for Prometheus, served by the run's driver."""
 

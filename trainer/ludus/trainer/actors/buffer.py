@@ -15,12 +15,16 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig
+from ludus.proto.errors import BufferLostError
+from ludus.trainer.actors.deaths import reason_of
+from ludus.trainer.actors.placement import Placement
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
@@ -92,37 +96,61 @@ class BufferActor:
 
 
 class RemoteBuffer:
-    """A BufferActor in a process of its own."""
+    """A BufferActor in a process of its own.
 
-    def __init__(self, run: RunConfig) -> None:
-        self._actor: ActorHandle = ray.remote(num_cpus=0)(BufferActor).remote(run)
+    When it dies, `take`, `state` and `restore` raise BufferLostError. They are what the training
+    loop calls between two steps, so the loss interrupts none, and the learner's state is one that
+    can be saved. What the sampling loop calls keeps still instead.
+    """
+
+    def __init__(self, run: RunConfig, placement: Placement) -> None:
+        actor_class = ray.remote(**placement.beside_driver())(BufferActor)
+        self._actor: ActorHandle = actor_class.remote(run)
 
     async def begin(self, indices: Iterable[int], version: int) -> None:
-        """See GroupBuffer.begin."""
-        await self._actor.begin.remote(list(indices), version)
+        """See GroupBuffer.begin; without effect once the buffer is lost."""
+        with suppress(BufferLostError):
+            await self._answer(self._actor.begin.remote(list(indices), version))
 
     async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[int]:
-        """See GroupBuffer.put; groups by reference come from where they were played."""
-        return await self._actor.put.remote(groups)
+        """See GroupBuffer.put; groups by reference come from where they were played.
+
+        It waits for its cancellation once the buffer is lost: nothing can be said of the groups.
+        """
+        try:
+            return await self._answer(self._actor.put.remote(groups))
+        except BufferLostError:
+            return await asyncio.get_running_loop().create_future()
 
     async def take(self, version: int, timeout_s: float) -> TakenBatch:
         """See BufferActor.take; the batch is a reference."""
         call = self._actor.take.options(num_returns=2)
         taken_reference, batch = call.remote(version, timeout_s)
-        taken: TakenBatch = await taken_reference
+        taken: TakenBatch = await self._answer(taken_reference)
         return replace(taken, batch=batch) if taken.groups else taken
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
-        return await self._actor.state.remote()
+        return await self._answer(self._actor.state.remote())
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
         """See GroupBuffer.restore."""
-        return await self._actor.restore.remote(list(groups), dict(counts), version)
+        return await self._answer(self._actor.restore.remote(list(groups), dict(counts), version))
 
-    def raise_if_lost(self, error: ray.exceptions.RayError) -> None:
-        """Raise `error` if it is the buffer that died: what waited in it is gone."""
-        if getattr(error, "actor_id", None) == self._actor._actor_id.hex():
-            raise error
+    async def _answer(self, reference: ray.ObjectRef) -> Any:
+        """The answer to a call.
+
+        Raises:
+            BufferLostError: the buffer has died.
+            RayError: whoever made an argument of the call has.
+        """
+        try:
+            return await reference
+        except ray.exceptions.RayActorError as error:
+            if error.actor_id != self._actor._actor_id.hex():
+                raise
+            raise BufferLostError(
+                f"the replay buffer died, with all groups that waited in it: {reason_of(error)}"
+            ) from error

@@ -19,17 +19,23 @@ from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
+from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from ludus.trainer.weights import cast_floats, make_manifest
 
 
 class LearnerActor:
-    """One rank. Every call but `rendezvous` must reach all ranks."""
+    """One rank. Every call but `answer` and `rendezvous` must reach all ranks."""
 
     def __init__(self, rank: int, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._rank = rank
         self._timeout_s = 0.0
+
+    def answer(self, token: FolderToken | None) -> None:
+        """Answer the token of the run's folder, in which this rank will write."""
+        if token is not None:
+            token.answer(self._rank)
 
     def rendezvous(self) -> str:
         """An address at which the ranks can meet; asked of rank 0."""

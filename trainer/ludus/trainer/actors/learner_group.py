@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from ray.actor import ActorHandle
 
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
+from ludus.trainer.actors.cluster import while_waiting
+from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.learner import LearnerActor
+from ludus.trainer.actors.placement import Placement
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
+from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import together
 from ludus.trainer.types import CanaryPrompt, Coefficients
 
@@ -26,22 +31,34 @@ class LearnerGroup:
     way, and every later one, raises LearnerLostError until `restart`.
     """
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(
+        self, run: RunConfig, placement: Placement, token: FolderToken | None = None
+    ) -> None:
         self._config = run.learner
+        self._placement = placement
+        self._token = token
         self._ranks: list[ActorHandle] = []
 
     async def start(self, spec: LearnerSpec, weights: WeightStoreConfig) -> None:
         """Start the ranks, which meet and load the model.
 
         Raises:
+            ConfigError: a rank does not share the run's folder with the driver.
             LearnerLostError: a rank died over it.
         """
         self._spec, self._weights = spec, weights
         config = self._config
-        actor_class = ray.remote(num_cpus=0, num_gpus=config.num_gpus_per_rank)(LearnerActor)
         self._ranks = [
-            actor_class.remote(rank, config.num_threads) for rank in range(config.num_ranks)
+            ray.remote(**self._placement.of_rank(rank))(LearnerActor).remote(
+                rank, config.num_threads
+            )
+            for rank in range(config.num_ranks)
         ]
+        # Nobody refuses it its room: nodes that were lost are replaced, sooner or later.
+        answers = self._all("answer", self._token)
+        await while_waiting(self._placement, answers, refuse=False)
+        if self._token is not None:
+            await asyncio.to_thread(self._token.check_answers, config.num_ranks)
         [address] = await self._call("rendezvous", self._ranks[:1])
         await self._all("start", address, len(self._ranks), spec, weights)
 
@@ -104,8 +121,3 @@ class LearnerGroup:
 
 async def _answer(rank: ActorHandle, method: str, *args: object) -> Any:
     return await getattr(rank, method).remote(*args)
-
-
-def reason_of(error: ray.exceptions.RayError) -> str:
-    """Why an actor died, in one line and without the advice that Ray gives for every death."""
-    return " ".join(str(error).split()).partition(" Some common causes include")[0]

@@ -26,6 +26,7 @@ from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
+from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.weights import WorkerWeights, check_canary
 from ludus.trainer.weights.adapters import AdapterMerger
@@ -40,6 +41,8 @@ class RolloutWorkerSpec:
     addresses: Mapping[str, str]
     """Of each environment, by its name in the run."""
     weights: WeightStoreConfig
+    token: FolderToken | None = None
+    """Of the run's folder, which holds the model; None where it cannot but be seen."""
     number: int = 0
     """Tells workers apart."""
 
@@ -53,7 +56,13 @@ class RolloutWorkerActor:
         self._clients = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> None:
-        """Connect to the environments and load the engine."""
+        """Connect to the environments and load the engine.
+
+        Raises:
+            ConfigError: this node does not see the run's folder.
+        """
+        if spec.token is not None:
+            await asyncio.to_thread(spec.token.check)
         run = spec.run
         self._run = run
         self._store = make_store(spec.weights)

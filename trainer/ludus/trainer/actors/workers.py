@@ -30,7 +30,9 @@ from ray.actor import ActorHandle
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import CanaryError, UserError, WeightSyncError, WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.learner_group import reason_of
+from ludus.trainer.actors.cluster import while_waiting
+from ludus.trainer.actors.deaths import reason_of
+from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import SLOTS_PER_WORKER, Slot
@@ -76,6 +78,7 @@ class RolloutWorkers:
 
     spec: RolloutWorkerSpec
     buffer: RemoteBuffer
+    placement: Placement
     num_restarts: int = 0
     """Workers that died and were started again."""
     num_joined: int = 0
@@ -89,18 +92,21 @@ class RolloutWorkers:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def start(cls, spec: RolloutWorkerSpec, buffer: RemoteBuffer) -> RolloutWorkers:
+    async def start(
+        cls, spec: RolloutWorkerSpec, buffer: RemoteBuffer, placement: Placement
+    ) -> RolloutWorkers:
         """The workers, of which rollout.min_workers are ready to play.
 
         Raises:
             UserError: they cannot work as configured.
             WorkerStartError: they do not start.
         """
-        workers = cls(spec, buffer)
+        workers = cls(spec, buffer, placement)
         rollout = spec.run.rollout
         workers.resize(rollout.num_workers)
         try:
-            await workers._until(lambda: workers.num_ready >= rollout.min_workers)
+            enough = workers._until(lambda: workers.num_ready >= rollout.min_workers)
+            await while_waiting(placement, enough)
         except BaseException:
             await workers.close()
             raise
@@ -162,8 +168,7 @@ class RolloutWorkers:
             refused = await self.buffer.put(worker.actor.play.remote(list(groups)))
             worker.num_played += 1
             return refused
-        except _Gone as error:
-            self.buffer.raise_if_lost(error)
+        except _Gone:
             self._leave(worker)
             return await self.buffer.put([lost_group(group) for group in groups])
         finally:
@@ -222,7 +227,7 @@ class RolloutWorkers:
         """Run a worker until it is closed, and another one each time that it dies."""
         num_failed = 0
         while True:
-            worker = _Worker(number, _make_actor(self.spec))
+            worker = _Worker(number, _make_actor(self.spec, self.placement))
             try:
                 reason = await self._live(worker)
             finally:
@@ -397,13 +402,12 @@ async def _watch(actor: ActorHandle) -> str | None:
         closed.cancel()
 
 
-def _make_actor(spec: RolloutWorkerSpec) -> ActorHandle:
+def _make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
     rollout = spec.run.rollout
     # Engines read their environment when Python starts, before any code of ours.
     environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
     worker_class = ray.remote(
-        num_cpus=0,
-        num_gpus=rollout.num_gpus_per_worker,
+        **placement.of_worker(),
         runtime_env={"env_vars": environment},
     )(RolloutWorkerActor)
     return worker_class.remote(rollout.num_threads)

@@ -17,8 +17,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from ludus.proto.errors import NotFoundError
+
+# In the log of a job, each refresh of a bar is a line.
+disable_progress_bar()
 
 _SELF_CONTAINED = "TokenizersBackend"
 """What transformers names a tokenizer whose tokenizer.json says all there is to know."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
+from ludus.trainer.sinks.job_log import JobLog
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def open_sinks(
     *,
     resume_from: int | None = None,
     past: Sequence[MetricsRow] = (),
+    job_log: TextIO | None = None,
 ) -> Sinks:
     """The sinks that the run's configuration names.
 
@@ -91,6 +93,7 @@ def open_sinks(
         folder: of the run; files go into folders of their own there.
         resume_from: the step that the run continues from; None for a new run.
         past: the rows up to that step; sinks that keep nothing themselves take them in again.
+        job_log: takes a line for each step, where it is given.
 
     Raises:
         ConfigError: one of them cannot start as configured; none is left open.
@@ -98,6 +101,8 @@ def open_sinks(
     # Their packages are loaded by the runs that use them only.
     sinks: list[MetricsSink] = []
     try:
+        if job_log is not None:
+            sinks.append(JobLog(job_log))
         if run.metrics.tensorboard:
             from ludus.trainer.sinks.tensorboard import TensorboardWriter
 

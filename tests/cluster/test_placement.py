@@ -1,0 +1,136 @@
+"""What a run asks for, and whether nodes have room for it: pure, no Ray is started."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ludus.proto.config import RunConfig
+from ludus.trainer.actors.placement import Demand, Request, Resources, in_cluster, on_one_machine
+
+DRIVER_NODE = "ab" * 28
+
+
+def config(**sections: object) -> RunConfig:
+    return RunConfig.model_validate(sections)
+
+
+def demand(
+    num_ranks: int,
+    rank: Resources,
+    num_workers: int,
+    worker: Resources,
+    *,
+    on_one_node: bool = False,
+) -> Demand:
+    return Demand(
+        Request("learner rank", num_ranks, rank, on_one_node),
+        Request("rollout worker", num_workers, worker),
+    )
+
+
+def test_on_one_machine_nothing_but_gpus_is_asked_for() -> None:
+    placement = on_one_machine(config(rollout={"num_gpus_per_worker": 0.5, "num_threads": 4}))
+    assert placement.beside_driver() == {"num_cpus": 0}
+    assert placement.of_rank(0) == {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+    assert placement.of_worker() == {"num_cpus": 0, "num_gpus": 0.5, "resources": {}}
+
+
+def test_in_a_cluster_each_actor_asks_for_what_it_computes_with() -> None:
+    run = config(
+        learner={"num_ranks": 2, "num_threads": 3, "num_gpus_per_rank": 1},
+        rollout={"num_threads": 2},
+    )
+    placement = in_cluster(run, [{"CPU": 8.0, "GPU": 2.0}], DRIVER_NODE)
+    assert placement.of_rank(0) == {"num_cpus": 3.0, "num_gpus": 1.0, "resources": {}}
+    assert placement.of_worker() == {
+        "num_cpus": 2.0,
+        "num_gpus": 0,
+        "resources": {},
+        "scheduling_strategy": "SPREAD",
+    }
+    beside = placement.beside_driver()["scheduling_strategy"]
+    assert isinstance(beside, NodeAffinitySchedulingStrategy)
+    assert (beside.node_id, beside.soft) == (DRIVER_NODE, False)
+
+
+def test_the_resources_of_groups_of_nodes_are_asked_for_where_there_are_such_groups() -> None:
+    # A group that scales from nothing has no node yet.
+    nodes: list[Resources] = [{"head": 1000.0}, {"CPU": 4.0, "learner": 1.0}, {"CPU": 4.0}]
+    asked = in_cluster(config(), nodes, DRIVER_NODE).demand
+    assert asked.ranks.each == {"CPU": 1.0, "learner": 1.0}
+    assert asked.workers.each == {"CPU": 1.0, "rollout": 1.0}
+    asked = in_cluster(config(), [{"CPU": 4.0}], DRIVER_NODE).demand
+    assert asked.ranks.each == asked.workers.each == {"CPU": 1.0}
+
+
+def test_a_run_needs_its_least_number_of_workers_and_an_evaluation_no_learner() -> None:
+    run = config(rollout={"num_workers": 3, "min_workers": 2})
+    for with_learner in (True, False):
+        asked = in_cluster(run, [], DRIVER_NODE, with_learner=with_learner).demand
+        assert (asked.ranks.num_actors, asked.workers.num_actors) == (int(with_learner), 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "fits"),
+    [
+        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 2}], True),
+        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [{"CPU": 1}], False),
+        (demand(1, {"CPU": 1}, 1, {"CPU": 1}), [], False),
+        # The rank must leave the large node to the worker.
+        (demand(1, {"CPU": 2}, 1, {"CPU": 4}), [{"CPU": 4}, {"CPU": 2}], True),
+        (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 3}, {"CPU": 1}], False),
+        (demand(2, {"CPU": 2}, 0, {}), [{"CPU": 2}, {"CPU": 2}], True),
+        (demand(2, {"CPU": 2}, 0, {}, on_one_node=True), [{"CPU": 2}, {"CPU": 2}], False),
+        (demand(2, {"CPU": 2}, 1, {"CPU": 1}, on_one_node=True), [{"CPU": 4}, {"CPU": 1}], True),
+        (demand(1, {"GPU": 0.1}, 9, {"GPU": 0.1}), [{"GPU": 1.0}], True),
+        (demand(1, {"CPU": 1, "learner": 1}, 0, {}), [{"CPU": 9}], False),
+        (demand(1, {}, 1, {}), [{"CPU": 1}], True),
+    ],
+)
+def test_room_is_found_where_there_is_some(
+    asked: Demand, nodes: list[Resources], fits: bool
+) -> None:
+    assert asked.fits(nodes) is fits
+
+
+CPUS = st.integers(min_value=1, max_value=3)
+
+
+@given(
+    num_ranks=st.integers(0, 3),
+    num_workers=st.integers(0, 3),
+    rank=CPUS,
+    worker=CPUS,
+    nodes=st.lists(st.integers(0, 5), max_size=3),
+    on_one_node=st.booleans(),
+)
+def test_room_is_found_exactly_where_trying_every_way_finds_it(
+    num_ranks: int, num_workers: int, rank: int, worker: int, nodes: list[int], on_one_node: bool
+) -> None:
+    def is_way(places: tuple[int, ...]) -> bool:
+        free = list(nodes)
+        for actor, node in enumerate(places):
+            free[node] -= rank if actor < num_ranks else worker
+        is_together = not on_one_node or len(set(places[:num_ranks])) <= 1
+        return is_together and all(left >= 0 for left in free)
+
+    ways = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
+    asked = demand(num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, on_one_node=on_one_node)
+    assert asked.fits([{"CPU": float(n)} for n in nodes]) is any(is_way(way) for way in ways)
+
+
+def test_what_is_asked_and_what_is_there_are_said_in_words() -> None:
+    asked = demand(2, {"CPU": 1, "learner": 1}, 1, {"CPU": 2}, on_one_node=True)
+    assert str(asked) == (
+        "2 learner ranks with 1 CPU, 1 learner each on one node and 1 rollout worker with 2 CPU"
+    )
+    nodes: list[Resources] = [{"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0}, {}]
+    assert asked.offered_by(nodes) == (
+        "2 nodes with 2 CPU, 0 learner, 1 node with 0 CPU, 0 learner"
+    )
+    assert asked.offered_by([]) == "no node"

@@ -1,0 +1,120 @@
+"""A run on a Ray cluster of several nodes, of which each group offers a resource of its own."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
+from tests.e2e.runs import Run, start_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HOLD_CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+memory = 100 * 2**20
+cluster = Cluster()
+for line in sys.stdin:
+    cpus, group, count = line.split()
+    node = cluster.add_node(
+        num_cpus=int(cpus),
+        resources={group: int(count)},
+        object_store_memory=memory,
+        include_dashboard=False,
+    )
+    print(cluster.address, node.all_processes["raylet"][0].process.pid, flush=True)
+cluster.shutdown()
+"""
+
+
+@dataclass(slots=True)
+class RayCluster:
+    """Nodes that are processes of this machine; the first is the head."""
+
+    process: subprocess.Popen[str]
+    address: str = ""
+    raylets: dict[str, list[int]] = field(default_factory=dict)
+    """Of the nodes of each group, their process ids."""
+
+    def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
+        """Let a node join that offers so much of the resource `group`."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{num_cpus} {group} {amount}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline().split()
+        assert line, "a node did not start"
+        self.address = line[0]
+        self.raylets.setdefault(group, []).append(int(line[1]))
+
+    def where(self, kind: str) -> list[str]:
+        """The groups on whose nodes the actors of one kind run."""
+        return [
+            group
+            for group, raylets in sorted(self.raylets.items())
+            for raylet in raylets
+            for child in psutil.Process(raylet).children()
+            if f"ray::{kind}" in " ".join(child.cmdline())
+        ]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    """A head that takes no tasks, a node for the learner, and one for a rollout worker."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        cluster = RayCluster(process)
+        cluster.add_node("head", num_cpus=0, amount=1000)
+        cluster.add_node("learner")
+        cluster.add_node("rollout")
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_actors_have_their_nodes_and_a_node_that_joins_gets_a_worker_with_current_weights(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    more = ("rollout.num_workers=2", "rollout.min_workers=1", "training.num_steps=5000")
+    with start_run(tmp_path, *more, flags=("--resume=auto",)) as run:
+        run.wait_until(lambda: run.last_step >= 2)
+        assert cluster.where("BufferActor") == ["head"]
+        assert cluster.where("LearnerActor") == ["learner"]
+        assert cluster.where("RolloutWorkerActor") == ["rollout"]
+        cluster.add_node("rollout")
+        run.wait_until(lambda: len(held_versions(run)) == 2)
+        assert cluster.where("RolloutWorkerActor") == ["rollout", "rollout"]
+        versions = held_versions(run)
+        assert len(set(versions)) == 1 and versions[0] >= 2
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(120) == 130, run.output()
+        lines = run.output().splitlines()
+    logged = [
+        MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX))
+        for line in lines
+        if line.startswith(LOG_ROW_PREFIX)
+    ]
+    assert [row for row in run.rows if row.kind in ("phase", "train", "eval")] == logged
+    assert not list(run.folder.glob(".token-*"))
+
+
+def held_versions(run: Run) -> list[int]:
+    """The versions of the weights that the workers held after the newest delivery."""
+    delivered = [row for row in run.rows if row.kind == "weights"]
+    return [held.version for held in delivered[-1].weights] if delivered else []
