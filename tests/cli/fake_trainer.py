@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ludus.proto.runs import (
 )
 
 GAMES_PER_STEP = 100
+FLAGS = ("--resume", "--overwrite")
 
 
 def main() -> int:
@@ -49,6 +51,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(run.model_dump_json())
     (folder / LOG_FILE).write_text("started\n")
+    (folder / "flags").write_text(json.dumps([a for a in sys.argv if a.startswith(FLAGS)]))
     if scenario in ("waits", "never_stops"):
         return wait(folder, stops=scenario == "waits")
     return train(run, folder)
@@ -61,7 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(name, type=Path)
     parser.add_argument("--games", type=int)
     parser.add_argument("--temperature", type=float)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", choices=["always", "auto"])
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args(arguments)
 

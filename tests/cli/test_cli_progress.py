@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ludus.proto.metrics import EvalMetric, TrainMetric
-from ludus.proto.runs import METRICS_FILE, MetricsRow, Phase
+from ludus.proto.runs import LOG_ROW_PREFIX, METRICS_FILE, MetricsRow, Phase
 from ludus.services.cli.live_view import PlainView, TerminalView
 from ludus.services.cli.metrics_follower import MetricsFollower
 from ludus.services.cli.progress import RunProgress
@@ -179,6 +179,24 @@ def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_ref
     assert lines[1].startswith("step 3/3 · training")
 
 
+def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each_step() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=120))
+    progress = RunProgress(num_steps=30)
+    for step in range(1, 31):
+        for phase in (Phase.SAVE_CHECKPOINT, Phase.EVALUATE, Phase.TRAIN):
+            progress.update([phase_row(phase), train_row(step, step)])
+            view.refresh(progress)
+    view.finish(progress)
+    shown = [line.split(" · ")[1] for line in out.getvalue().splitlines()]
+    assert shown == ["saving a checkpoint", "evaluating", "training", "training"]
+
+
+def test_follower_waits_for_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert MetricsFollower(tmp_path / "runs" / METRICS_FILE).new_rows() == []
+
+
 def test_terminal_view_shows_phase_bar_and_facts() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
@@ -206,6 +224,9 @@ def test_output_of_the_trainer_is_sorted_into_errors_warnings_and_a_tail() -> No
         output.feed(line)
     assert output.errors == ["first\n  more of it", "b"]
     assert list(output.warnings) == ["slow"]
+    tail = list(output.tail)
+    output.feed(f"{LOG_ROW_PREFIX}{{}}")
+    assert list(output.tail) == tail, "a row is no word of the trainer's"
     for index in range(100):
         output.feed(str(index))
     assert len(output.tail) == NUM_TAIL_LINES

@@ -78,9 +78,38 @@ def test_a_missing_configuration_file_is_named(ludus: RunCli) -> None:
 
 
 def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
-    result = ludus("train", "--resume", "--overwrite")
+    for resume in ("--resume", "--resume=auto"):
+        result = ludus("train", resume, "--overwrite")
+        assert result.code == 2
+        assert "got both" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "passed_on"),
+    [
+        (["--resume"], ["--resume=always"]),
+        (["--resume=auto"], ["--resume=auto"]),
+        (["--overwrite"], ["--overwrite"]),
+        ([], []),
+    ],
+)
+def test_how_a_run_begins_is_left_to_the_trainer(
+    ludus: RunCli, fake_trainer: UseFake, tmp_path: Path, flags: list[str], passed_on: list[str]
+) -> None:
+    fake_trainer("goes_well")
+    # The flag takes nothing from what follows it.
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"name": "demo", "training": {"num_steps": 1}}))
+    result = ludus("train", *flags, str(config))
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "runs/demo/flags").read_text()) == passed_on
+
+
+def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
+    result = ludus("train", "--resume=perhaps")
     assert result.code == 2
-    assert "got both" in result.err
+    assert "perhaps" in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(env_commands.app, name="env")
-app.command("train")(train_command.train)
+app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("eval")(train_command.evaluate)
 app.command("scale")(scale_command.scale)
 app.command("report")(report_command.report)

@@ -34,18 +34,22 @@ def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
 
 
 class PlainView:
-    """One line every few seconds, and one whenever the run turns to something else."""
+    """One line every few seconds, and one whenever the run turns to something for the first time.
+
+    A run may turn from training to checkpoints and evaluations several times a second.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown_at_s = 0.0
-        self._phase_name = ""
+        self._shown_at_s = -PLAIN_INTERVAL_S
+        self._phase_names: set[str] = set()
+        """Of which a line was printed."""
         self._line = ""
 
     def refresh(self, progress: RunProgress) -> None:
         """Print a line when it is time and there is something new."""
         is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
-        if is_due or progress.phase_name != self._phase_name:
+        if is_due or progress.phase_name not in self._phase_names:
             self._print(progress)
 
     def warn(self, message: str) -> None:
@@ -61,7 +65,7 @@ class PlainView:
         if line != self._line:
             say(self._console, line)
             self._shown_at_s = time.monotonic()
-            self._phase_name = progress.phase_name
+            self._phase_names.add(progress.phase_name)
             self._line = line
 
 

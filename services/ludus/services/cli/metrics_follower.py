@@ -56,9 +56,9 @@ class MetricsFollower:
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file is written or replaced; None where there is none."""
+    """Changes whenever the file is written or replaced; None where none can be seen."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

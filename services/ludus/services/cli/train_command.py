@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
@@ -17,6 +18,7 @@ from ludus.proto.runs import (
     METRICS_FILE,
     SUMMARY_FILE,
     Evaluation,
+    Resume,
     Summary,
 )
 from ludus.services.cli.console import progress_console, results_console, say
@@ -44,6 +46,15 @@ Overrides = Annotated[
 ]
 
 
+class TrainCommand(TyperCommand):
+    """Lets --resume stand alone or with a value: Typer's options always or never have one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, where --resume alone means --resume=always."""
+        always = f"--resume={Resume.ALWAYS}"
+        return super().parse_args(ctx, [always if arg == "--resume" else arg for arg in args])
+
+
 def train(
     config_path: Annotated[
         Path | None,
@@ -56,29 +67,38 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's latest checkpoint.")
-    ] = False,
+        Resume,
+        typer.Option(
+            "--resume",
+            metavar="[=auto]",
+            show_default=False,
+            help="Go on from the run's latest checkpoint; with =auto begin where there is none.",
+        ),
+    ] = Resume.NEVER,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run of that name.")
     ] = False,
 ) -> None:
     """Train a policy, judge it against fixed policies and write a report.
 
-    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume continues from it.
+    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume continues from it. A
+    command that may be repeated until it ends well has --resume=auto.
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
     """
     from ludus.proto.config import load_run_config
 
     config = load_run_config(config_path, overrides or ())
-    if resume and overwrite:
+    if resume is not Resume.NEVER and overwrite:
         raise ConfigError("expected --resume or --overwrite, got both; choose one")
     if dry_run:
         typer.echo(config.model_dump_json(indent=2))
         return
     _check_environments(config)
     run_dir = Path(config.output_dir) / config.name
-    flags = [flag for flag, is_set in (("--resume", resume), ("--overwrite", overwrite)) if is_set]
+    flags = ["--overwrite"] if overwrite else []
+    if resume is not Resume.NEVER:
+        flags.append(f"--resume={resume}")
     end = _run_training(config, run_dir, flags)
     _exit_unless_well(end, run_dir, f"continue with: ludus train {run_dir / CONFIG_FILE} --resume")
     _show_results(run_dir)

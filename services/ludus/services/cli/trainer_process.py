@@ -6,6 +6,7 @@ whole process group is killed.
 
 What the child says on stdout and stderr is piped here. Lines that start with `warning: ` are
 shown as they come; `error: ` lines, each with the indented lines that follow it, at the end.
+Rows of metrics, which a run in a cluster prints, are passed over: they are read from its folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
+
+from ludus.proto.runs import LOG_ROW_PREFIX
 
 STOP_GRACE_S = 15.0
 """How long the child may take to write its checkpoint after Ctrl-C."""
@@ -51,6 +54,8 @@ class TrainerOutput:
 
     def feed(self, line: str) -> None:
         """Sort one line, given without its newline."""
+        if line.startswith(LOG_ROW_PREFIX):
+            return
         self.tail.append(line)
         if self._within_error and line.startswith(" "):
             self.errors[-1] += f"\n{line}"
