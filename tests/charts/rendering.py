@@ -51,6 +51,25 @@ class ValueSet:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    @functools.cached_property
+    def all_values(self) -> dict[str, Any]:
+        """With the defaults of the chart."""
+        files = ["values.yaml", *([self.file] if self.file else [])]
+        merged: dict[str, Any] = {}
+        for name in files:
+            merged = over(merged, yaml.safe_load((CHART / name).read_text(encoding="utf-8")))
+        return over(merged, self.values)
+
+
+def over(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The one map over the other, level by level."""
+    merged = dict(base)
+    for key, value in given.items():
+        below = merged.get(key)
+        is_below = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = over(below, value) if is_below else value
+    return merged
+
 
 def helm() -> str:
     """The program; from its package on PyPI, or this machine's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.charts.rendering import ValueSet
+from tests.charts.rendering import ValueSet, over
 
 BLACKJACK: dict[str, Any] = {
     "image": {"repository": "ludus/env-openspiel"},
@@ -17,16 +17,6 @@ LEAST: dict[str, Any] = {
     "environments": {"blackjack": BLACKJACK},
 }
 MONITORED: dict[str, Any] = {"monitoring": {"monitors": {"enabled": True}}}
-
-
-def over(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The one map over the other, level by level."""
-    merged = dict(base)
-    for key, value in given.items():
-        below = merged.get(key)
-        is_below = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = over(below, value) if is_below else value
-    return merged
 
 
 def with_environment(**fields: Any) -> dict[str, Any]:
@@ -202,6 +192,25 @@ FEATURES = (
     ),
 )
 
+EVERYTHING = _set(
+    "everything",
+    {
+        "storage": _STORE,
+        "monitoring": {"monitors": {"enabled": True}},
+        "networkPolicy": {
+            "clients": [{"namespaceSelector": {"matchLabels": {"team": "games"}}}],
+            "runs": [
+                {
+                    "to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}],
+                    "ports": [{"protocol": "TCP", "port": 443}],
+                }
+            ],
+        },
+        "environments": {"code": {**BLACKJACK, "mode": "sandbox", "capacity": 1}},
+    },
+)
+"""Every flow that the diagram in the docs draws."""
+
 LIMITS = (
     ValueSet("long-release", LEAST, release="a" * 50 + "-b1"),
     ValueSet("release-named-otherwise", LEAST, release="games"),
@@ -284,4 +293,4 @@ LIMITS = (
     ),
 )
 
-ALL = (*SHIPPED, *FEATURES, *LIMITS)
+ALL = (*SHIPPED, *FEATURES, EVERYTHING, *LIMITS)

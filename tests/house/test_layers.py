@@ -41,7 +41,9 @@ def test_the_environment_server_loads_no_heavy_package() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", ["generate_proto.py", "configuration_docs.py", "metrics_docs.py"])
+@pytest.mark.parametrize(
+    "name", ["generate_proto.py", "configuration_docs.py", "metrics_docs.py", "chart_docs.py"]
+)
 def test_generated_files_match_their_sources(name: str) -> None:
     script = ROOT / "dev" / name
     result = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)

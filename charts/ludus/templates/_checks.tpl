@@ -8,12 +8,58 @@
 {{- $args := dict "root" $ "name" $name "environment" $environment "place" (printf "environments.%s" $name) }}
 {{- include "ludus.problems.environment" $args }}
 {{- include "ludus.problems.server" $args }}
+{{- include "ludus.problems.quantities" (dict "place" $args.place "part" $environment) }}
+{{- include "ludus.problems.variables" (dict "place" $args.place "part" $environment) }}
 {{- include "ludus.problems.scaling" $args }}
 {{- end }}
 {{- include "ludus.problems.runs" . }}
 {{- include "ludus.problems.storage" . }}
 {{- include "ludus.problems.routes" . }}
+{{- include "ludus.problems.network" . }}
 {{- include "ludus.problems.kinds" . }}
+{{- with .Values }}
+{{- range $place, $part := dict "gateway" .gateway "runs" .runs "runs.head" .runs.head "runs.learner" .runs.learner "runs.rollout" .runs.rollout "runs.autoscaling" .runs.autoscaling "runs.cache" .runs.cache "storage.runs" .storage.runs "storage.store" .storage.store }}
+{{- include "ludus.problems.quantities" (dict "place" $place "part" $part) }}
+{{- include "ludus.problems.variables" (dict "place" $place "part" $part) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Arguments: place, part. Amounts of CPU, memory and storage. */}}
+{{- define "ludus.problems.quantities" -}}
+{{- $amounts := dict }}
+{{- range $name := list "size" "shmSize" }}
+{{- if hasKey $.part $name }}
+{{- $_ := set $amounts (printf "%s.%s" $.place $name) (get $.part $name) }}
+{{- end }}
+{{- end }}
+{{- range $kind, $resources := default dict .part.resources }}
+{{- range $name, $amount := $resources }}
+{{- $_ := set $amounts (printf "%s.resources.%s.%s" $.place $kind $name) $amount }}
+{{- end }}
+{{- end }}
+{{- range $place, $amount := $amounts }}
+{{- if not (regexMatch "^[0-9]+([.][0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$" (toString $amount)) }}
+- {{ $place }}: expected an amount such as 500m, 2 or 8Gi, got {{ $amount }}; set it to one
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Arguments: place, part. */}}
+{{- define "ludus.problems.variables" -}}
+{{- range .part.env }}
+{{- if and .value (regexMatch "(^|_)(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|(SESSION|ACCESS|PRIVATE)_KEY)$" (upper .name)) }}
+- {{ $.place }}.env: expected {{ .name }} from a Secret, got its value, which everybody who may read pods would see; set valueFrom.secretKeyRef with name and key in place of value
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "ludus.problems.network" -}}
+{{- range .Values.networkPolicy.apiServer.cidrs }}
+{{- if not (regexMatch "^([0-9]{1,3}([.][0-9]{1,3}){3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)/[0-9]{1,3}$" .) }}
+- networkPolicy.apiServer.cidrs: expected addresses with the length of their prefix, like 10.0.0.1/32, got {{ . }}; add it
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "ludus.problems.names" -}}

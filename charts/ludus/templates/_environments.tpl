@@ -8,6 +8,17 @@
 {{ toJson $all }}
 {{- end }}
 
+{{/* Those that the gateway serves. Sandboxes are claimed, not called. */}}
+{{- define "ludus.sharedEnvironments" -}}
+{{- $shared := dict -}}
+{{- range $name, $environment := include "ludus.environments" . | fromJson -}}
+{{- if eq $environment.mode "shared" -}}
+{{- $_ := set $shared $name $environment -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $shared }}
+{{- end }}
+
 {{/* A map over another, level by level. Sprig's own merging takes 0 and false for nothing said;
      here they are said, and only null is not. `options` belong together and are not mixed. */}}
 {{- define "ludus.over" -}}

@@ -31,14 +31,12 @@ key = "/etc/ludus-tls/tls.key"
 {{- end }}
 
 [environments]
-{{- range $name, $environment := include "ludus.environments" . | fromJson }}
-{{- if eq $environment.mode "shared" }}
+{{- range $name, $environment := include "ludus.sharedEnvironments" . | fromJson }}
 [environments.{{ $name }}]
 kind = "kubernetes"
 namespace = {{ $.Release.Namespace | toJson }}
 service = {{ include "ludus.environmentName" (dict "root" $ "name" $name) | toJson }}
 lease = {{ include "ludus.environmentName" (dict "root" $ "name" $name) | toJson }}
-{{- end }}
 {{- end }}
 {{- end }}
 
