@@ -1,0 +1,125 @@
+"""Draws the dashboards with the data of a Prometheus: docs/images/ludus-*.svg.
+
+    dashboards.py --expressions--> Prometheus --series--> grafana/drawing.py --> SVG
+
+No Grafana is needed: layout, expressions, units and colours are those of the dashboards; what
+Grafana draws looks otherwise. Times are Unix times in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dashboards import DASHBOARDS
+from grafana import drawing
+from grafana.drawing import Box, Series, Span
+from grafana.model import GRID_COLUMNS, Dashboard, Panel, Query
+
+TARGET = Path(__file__).parent.parent / "docs" / "images"
+COLUMN_WIDTH, ROW_HEIGHT, HEADING_HEIGHT = 60, 26, 30
+NUM_POINTS = 100
+
+
+class Answers(Protocol):
+    """What is known of the time that is looked at, and what is chosen at the top of the page."""
+
+    @property
+    def span(self) -> Span: ...
+    @property
+    def chosen(self) -> Mapping[str, str]: ...
+    def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
+        """The answer, named as the legend has it; by the query's letter in a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Prometheus."""
+
+    address: str
+    span: Span
+    chosen: Mapping[str, str]
+
+    def series(self, query: Query, letter: str, is_table: bool) -> list[Series]:
+        """The answer, named as the legend has it; by the query's letter in a table."""
+        step = (self.span.end - self.span.start) / NUM_POINTS
+        expression = re.sub(r"\$(\w+)", lambda found: self.chosen[found[1]], query.expr)
+        asked = {
+            "query": expression,
+            "start": self.span.start,
+            "end": self.span.end,
+            "step": f"{step:.3f}",
+        }
+        url = f"{self.address}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
+        with urllib.request.urlopen(url) as reply:
+            found = json.load(reply)["data"]["result"]
+        return [_series(one, letter if is_table else query.legend) for one in found]
+
+
+def draw(dashboard: Dashboard, source: Answers) -> str:
+    """The page as SVG."""
+    parts, y = [], 0.0
+    for row in dashboard.rows:
+        parts.append(drawing.heading(row.title, Box(0, y, 0, 0)))
+        x, y, height = 0, y + HEADING_HEIGHT, 0
+        for panel in row.panels:
+            if x + panel.width > GRID_COLUMNS:
+                x, y, height = 0, y + height * ROW_HEIGHT, 0
+            box = Box(x * COLUMN_WIDTH, y, panel.width * COLUMN_WIDTH, panel.height * ROW_HEIGHT)
+            parts.append(_panel(panel, source, box))
+            x, height = x + panel.width, max(height, panel.height)
+        y += height * ROW_HEIGHT
+    return drawing.page(dashboard.title, Box(0, 0, GRID_COLUMNS * COLUMN_WIDTH, y + 4), parts)
+
+
+def _panel(panel: Panel, source: Answers, box: Box) -> str:
+    title = re.sub(r"\$(\w+)", lambda found: source.chosen[found[1]], panel.title)
+    series = [
+        one
+        for number, query in enumerate(panel.queries)
+        for one in source.series(query, chr(ord("A") + number), panel.kind == "table")
+    ]
+    return drawing.panel(panel, title, series, box, source.span)
+
+
+def _series(answer: Mapping[str, Any], legend: str) -> Series:
+    labels = answer["metric"]
+    name = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: labels.get(found[1], ""), legend)
+    values = [(float(t), float(v)) for t, v in answer["values"]]
+    return Series(name, [(t, v) for t, v in values if math.isfinite(v)], labels)
+
+
+def main() -> None:
+    """Draw every dashboard."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prometheus", help="its address, for example http://127.0.0.1:9090")
+    parser.add_argument("--start", type=float, required=True)
+    parser.add_argument("--end", type=float, required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--environment", required=True)
+    parser.add_argument("--window", default="1m")
+    parser.add_argument("--rate-interval", default="1m", help="four scrapes or more")
+    parser.add_argument("--to", type=Path, default=TARGET)
+    given = parser.parse_args()
+    chosen = {
+        "namespace": ".*",
+        "run": given.run,
+        "environment": given.environment,
+        "window": given.window,
+        "__rate_interval": given.rate_interval,
+    }
+    source = Source(given.prometheus.rstrip("/"), Span(given.start, given.end), chosen)
+    for dashboard in DASHBOARDS:
+        (given.to / f"{dashboard.uid}.svg").write_text(draw(dashboard, source), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
