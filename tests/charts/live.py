@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,14 @@ _COUNTS = {
     TrainMetric.NUM_TOKENS_GENERATED: 400.0,
     TrainMetric.NUM_CANARY_FAILURES: 0.0,
     TrainMetric.NUM_LEARNER_RESTARTS: 0.0,
+    TrainMetric.STEP_S: 2.0,
 }
 ENVIRONMENTS = {"blackjack": {}, "tic_tac_toe": {"opponent": "first"}}
 
 
 @contextmanager
 def prometheus(
-    folder: Path, targets: Mapping[str, str], rules: tuple[Path, ...] = ()
+    folder: Path, targets: Mapping[str, str], rules: Sequence[Path] = ()
 ) -> Iterator[str]:
     """A Prometheus that scrapes the addresses, labelled as the chart's monitors do; its own."""
     jobs = [
@@ -126,6 +127,12 @@ async def train(exporter: PrometheusExporter, until: asyncio.Event) -> None:
         for row in rows(step):
             exporter.write(row)
         await asyncio.sleep(0.5)
+
+
+def fail(exporter: PrometheusExporter) -> None:
+    """Tell of a failed canary, and of a learner that was restarted."""
+    for metric in (TrainMetric.NUM_CANARY_FAILURES, TrainMetric.NUM_LEARNER_RESTARTS):
+        exporter.write(_row("event", 1, {metric: 1.0}))
 
 
 def rows(step: int) -> list[MetricsRow]:

@@ -1,4 +1,4 @@
-"""Every expression has data where the platform really runs: a metric that is renamed shows."""
+"""Where the platform really runs, every expression has data, and only what is wrong is told of."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from dashboards import DASHBOARDS
+import yaml
+from dashboards import DASHBOARDS, TARGET
 
-from tests.charts.live import ask, play, prometheus, started_exporter, train
+from tests.charts.live import ask, fail, play, prometheus, started_exporter, train
 from tests.charts.promql import filled_in
 from tests.gateway.gateways import served
 
@@ -22,6 +23,15 @@ VALUES = {
     "__rate_interval": "3s",
 }
 PATIENCE_S = 40.0
+RULES = sorted((TARGET.parent / "rules").glob("*.yaml"))
+UNLESS_OPENS_WAIT = "ludus:env_queue_wait_seconds:p95_rate5m"
+TOLD = 'group by (alertname) (ALERTS{alertname=~"Ludus.+"})'
+"""Pending alerts, too: their conditions hold."""
+
+FAILED = tuple(
+    f'ALERTS{{alertname="{name}", alertstate="firing"}}'
+    for name in ("LudusCanaryFailed", "LudusLearnerRestarted")
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,13 +39,14 @@ pytestmark = [
 ]
 
 
-async def test_every_expression_has_data(tmp_path: Path) -> None:
+async def test_every_expression_has_data_and_alerts_tell_of_failures_alone(tmp_path: Path) -> None:
     wanted = {
         filled_in(query.expr, VALUES): f"{board.uid}: {query.legend}"
         for board in DASHBOARDS
         for query in board.queries
         if query.empty_unless is None
     }
+    wanted |= {name: "record" for name in records() if name != UNLESS_OPENS_WAIT}
     exporter, end = started_exporter(), asyncio.Event()
     try:
         async with served() as (gateway, [server]), asyncio.TaskGroup() as tasks:
@@ -46,12 +57,30 @@ async def test_every_expression_has_data(tmp_path: Path) -> None:
                 "server": server.http_address,
                 "driver": f"http://127.0.0.1:{exporter.port}",
             }
-            with prometheus(tmp_path, targets) as address:
+            with prometheus(tmp_path, targets, RULES) as address:
                 missing = await asyncio.to_thread(still_missing, address, wanted)
+                told_of_nothing = told(address)
+                fail(exporter)
+                unmet = await asyncio.to_thread(still_missing, address, dict.fromkeys(FAILED, ""))
+                told_of_failures = told(address)
             end.set()
     finally:
         exporter.close()
     assert not missing, "\n".join(f"{what}: {expr}" for expr, what in missing.items())
+    assert told_of_nothing == set()
+    assert not unmet
+    assert told_of_failures == {"LudusCanaryFailed", "LudusLearnerRestarted"}
+
+
+def records() -> list[str]:
+    """The names of the recording rules."""
+    groups = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule["record"] for group in groups for rule in group["rules"] if "record" in rule]
+
+
+def told(address: str) -> set[str]:
+    """The alerts whose conditions hold."""
+    return {series["metric"]["alertname"] for series in ask(address, TOLD)}
 
 
 def still_missing(address: str, wanted: dict[str, str]) -> dict[str, str]:
