@@ -40,6 +40,8 @@ WANDB_FOLDER = "wandb"
 LOG_ROW_PREFIX = "row: "
 """Begins the lines of a job's log that hold a MetricsRow: of a run in a cluster, that log may be
 all that is seen while it continues."""
+CONTROL_VARIABLE = "LUDUS_CONTROL_FILE"
+"""Environment variable with a second control file, one that is mounted into a pod."""
 
 
 class Resume(StrEnum):
@@ -86,6 +88,8 @@ class RunControl(_Record):
 
     num_workers: Annotated[int, Field(ge=1)] | None = None
     """Rollout workers; null leaves their number as it is."""
+    stop: bool = False
+    """Whether the run shall end after its step, with a checkpoint and exit code 0."""
 
 
 class MetricsRow(_Record):

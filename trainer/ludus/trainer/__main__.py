@@ -40,7 +40,9 @@ def _train(run: RunConfig, args: argparse.Namespace) -> int:
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     except Stopped as stopped:
         sys.stderr.write(f"{stopped}\n")
-        return _INTERRUPTED_EXIT_CODE
+        # Whoever wanted it through the control file gets what they wanted: a RayJob that
+        # failed would be tried again.
+        return 0 if stopped.is_wanted else _INTERRUPTED_EXIT_CODE
     return 0
 
 

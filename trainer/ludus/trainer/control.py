@@ -1,8 +1,9 @@
-"""What the user wants changed while a run continues: `ludus scale` writes it, the driver reads it.
+"""What the user wants changed while a run continues, and the driver's reading of it.
 
-    ludus scale --> control.json --(each second)--> `follow` --> RolloutWorkers.resize
+    ludus scale --> control.json of the run's folder -------+--(each second)--> `follow`
+    the same in a cluster --> a ConfigMap, as a mounted file +    --> resize workers, stop
 
-The file says what is wanted, not what to do: it may be written again, and holds when a stopped
+A file says what is wanted, not what to do: it may be written again, and holds when a stopped
 run is resumed.
 """
 
@@ -10,29 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from ludus.proto.runs import CONTROL_FILE, RunControl
+from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
 from ludus.trainer.processes import Workers
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 
 
-async def follow(run_folder: Path, workers: Workers) -> None:
-    """Do what the control file of the run says, for ever, each time that it changes.
+async def follow(run_folder: Path, workers: Workers, stop: Callable[[], None]) -> None:
+    """Do what the control files of the run say, for ever, each time that one changes.
 
     A file that cannot be read is named in the log and changes nothing.
     """
-    path = run_folder / CONTROL_FILE
-    before: str | None = None
+    mounted = os.environ.get(CONTROL_VARIABLE)
+    paths = [run_folder / CONTROL_FILE, *([Path(mounted)] if mounted else [])]
+    before: dict[Path, str] = {}
     while True:
-        text = await asyncio.to_thread(_read, path)
-        if text is not None and text != before:
-            before = text
-            _apply(text, path, workers)
+        for path in paths:
+            text = await asyncio.to_thread(_read, path)
+            if text is not None and text != before.get(path):
+                before[path] = text
+                _apply(text, path, workers, stop)
         await asyncio.sleep(_INTERVAL_S)
 
 
@@ -44,7 +49,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _apply(text: str, path: Path, workers: Workers) -> None:
+def _apply(text: str, path: Path, workers: Workers, stop: Callable[[], None]) -> None:
     try:
         wanted = RunControl.model_validate_json(text)
     except ValidationError as error:
@@ -53,3 +58,6 @@ def _apply(text: str, path: Path, workers: Workers) -> None:
     if wanted.num_workers is not None:
         _log.info("%d rollout workers are wanted", wanted.num_workers)
         workers.resize(wanted.num_workers)
+    if wanted.stop:
+        _log.info("an end after this step is wanted")
+        stop()

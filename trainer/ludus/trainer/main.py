@@ -89,6 +89,9 @@ class Infrastructure:
 class Stopped(Exception):
     """The user ended the run before its last step; a checkpoint is written."""
 
+    is_wanted = False
+    """True where the run's control file said so, and not a signal."""
+
 
 async def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
     """The folder of the run, which has trained its last step.
@@ -141,9 +144,11 @@ async def _train(
         controller = Controller(parts, state)
         freeze_heap()
         with _stop_on_signal(controller):
-            await _run_controlled(controller, folder, parts.workers)
+            is_stop_wanted = await _run_controlled(controller, folder, parts.workers)
         if not controller.finished:
-            raise Stopped(f"stopped after step {state.step}")
+            stopped = Stopped(f"stopped after step {state.step}")
+            stopped.is_wanted = is_stop_wanted
+            raise stopped
         await _finish(parts, state, infrastructure, begun)
     folder.phase(Phase.DONE, state.step)
 
@@ -218,11 +223,22 @@ async def _parts(
         await workers.close()
 
 
-async def _run_controlled(controller: Controller, folder: RunFolder, workers: Workers) -> None:
-    """Run the controller, and do on the way what the run's control file says."""
+async def _run_controlled(controller: Controller, folder: RunFolder, workers: Workers) -> bool:
+    """Run the controller, and do on the way what the run's control file says.
+
+    Returns:
+        Whether the file wanted the run to stop.
+    """
+    wanted = asyncio.Event()
+
+    def stop() -> None:
+        wanted.set()
+        controller.stop()
+
     async with Tasks() as tasks:
-        tasks.start(control.follow(folder.path, workers))
+        tasks.start(control.follow(folder.path, workers, stop))
         await controller.run()
+    return wanted.is_set()
 
 
 async def _finish(
