@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ludus.services.cli import app, trainer_process
+from ludus.services.runs import follow
+from tests.cli.cluster_runs import CONFIG, beyond_the_role
 from tests.cli.commands import FAKE_TRAINER, Outcome, RunCli
+from tests.gateway.fake_kubernetes import Call, cluster_in_thread
+from tests.runs.cluster import install
+from tests.runs.release import NAMESPACE
 
 
 @pytest.fixture
@@ -44,3 +50,26 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         )
 
     return use
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """A cluster with a release, which the kubeconfig names."""
+    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    with cluster_in_thread() as (url, call):
+        call(install)
+        place = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
+        kubeconfig = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": "secret-token"}}],
+            "contexts": [{"name": "x", "context": place}],
+            "current-context": "x",
+        }
+        path = tmp_path / "kubeconfig"
+        path.write_text(yaml.safe_dump(kubeconfig))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        (tmp_path / "run.toml").write_text(CONFIG)
+        yield call
+        assert call(beyond_the_role) == set()

@@ -118,6 +118,9 @@ class FakeKubernetes:
     def get(self, api_version: str, plural: str, namespace: str, name: str) -> Json | None:
         return copy.deepcopy(self._store.find(Target(api_version, plural, namespace, name)))
 
+    def all(self, api_version: str, plural: str) -> list[Json]:
+        return copy.deepcopy(self._store.all_of(Target(api_version, plural, "", "")))
+
     # What others do in the cluster.
 
     def put(self, found: Json, plural: str = "") -> Json:

@@ -15,7 +15,9 @@ from ludus.services.cli import (
     env_commands,
     gateway_command,
     report_command,
+    runs_commands,
     scale_command,
+    submit_command,
     train_command,
 )
 
@@ -36,6 +38,13 @@ app.command("eval")(train_command.evaluate)
 app.command("scale")(scale_command.scale)
 app.command("report")(report_command.report)
 app.command("gateway")(gateway_command.gateway)
+app.command("submit")(submit_command.submit)
+app.command("list")(runs_commands.list_runs)
+app.command("status")(runs_commands.status)
+app.command("logs")(runs_commands.logs)
+app.command("stop")(runs_commands.stop)
+app.command("resume")(submit_command.resume)
+app.command("fetch")(runs_commands.fetch)
 
 
 def main() -> None:

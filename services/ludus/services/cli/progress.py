@@ -34,6 +34,8 @@ class RunProgress:
         self.num_games_trained = 0
         self.phase: Phase | None = None
         self.is_stopping = False
+        self.place = ""
+        """What a run in a cluster waits for, in words; empty while it goes on."""
         self._num_lost: dict[int, int] = {}
         """By step: after a restart of the learner its rows come once more."""
         self._evals: dict[str, dict[str, float]] = {}
@@ -64,6 +66,8 @@ class RunProgress:
         """What the run is doing, in words."""
         if self.is_stopping:
             return "stopping, writing a checkpoint"
+        if self.place:
+            return self.place
         return "starting" if self.phase is None else PHASE_NAMES[self.phase]
 
     @property

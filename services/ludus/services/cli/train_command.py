@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,7 +102,14 @@ def train(
         flags.append(f"--resume={resume}")
     end = _run_training(config, run_dir, flags)
     _exit_unless_well(end, run_dir, f"continue with: ludus train {run_dir / CONFIG_FILE} --resume")
-    _show_results(run_dir)
+    show_results(
+        run_dir,
+        {
+            "judge again": f"ludus eval {run_dir}",
+            "train on": f"ludus train {run_dir / CONFIG_FILE} --resume "
+            "--set training.num_steps={more}",
+        },
+    )
 
 
 def evaluate(
@@ -246,7 +254,12 @@ def _explain_crash(console: Console, end: TrainerEnd, errors: str, run_dir: Path
         say(console, f"error: the trainer ended with {how}; its last words stand above{more}")
 
 
-def _show_results(run_dir: Path) -> None:
+def show_results(run_dir: Path, ways_on: Mapping[str, str]) -> None:
+    """Show what a run came to, write its report, and name the commands that go on from here.
+
+    Raises:
+        NotFoundError: it has no summary.
+    """
     from ludus.services.report import write_report
 
     path = run_dir / SUMMARY_FILE
@@ -264,10 +277,6 @@ def _show_results(run_dir: Path) -> None:
         f" {summary.canary_failures} canary failures",
     )
     say(console, f"report      {report}")
-    say(console, f"judge again ludus eval {run_dir}", style="dim")
-    say(
-        console,
-        f"train on    ludus train {run_dir / CONFIG_FILE} --resume "
-        f"--set training.num_steps={summary.num_steps * 2}",
-        style="dim",
-    )
+    for what, command in ways_on.items():
+        command = command.replace("{more}", str(summary.num_steps * 2))
+        say(console, f"{what:<11} {command}", style="dim")

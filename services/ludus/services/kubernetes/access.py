@@ -91,7 +91,8 @@ def kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
 
     configuration = Configuration()
     try:
-        file = None if path is None else str(path)
+        # The client looks KUBECONFIG up once, when it is imported.
+        file = os.environ.get("KUBECONFIG") if path is None else str(path)
         load_kube_config(
             config_file=file, context=context or None, client_configuration=configuration
         )

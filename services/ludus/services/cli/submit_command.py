@@ -1,0 +1,194 @@
+"""`ludus submit` and `ludus resume`: a run on a cluster, followed like one on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ludus.proto.errors import ConfigError
+from ludus.services.cli import cluster_options as options
+from ludus.services.cli.console import progress_console, say
+from ludus.services.cli.train_command import Overrides
+
+if TYPE_CHECKING:
+    from ludus.proto.config import RunConfig
+    from ludus.services.runs.cluster import RunsCluster
+    from ludus.services.runs.manifest import RunManifests
+    from ludus.services.runs.platform import Release
+
+
+class Format(StrEnum):
+    """How manifests are written."""
+
+    YAML = "yaml"
+    JSON = "json"
+
+
+def submit(
+    config_path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", show_default=False, help="Run configuration: .toml, .yaml or .json."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    release: options.ReleaseName = None,
+    namespace: options.Namespace = "",
+    context: options.Context = "",
+    environment: options.Environments = None,
+    queue: options.Queue = None,
+    ignore: options.Ignored = None,
+    detach: options.Detach = False,
+    folder: options.Output = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be created, and create nothing.")
+    ] = False,
+    form: Annotated[Format, typer.Option("-o", "--format", help="With --dry-run.")] = Format.YAML,
+    release_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --dry-run: what `helm template` wrote, in place of a release in a cluster.",
+        ),
+    ] = None,
+) -> None:
+    """Train on a cluster: a RayJob made from the run and the installed release.
+
+    Ctrl-C stops following, not the run. Results come to runs/NAME/ when it ends.
+
+    Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
+    """
+    from ludus.proto.config import load_run_config
+
+    config = load_run_config(config_path, overrides or ())
+    choices = options.pairs(environment or (), "--environment")
+    chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
+    if release_file is not None and not dry_run:
+        raise ConfigError("--release-file goes with --dry-run; leave it out to submit")
+    options.in_event_loop(
+        _print_manifests(config, chosen, form, release_file) if dry_run else _submit(config, chosen)
+    )
+
+
+def resume(
+    run: options.Run,
+    overrides: Overrides = None,
+    release: options.ReleaseName = None,
+    namespace: options.Namespace = "",
+    context: options.Context = "",
+    queue: options.Queue = None,
+    ignore: options.Ignored = None,
+    detach: options.Detach = False,
+    folder: options.Output = None,
+) -> None:
+    """Continue a run on a cluster from its newest checkpoint.
+
+    Example: `ludus resume demo --set training.num_steps=200`
+    """
+    chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder)
+    options.in_event_loop(_resume(run, overrides or (), chosen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the options say of how a run is submitted."""
+
+    release: str | None
+    namespace: str
+    context: str
+    queue: str | None
+    ignored: Sequence[str]
+    detach: bool
+    folder: Path | None
+    environments: Mapping[str, str] = field(default_factory=dict)
+
+
+async def _submit(config: RunConfig, chosen: _Chosen) -> None:
+    from ludus.services.runs import operations
+    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.manifest import make_manifests
+
+    async with connected(chosen.context, chosen.namespace) as cluster:
+        release = await cluster.release(chosen.release)
+        manifests = make_manifests(config, release, chosen.environments, chosen.queue)
+        await operations.refuse_existing(cluster, config.name)
+        await _check(cluster, manifests, chosen.ignored)
+        await cluster.create(manifests)
+        await _go_on(cluster, release, manifests, chosen)
+
+
+async def _resume(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
+    from ludus.services.runs import operations
+    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.manifest import make_manifests
+
+    async with connected(chosen.context, chosen.namespace) as cluster:
+        config = await operations.resumable(cluster, run, overrides)
+        release = await cluster.release(chosen.release)
+        manifests = make_manifests(config, release, queue=chosen.queue)
+        await _check(cluster, manifests, chosen.ignored)
+        await operations.resume(cluster, manifests)
+        await _go_on(cluster, release, manifests, chosen)
+
+
+async def _check(cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str]) -> None:
+    from ludus.services.runs.preflight import preflight
+
+    console = progress_console()
+    with console.status("checking the cluster"):
+        found = await preflight(cluster, manifests, ignored)
+    for note in found.notes:
+        say(console, f"note: {note}", style="dim")
+    found.raise_if_any()
+
+
+async def _go_on(
+    cluster: RunsCluster, release: Release, manifests: RunManifests, chosen: _Chosen
+) -> None:
+    from ludus.services.cli.run_view import show_end, watch
+
+    run, console = manifests.run, progress_console()
+    say(console, f"run '{run.name}' is submitted to namespace '{cluster.namespace}'")
+    if chosen.detach:
+        say(console, f"follow it with: ludus logs -f {run.name}")
+        return
+    try:
+        end = await watch(cluster, run.name)
+    except BaseException:
+        say(console, f"the run goes on; ludus logs -f {run.name}, ludus stop {run.name}")
+        raise
+    await show_end(cluster, release, end, chosen.folder or Path("runs") / run.name)
+
+
+async def _print_manifests(
+    config: RunConfig, chosen: _Chosen, form: Format, release_file: Path | None
+) -> None:
+    from ludus.services.runs.cluster import connected
+    from ludus.services.runs.manifest import make_manifests
+    from ludus.services.runs.platform import release_in_file
+    from ludus.services.runs.rules import broken_rules
+
+    if release_file is not None:
+        release = release_in_file(release_file, chosen.release)
+    else:
+        async with connected(chosen.context, chosen.namespace) as cluster:
+            release = await cluster.release(chosen.release)
+    manifests = make_manifests(config, release, chosen.environments, chosen.queue)
+    for said in broken_rules(manifests.job):
+        say(progress_console(), f"warning: {said}", style="yellow")
+    typer.echo(_written([manifests.config_map, manifests.job], form), nl=False)
+
+
+def _written(documents: list[dict[str, object]], form: Format) -> str:
+    import yaml
+
+    if form is Format.JSON:
+        items = {"apiVersion": "v1", "kind": "List", "items": documents}
+        return json.dumps(items, indent=2) + "\n"
+    return yaml.safe_dump_all(documents, sort_keys=False, width=100)

@@ -1,0 +1,159 @@
+"""A release of Ludus as its chart writes it for `ludus submit`, and runs to submit to it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import yaml
+
+from ludus.proto.config import RunConfig
+from ludus.services.runs.manifest import RunManifests, make_manifests
+from ludus.services.runs.platform import Release, release_of
+
+NAMESPACE = "arena"
+IMAGE = "docker.io/ludus/trainer:dev"
+Json = dict[str, Any]
+
+
+def container(name: str, resource: str, **resources: str) -> Json:
+    amounts = {"cpu": "1", "memory": "1Gi", **resources}
+    secret = {"secretKeyRef": {"name": "ludus-auth", "key": "gateway-token"}}
+    return {
+        "name": name,
+        "image": IMAGE,
+        "imagePullPolicy": "IfNotPresent",
+        "env": [
+            {"name": "HOME", "value": "/tmp"},
+            {"name": "LUDUS_ENV_TOKEN", "valueFrom": secret},
+        ],
+        "resources": {"requests": amounts, "limits": amounts},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": "/runs"},
+            {"name": "run-config", "mountPath": "/etc/ludus", "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+
+
+def template(name: str, resource: str, **resources: str) -> Json:
+    return {
+        "metadata": {"labels": {"app.kubernetes.io/component": "trainer"}},
+        "spec": {
+            "serviceAccountName": "ludus-trainer",
+            "terminationGracePeriodSeconds": 120,
+            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000},
+            "containers": [container(name, resource, **resources)],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": "ludus-runs"}},
+                {"name": "run-config", "configMap": {"name": "RUN-config"}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
+        },
+    }
+
+
+def start_params(resource: str, count: int) -> Json:
+    # As the chart writes it: JSON, quoted once more for the shell that KubeRay hands it to.
+    return {"resources": json.dumps(json.dumps({resource: count}))}
+
+
+def group(name: str, least: int, most: int, per_pod: int = 1, **resources: str) -> Json:
+    return {
+        "groupName": name,
+        "replicas": least,
+        "minReplicas": least,
+        "maxReplicas": most,
+        "rayStartParams": start_params(name, per_pod),
+        "template": template("ray-worker", name, **resources),
+    }
+
+
+def ray_job(**spec: Any) -> Json:
+    """The template of a release's RayJobs."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": "RUN", "namespace": NAMESPACE, "labels": {"part": "trainer"}},
+        "spec": {
+            "submissionMode": "HTTPMode",
+            "entrypoint": "python -m ludus.trainer train --config /etc/ludus/run.json "
+            "--resume=auto",
+            "metadata": {"run_id": "RUN"},
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 600,
+            "backoffLimit": 3,
+            "rayClusterSpec": {
+                "rayVersion": "2.60.0",
+                "enableInTreeAutoscaling": True,
+                "autoscalerOptions": {"version": "v2"},
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": {
+                    "rayStartParams": {"num-cpus": "0", **start_params("head", 1000)},
+                    "template": template("ray-head", "head"),
+                },
+                "workerGroupSpecs": [group("learner", 1, 1), group("rollout", 1, 4)],
+            },
+            **spec,
+        },
+    }
+
+
+def platform(**changed: Any) -> Json:
+    served = {"address": "grpc://ludus-gateway:18000/blackjack", "package": "openspiel_env"}
+    return {
+        "release": "ludus",
+        "namespace": NAMESPACE,
+        "environments": {"blackjack": {**served, "options": {"game": "blackjack"}, "http": "x"}},
+        "gateway": {"service": "ludus-gateway"},
+        "output_dir": "/runs",
+        "weights": {"kind": "folder"},
+        "token_secret": "ludus-auth",
+        "queue": None,
+        "ray_version": "2.60.0",
+        **changed,
+    }
+
+
+def config_map(job: Json | None = None, **changed: Any) -> Json:
+    """What a release says of itself."""
+    said = platform(**changed)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": f"{said['release']}-runs",
+            "namespace": NAMESPACE,
+            "labels": {"ludus.dev/runs": "true"},
+        },
+        "data": {
+            "rayjob.yaml": yaml.safe_dump(job or ray_job()),
+            "platform.json": json.dumps(said),
+        },
+    }
+
+
+def release(job: Json | None = None, **changed: Any) -> Release:
+    return release_of(config_map(job, **changed))
+
+
+def run_config(**changed: Any) -> RunConfig:
+    tree: Json = {
+        "name": "demo",
+        "environment": {"package": "openspiel_env", "options": {"game": "blackjack"}},
+        "training": {"num_steps": 3},
+    }
+    return RunConfig.model_validate({**tree, **changed})
+
+
+def manifests(job: Json | None = None, **changed: Any) -> RunManifests:
+    return make_manifests(run_config(**changed), release(job))
+
+
+def broken(**spec: Any) -> Json:
+    """The RayJob of a run, with other fields in its spec."""
+    made = copy.deepcopy(manifests().job)
+    made["spec"].update(spec)
+    return made

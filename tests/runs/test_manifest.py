@@ -1,0 +1,240 @@
+"""A run configuration and a release make the RayJob that the run is."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ludus.proto.config import (
+    FolderWeightStore,
+    RemoteEnvironment,
+    RunConfig,
+    S3WeightStore,
+    load_run_config,
+)
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.services.runs.manifest import in_cluster, make_manifests, worker_groups
+from ludus.services.runs.platform import chosen_release, release_in_file, release_of
+from ludus.services.runs.rules import broken_rules
+from tests.charts.rendering import ValueSet, template
+from tests.charts.schemas import problems
+from tests.runs.release import (
+    NAMESPACE,
+    Json,
+    config_map,
+    manifests,
+    ray_job,
+    release,
+    run_config,
+)
+
+ROOT = Path(__file__).parents[2]
+VERSION = "1.37"
+
+
+def sizes(job: Json) -> dict[str, tuple[int, int, int]]:
+    return {
+        one["groupName"]: (one["replicas"], one["minReplicas"], one["maxReplicas"])
+        for one in worker_groups(job)
+    }
+
+
+def test_the_run_is_named_wherever_its_placeholder_stands() -> None:
+    made = manifests()
+    assert made.job["metadata"]["name"] == "demo"
+    assert made.job["metadata"]["namespace"] == NAMESPACE
+    assert made.job["spec"]["metadata"] == {"run_id": "demo"}
+    assert made.config_map["metadata"]["name"] == "demo-config"
+    text = yaml.safe_dump(made.job)
+    assert "RUN" not in text.replace("LUDUS_", "")
+    assert text.count("name: demo-config") == 3
+    for found in (made.job, made.config_map):
+        assert found["metadata"]["labels"]["ludus.dev/run"] == "demo"
+    assert broken_rules(made.job) == []
+
+
+def test_the_trainer_reads_a_run_whose_places_are_the_clusters() -> None:
+    made = manifests()
+    read = RunConfig.model_validate_json(made.config_map["data"]["run.json"])
+    assert read == made.run
+    environment = read.environments["blackjack"]
+    assert isinstance(environment, RemoteEnvironment)
+    assert environment.address == "grpc://ludus-gateway:18000/blackjack"
+    assert (read.output_dir, read.weights) == ("/runs", FolderWeightStore())
+    assert read.training == run_config().training
+    again = make_manifests(read, release(environments={})).run
+    assert again == read  # a resumed run stays where it was
+
+
+def test_what_a_run_says_of_its_environment_goes_with_it() -> None:
+    config = load_run_config(ROOT / "examples/blackjack/tiny.toml")
+    there = in_cluster(config, release().platform, {})
+    before, after = config.environment, there.environment
+    assert isinstance(after, RemoteEnvironment)
+    assert (after.policies, after.baselines) == (before.policies, before.baselines)
+    assert (after.policy_chart, after.rewards) == (before.policy_chart, before.rewards)
+
+
+def test_weights_travel_by_the_releases_store_as_often_as_the_run_says() -> None:
+    bucket = {"kind": "s3", "bucket": "weights", "endpoint": "http://store:9000", "prefix": "a"}
+    served = release(weights=bucket).platform
+    there = in_cluster(run_config(weights={"kind": "ray", "full_every": 4}), served, {})
+    assert there.weights == S3WeightStore(**{**bucket, "full_every": 4})
+    own = {"kind": "s3", "bucket": "own-bucket"}
+    assert in_cluster(run_config(weights=own), served, {}).weights.bucket == "own-bucket"
+
+
+def test_the_releases_monitors_find_the_drivers_metrics() -> None:
+    served = release(metrics_port=9100).platform
+    sink = in_cluster(run_config(), served, {}).metrics.prometheus
+    assert sink is not None and (sink.port, sink.host) == (9100, "0.0.0.0")
+    own = run_config(metrics={"prometheus": {"port": 7}})
+    assert in_cluster(own, served, {}).metrics.prometheus.port == 7
+
+
+@pytest.mark.parametrize(
+    ("environment", "choices", "expected"),
+    [
+        ({"options": {"game": "catch"}}, {}, "serves no environment 'catch', but blackjack"),
+        ({"options": {"game": "catch"}}, {"catch": "blackjack"}, '{"game": "catch"}, but'),
+        ({"package": "math_env"}, {"math": "sums"}, "serves no environment 'sums'"),
+        ({}, {"black": "blackjack"}, "the run has no environment 'black'; it has openspiel"),
+    ],
+)
+def test_an_environment_that_is_not_served_is_named_with_the_way_out(
+    environment: Json, choices: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_manifests(run_config(environment=environment), release(), choices)
+    assert expected in str(caught.value)
+
+
+def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None:
+    served = {
+        "cards": {"address": "grpc://g/cards", "package": "openspiel_env", "options": {"a": 1}},
+        "other": {"address": "grpc://g/other"},
+    }
+    played = {
+        "own": {"package": "openspiel_env", "options": {"a": 1}},
+        "free": {"package": "math_env"},
+        "away": {"kind": "remote", "address": "grpc://elsewhere:1"},
+    }
+    tree = {"name": "demo", "environments": played}
+    config = RunConfig.model_validate(tree)
+    there = in_cluster(config, release(environments=served).platform, {"free": "other"})
+    assert [one.address for one in there.environments.values()] == [
+        "grpc://g/cards",
+        "grpc://g/other",
+        "grpc://elsewhere:1",
+    ]
+
+
+def test_groups_have_the_pods_that_the_runs_workers_need() -> None:
+    made = manifests(learner={"num_ranks": 2}, rollout={"num_workers": 3, "min_workers": 2})
+    # KubeRay begins when all replicas are there, so what may come later is not among them.
+    assert sizes(made.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+    made = manifests(rollout={"num_workers": 6})
+    assert sizes(made.job)["rollout"] == (1, 1, 6)
+
+
+def test_a_group_without_autoscaling_has_all_its_pods_from_the_start() -> None:
+    job = ray_job()
+    job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] = False
+    made = manifests(job, rollout={"num_workers": 3, "min_workers": 1})
+    assert sizes(made.job)["rollout"] == (3, 3, 3)
+
+
+def test_several_ranks_or_workers_share_a_pod_where_it_has_places() -> None:
+    per_pod = {"learner": {"per_pod": 8}, "rollout": {"per_pod": 2}}
+    run = run_config(learner={"num_ranks": 16}, rollout={"num_workers": 5, "min_workers": 3})
+    made = make_manifests(run, release(**per_pod))
+    assert sizes(made.job) == {"learner": (2, 2, 2), "rollout": (2, 2, 4)}
+
+
+def test_what_the_driver_says_goes_to_its_containers_log_and_its_exit_code_counts() -> None:
+    entrypoint = manifests().job["spec"]["entrypoint"]
+    command = shlex.split(entrypoint)
+    assert command[:4] == ["bash", "-o", "pipefail", "-c"]
+    assert "LUDUS_CONTROL_FILE=/etc/ludus/control.json python -m ludus.trainer" in command[4]
+    assert command[4].endswith("--resume=auto 2>&1 | tee /proc/1/fd/1")
+
+
+def test_a_queue_of_the_command_line_replaces_the_releases() -> None:
+    made = make_manifests(run_config(), release(), queue="gpus")
+    metadata = made.job["metadata"]
+    assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert metadata["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
+    assert broken_rules(made.job) == []
+
+
+# Releases.
+
+
+def test_a_release_is_chosen_by_name_or_because_it_is_the_only_one() -> None:
+    one, two = config_map(), config_map(release="second")
+    assert chosen_release([one], None, "here").platform.release == "ludus"
+    assert chosen_release([one, two], "second", "here").platform.release == "second"
+    with pytest.raises(ConfigError, match="got ludus, second; choose with --release"):
+        chosen_release([one, two], None, "here")
+    with pytest.raises(NotFoundError, match="did you mean 'second'"):
+        chosen_release([one, two], "secnd", "here")
+    with pytest.raises(NotFoundError, match=r"no release of Ludus .* namespace 'x'; install one"):
+        chosen_release([], None, "namespace 'x'")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, "no key rayjob.yaml"),
+        ({"rayjob.yaml": "kind: Pod", "platform.json": "{}"}, "platform.json: release: Field"),
+        ({"rayjob.yaml": "kind: Pod"}, "no key platform.json"),
+        ({"rayjob.yaml": "{", "platform.json": '{"release": "a", "namespace": "b"}'}, "rayjob"),
+        ({"rayjob.yaml": "a: 1", "platform.json": '{"release": "a", "namespace": "b"}'}, "without"),
+    ],
+)
+def test_a_config_map_of_another_version_says_so(data: Json, expected: str) -> None:
+    with pytest.raises(ConfigError, match="upgrade the release") as caught:
+        release_of({"metadata": {"name": "ludus-runs"}, "data": data})
+    assert expected in str(caught.value)
+
+
+def test_a_release_is_read_from_what_helm_template_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "rendered.yaml"
+    service = {"kind": "Service", "metadata": {"name": "a", "labels": None}}
+    path.write_text(yaml.safe_dump_all([service, None, config_map()]))
+    assert release_in_file(path, None).platform.namespace == NAMESPACE
+    with pytest.raises(NotFoundError, match="no release 'b'"):
+        release_in_file(path, "b")
+    with pytest.raises(ConfigError, match="cannot read"):
+        release_in_file(tmp_path / "none", None)
+
+
+# Against the chart, and KubeRay's own schema.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["values-cpu.yaml", "values-gpu.yaml"])
+def test_what_the_chart_renders_makes_a_run_that_breaks_no_rule(file: str, tmp_path: Path) -> None:
+    rendered = template(ValueSet("shipped", file=file))
+    assert rendered.returncode == 0, rendered.stderr
+    path = tmp_path / "rendered.yaml"
+    path.write_text(rendered.stdout)
+    found = release_in_file(path, None)
+    served = found.platform.environments["blackjack"]
+    run = run_config(environment={"package": served.package, "options": served.options})
+    job = make_manifests(run, found).job
+    assert broken_rules(job) == []
+    assert "RUN" not in yaml.safe_dump(job).replace("LUDUS_", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queue", [None, "gpus"])
+def test_a_run_is_a_ray_job_by_kuberays_schema(queue: str | None) -> None:
+    made = make_manifests(run_config(), release(), queue=queue)
+    assert problems(made.job, VERSION) == []
+    assert problems(made.config_map, VERSION) == []
+    made.job["spec"]["backofLimit"] = 1
+    assert problems(made.job, VERSION) != []

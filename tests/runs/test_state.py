@@ -1,0 +1,107 @@
+"""Where a run stands is told from its RayJob, and what keeps its pods from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ludus.services.runs.names import QUEUE_LABEL
+from ludus.services.runs.state import RunPhase, RunState, pod_troubles, state_of
+from tests.runs.cluster import head_pod
+from tests.runs.release import Json, manifests
+
+STOP = {"data": {"control.json": '{"stop": true}'}}
+
+
+def state(control: Json | None = None, suspend: bool = False, **status: Any) -> RunState:
+    job = manifests().job
+    job["spec"]["suspend"] = suspend
+    return state_of({**job, "status": status}, control)
+
+
+@pytest.mark.parametrize(
+    ("status", "control", "expected"),
+    [
+        ({}, None, RunPhase.SUBMITTED),
+        ({"suspend": True, "jobDeploymentStatus": "Suspended"}, None, RunPhase.SUSPENDED),
+        ({"jobDeploymentStatus": "Initializing"}, None, RunPhase.STARTING),
+        ({"jobDeploymentStatus": "Waiting"}, None, RunPhase.STARTING),
+        ({"jobDeploymentStatus": "Running"}, None, RunPhase.RUNNING),
+        ({"jobDeploymentStatus": "Running"}, STOP, RunPhase.STOPPING),
+        ({"jobDeploymentStatus": "Retrying"}, None, RunPhase.RETRYING),
+        ({"jobDeploymentStatus": "Complete"}, None, RunPhase.SUCCEEDED),
+        ({"jobDeploymentStatus": "Complete"}, STOP, RunPhase.STOPPED),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, None, RunPhase.STOPPED),
+        ({"jobDeploymentStatus": "Failed"}, STOP, RunPhase.FAILED),
+        ({"jobDeploymentStatus": "ValidationFailed"}, None, RunPhase.REFUSED),
+        (
+            {"jobDeploymentStatus": "Running"},
+            {"data": {"control.json": "{"}},
+            RunPhase.RUNNING,
+        ),
+    ],
+)
+def test_the_state_is_the_operators_and_the_wish_to_stop(
+    status: Json, control: Json | None, expected: RunPhase
+) -> None:
+    assert state(control, **status).phase is expected
+
+
+def test_a_suspended_run_with_a_queue_waits_in_it() -> None:
+    job = manifests().job
+    job["metadata"]["labels"][QUEUE_LABEL] = "team"
+    job["spec"]["suspend"] = True
+    found = state_of(job)
+    assert (found.phase, found.queue) == (RunPhase.QUEUED, "team")
+
+
+def test_a_run_that_is_being_deleted_says_so() -> None:
+    job = manifests().job
+    job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert state_of(job).phase is RunPhase.ENDING
+
+
+def test_attempts_and_exit_code_are_the_operators() -> None:
+    found = state(
+        jobDeploymentStatus="Failed",
+        reason="AppFailed",
+        failed=4,
+        message="Job entrypoint command failed with exit code 2, last logs: error: no",
+    )
+    assert (found.attempts_failed, found.attempts_allowed, found.exit_code) == (4, 4, 2)
+    assert found.reason == "the trainer ended with an error"
+    assert found.is_over
+
+
+def waiting(reason: str, message: str = "", **more: Any) -> Json:
+    state = {"waiting": {"reason": reason, "message": message}}
+    return head_pod(phase="Pending", containerStatuses=[{"image": "i", "state": state, **more}])
+
+
+@pytest.mark.parametrize(
+    ("pod", "expected"),
+    [
+        (waiting("ErrImageNeverPull"), "image i; load the image onto every node"),
+        (waiting("ImagePullBackOff", "not\nfound"), "not found; push the image, or set"),
+        (waiting("CreateContainerConfigError", 'secret "a" not found'), "create what is missing"),
+        (
+            waiting("CrashLoopBackOff", "back-off 10s", lastState={"terminated": {"exitCode": 3}}),
+            "CrashLoopBackOff: it ended with exit code 3; see kubectl logs --previous",
+        ),
+        (
+            head_pod(containerStatuses=[{"state": {"terminated": {"reason": "OOMKilled"}}}]),
+            "ended for lack of memory; raise its memory",
+        ),
+        (head_pod("demo", "Failed", reason="Evicted", message="disk"), "ended: Evicted: disk"),
+    ],
+)
+def test_what_keeps_a_pod_is_told_with_the_way_out(pod: Json, expected: str) -> None:
+    (said,) = pod_troubles([pod])
+    assert said.startswith("the head pod demo-head ")
+    assert expected in said
+
+
+@pytest.mark.parametrize("pod", [head_pod(), head_pod(phase="Pending"), waiting("PodInitializing")])
+def test_a_pod_that_only_takes_its_time_has_no_trouble(pod: Json) -> None:
+    assert pod_troubles([pod]) == []
