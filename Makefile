@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn test test-fast chart-test conformance chaos lint bench bench-env bench-train proto clean
+.PHONY: help setup demo learn test test-fast chart-test conformance chaos lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -23,11 +23,11 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
 	@$(VENV)/python bench/learn.py $(ARGS)
 
-test: setup ## all tests but those of `make conformance` and `make chaos`
-	@$(PYTEST) -n 2 -m "not conformance and not chaos"
+test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
+	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"
 
 test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
-	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos"
+	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
 
 chart-test: setup ## the Helm chart without a cluster: schemas, policies, golden files, refusals, dashboards
 	@$(PYTEST) -n 2 tests/charts
@@ -52,6 +52,12 @@ bench-env: setup ## steps per second of the environment plane, beside OpenEnv's 
 
 proto: setup ## generate the gRPC stubs again
 	@$(VENV)/python dev/generate_proto.py
+
+images:     ## container images with docker, podman or buildah, and their sizes (ARGS="--only gateway")
+	@$(PYTHON) dev/images.py $(ARGS)
+
+cluster-test: setup ## installs and trains on the cluster of KUBECONFIG (LUDUS_IMAGE_LOADER brings images)
+	@bash dev/cluster_test.sh $(ARGS)
 
 clean:      ## remove .venv, caches and runs
 	@bash dev/clean.sh

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The tests that need a Kubernetes with KubeRay: KUBECONFIG says which, LUDUS_IMAGE_LOADER how an
+# archive of an image comes to its nodes (without it, the images are taken for being there).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ -z "${KUBECONFIG:-}" ]; then
+  echo "SKIPPED, NOT PASSED: no cluster; set KUBECONFIG to one that has KubeRay" >&2
+  exit 0
+fi
+if [ -n "${LUDUS_IMAGE_LOADER:-}" ]; then
+  .venv/bin/python dev/images.py --load --only gateway env-openspiel trainer store
+fi
+exec .venv/bin/python -m pytest -m cluster -rs -s tests/cluster "$@"

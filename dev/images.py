@@ -1,0 +1,205 @@
+"""Builds the images with docker, podman or buildah, whichever is there, and prints their sizes.
+
+    python dev/images.py [--only gateway] [--tag dev] [--engine buildah] [--load]
+
+LUDUS_IMAGE_LOADER is the command that brings an archive to a cluster's nodes.
+
+What the machine's pip is told (`pip config list`), apt's configuration and the certificates
+are handed in as secrets, and folders with packages as read-only volumes: no layer keeps them.
+PYTHON_IMAGE names another base; where no registry is reached, `dev/base_image.sh` makes one. On a
+CPU, TORCH_INDEX_URL names an index of PyTorch's CPU wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).parents[1]
+ENGINES = ("docker", "podman", "buildah")
+LOADER = "LUDUS_IMAGE_LOADER"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image: its name in a registry, its Dockerfile, and what the Dockerfile is told."""
+
+    name: str
+    dockerfile: str
+    arguments: dict[str, str] = field(default_factory=dict)
+    target: str | None = None
+
+
+IMAGES = {
+    "gateway": Image("ludus/gateway", "services/Dockerfile"),
+    "env-openspiel": Image(
+        "ludus/env-openspiel", "envs/Dockerfile", {"ENVIRONMENT": "openspiel_env"}
+    ),
+    "env-math": Image("ludus/env-math", "envs/Dockerfile", {"ENVIRONMENT": "math_env"}),
+    "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
+    "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
+    "store": Image("ludus/store", "charts/store.Dockerfile"),
+}
+DEFAULT = [name for name in IMAGES if name != "trainer-gpu"]
+
+
+def pip_configuration(listed: str) -> dict[str, str]:
+    """What `pip config list` says, as options; the environment's have precedence, as in pip."""
+    files: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        source, _, option = key.partition(".")
+        if source in (":env:", "global"):
+            (environment if source == ":env:" else files)[option] = str(ast.literal_eval(value))
+    return files | environment
+
+
+def package_folders(configuration: dict[str, str]) -> list[Path]:
+    """The folders of this machine that pip looks for packages in."""
+    words = [
+        word
+        for option in ("find-links", "index-url", "extra-index-url")
+        for word in configuration.get(option, "").split()
+    ]
+    paths = [unquote(urlsplit(word).path) for word in words if word.startswith(("/", "file://"))]
+    # An index's pages point to files beside it.
+    folders = [
+        Path(path).parent if path.rstrip("/").endswith("/simple") else Path(path) for path in paths
+    ]
+    return sorted({folder for folder in folders if folder.is_dir()})
+
+
+def build_command(
+    engine: str, image: Image, tag: str, secrets: Path, folders: Sequence[Path]
+) -> list[str]:
+    """The engine's command line for one image."""
+    accepted = (ROOT / image.dockerfile).read_text(encoding="utf-8")
+    arguments = {
+        name: os.environ[name]
+        for name in ("PYTHON_IMAGE", "TORCH_INDEX_URL")
+        if os.environ.get(name) and f"ARG {name}" in accepted
+    }
+    reference = f"docker.io/{image.name}:{tag}"
+    command = [engine, "build", "--file", image.dockerfile, "--tag", reference, "--network", "host"]
+    if image.target is not None:
+        command += ["--target", image.target]
+    for name, value in (arguments | image.arguments).items():
+        command += ["--build-arg", f"{name}={value}"]
+    for name in sorted(path.name for path in secrets.iterdir()):
+        command += ["--secret", f"id={name},src={secrets / name}"]
+    if engine != "docker":
+        command += ["--layers", "--pull=false" if engine == "buildah" else "--pull=missing"]
+        command += [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]
+    return [*command, "."]
+
+
+def write_secrets(folder: Path, configuration: dict[str, str]) -> None:
+    """The files that go in as secrets, as far as the machine has them."""
+    options = {k: v for k, v in configuration.items() if k != "cert"}
+    if CERTIFICATES.is_file():
+        shutil.copy(CERTIFICATES, folder / "certificates")
+        options["cert"] = str(CERTIFICATES)
+    lines = "".join(f"{key} = {value}\n" for key, value in options.items())
+    (folder / "pip.conf").write_text(f"[global]\n{lines}", encoding="utf-8")
+    listed = _output("apt-config", "dump") if shutil.which("apt-config") else ""
+    lines = "".join(f"{line}\n" for line in listed.splitlines() if line.startswith("Acquire::http"))
+    (folder / "apt.conf").write_text(lines, encoding="utf-8")
+
+
+def configured(engine: str, secrets: Path) -> list[Path]:
+    """The folders with packages, once what pip is told here lies in `secrets`."""
+    configuration = pip_configuration(_output(sys.executable, "-m", "pip", "config", "list"))
+    folders = package_folders(configuration)
+    if engine == "docker" and folders:
+        sys.exit(
+            f"error: pip looks into {', '.join(map(str, folders))}, and docker mounts no folders"
+            " while it builds; use --engine podman or buildah, or have pip ask an index"
+        )
+    write_secrets(secrets, configuration)
+    return folders
+
+
+def size(engine: str, reference: str) -> int:
+    """Bytes of an image's layers, unpacked."""
+    if engine == "buildah":
+        described = json.loads(_output(engine, "inspect", "--type", "image", reference))
+        return sum(layer["size"] for layer in json.loads(described["Manifest"])["layers"])
+    return int(_output(engine, "image", "inspect", "--format", "{{.Size}}", reference))
+
+
+def save(engine: str, reference: str, file: Path) -> None:
+    """Write an archive of the image that docker, kind and containerd load."""
+    if engine == "buildah":
+        _output(engine, "push", reference, f"docker-archive:{file}:{reference}")
+    else:
+        _output(engine, "save", "--output", str(file), reference)
+
+
+def finish(engine: str, reference: str, loader: Sequence[str]) -> None:
+    """Say what the image takes, and bring it to a cluster where there is a loader."""
+    sys.stdout.write(f"{reference:44} {size(engine, reference) / 1e6:6.0f} MB unpacked\n")
+    sys.stdout.flush()
+    if loader:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = Path(folder) / "image.tar"
+            save(engine, reference, archive)
+            subprocess.run([*loader, str(archive)], check=True)
+
+
+def engine_there() -> str:
+    """The first of the engines that is installed and works: a docker without a daemon does not."""
+    for engine in ENGINES:
+        if (
+            shutil.which(engine)
+            and not subprocess.run([engine, "info"], capture_output=True).returncode
+        ):
+            return engine
+    sys.exit("error: expected docker, podman or buildah; for example apt-get install buildah")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    """Build, and print what each image takes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=IMAGES, default=DEFAULT, metavar="IMAGE")
+    parser.add_argument("--tag", default="dev")
+    parser.add_argument("--engine", choices=ENGINES)
+    parser.add_argument("--load", action="store_true", help=f"bring them to a cluster: {LOADER}")
+    arguments = parser.parse_args()
+    engine = arguments.engine or engine_there()
+    loader = shlex.split(os.environ.get(LOADER, ""))
+    if not arguments.load:
+        loader = []
+    elif not loader:
+        sys.exit(f"error: --load expected {LOADER}, for example 'kind load image-archive'")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            folders = configured(engine, Path(folder))
+            for name in arguments.only:
+                image = IMAGES[name]
+                command = build_command(engine, image, arguments.tag, Path(folder), folders)
+                subprocess.run(command, cwd=ROOT, check=True)
+                finish(engine, f"docker.io/{image.name}:{arguments.tag}", loader)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr or ""
+        sys.exit(f"error: {' '.join(error.cmd[:3])} ... ended with {error.returncode}\n{said}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The rules of the images, read from their Dockerfiles; `make images` builds them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from image_requirements import requirements
+from images import IMAGES, Image, build_command, package_folders, pip_configuration, write_secrets
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted({image.dockerfile for image in IMAGES.values()})
+SECRETS = ("id=pip.conf", "id=certificates")
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Instructions of a Dockerfile with what follows them, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+def stages(name: str) -> list[list[tuple[str, str]]]:
+    """The instructions of each stage, its FROM first."""
+    found: list[list[tuple[str, str]]] = []
+    for instruction in instructions(name):
+        if instruction[0] == "FROM":
+            found.append([])
+        if found:
+            found[-1].append(instruction)
+    return found
+
+
+def stage(name: str, called: str) -> list[tuple[str, str]]:
+    """The stage that a Dockerfile calls so."""
+    return next(s for s in stages(name) if s[0][1].endswith(f" AS {called}"))
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_image_runs_as_a_numbered_user_under_an_init(name: str) -> None:
+    last = stages(name)[-1]
+    # A name could not be checked by `runAsNonRoot`.
+    assert [rest for word, rest in last if word == "USER"] == ["1000:1000"]
+    entry = [rest for word, rest in last if word == "ENTRYPOINT"]
+    assert entry and entry[0].startswith('["dumb-init", "--single-child", "--"')
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_every_installation_is_pinned_and_has_the_configuration_as_a_secret(name: str) -> None:
+    runs = [rest for word, rest in instructions(name) if word == "RUN"]
+    installing = [
+        run for run in runs if re.search(r"pip.*? install", run) and "--no-deps" not in run
+    ]
+    assert installing
+    for run in installing:
+        assert run.count(" install ") == run.count("--constraint constraints.txt"), run
+        assert all(secret in run for secret in SECRETS), run
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_no_index_no_host_and_no_secret_stands_in_it(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert (
+        re.findall(r"https?://|--trusted-host|PIP_(?:EXTRA_)?INDEX|find-links (?!of)", text) == []
+    )
+    # Where the index of PyTorch is an argument, nothing is its default.
+    assert all(
+        rest in ("TORCH_INDEX_URL=",)
+        for w, rest in instructions(name)
+        if "INDEX" in rest and w == "ARG"
+    )
+    copied = [rest for word, rest in instructions(name) if word in ("COPY", "ADD")]
+    assert not any("pip.conf" in rest or "certificates" in rest for rest in copied)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_last_stage_only_copies_so_that_nothing_mounted_leaves_a_trace(name: str) -> None:
+    assert all(word != "RUN" for word, _ in stages(name)[-1])
+
+
+@pytest.mark.parametrize("name", [n for n in DOCKERFILES if n != "charts/store.Dockerfile"])
+def test_a_change_of_code_installs_nothing_anew(name: str) -> None:
+    dependencies = [rest for word, rest in stage(name, "dependencies") if word == "COPY"]
+    assert dependencies
+    for files in dependencies:
+        assert all(
+            re.search(r"(pyproject\.toml|\.txt|image_requirements\.py|trim_packages\.sh)$", source)
+            for source in files.split()[:-1]
+        )
+    # What is built from code needs no index, and is the last thing copied.
+    code = [rest for word, rest in stage(name, "code") if word == "RUN"]
+    assert code and all("--mount" not in run and "--no-deps" in run for run in code)
+    copied = [rest for word, rest in stages(name)[-1] if word == "COPY"]
+    assert copied[-1] == "--from=code /opt/ludus /opt/ludus"
+
+
+def test_no_secret_of_a_checkout_can_reach_a_build() -> None:
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert next(line for line in lines if not line.startswith("#")) == "*"
+
+
+def test_requirements_are_other_peoples_packages() -> None:
+    folders = [ROOT / name for name in ("proto", "envs/sdk", "services")]
+    wanted = requirements(folders, {"kubernetes"})
+    assert any(line.startswith("grpcio") for line in wanted)
+    assert not any(line.startswith(("ludus", "kubernetes")) for line in wanted)
+
+
+def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
+    index = tmp_path / "mirror" / "simple"
+    wheels = tmp_path / "wheels"
+    index.mkdir(parents=True)
+    wheels.mkdir()
+    listed = (
+        "global.index-url='https://a/'\n:env:.index-url='https://b/'\nglobal.cert='/here.pem'\n"
+    )
+    listed += f"global.extra-index-url='file://{index}'\nglobal.find-links='{wheels} https://d/'\n"
+    configuration = pip_configuration(listed)
+    assert configuration["index-url"] == "https://b/"
+    assert package_folders(configuration) == [tmp_path / "mirror", wheels]
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    write_secrets(secrets, configuration)
+    assert "index-url = https://b/" in (secrets / "pip.conf").read_text(encoding="utf-8")
+    assert "here.pem" not in (secrets / "pip.conf").read_text(encoding="utf-8")
+
+
+def test_an_engine_is_handed_secrets_and_folders_but_no_docker_volumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pip.conf").touch()
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://wheels/")
+    image = Image("ludus/try", "trainer/Dockerfile", {"ACCELERATOR": "cpu"})
+    command = build_command("buildah", image, "dev", tmp_path, [Path("/opt/wheels")])
+    assert "/opt/wheels:/opt/wheels:ro" in command
+    assert f"id=pip.conf,src={tmp_path}/pip.conf" in command
+    assert {"ACCELERATOR=cpu", "TORCH_INDEX_URL=https://wheels/"} <= set(command)
+    assert "--volume" not in build_command("docker", image, "dev", tmp_path, [Path("/opt/wheels")])
+
+
+def test_skaffold_builds_the_same_images_and_hands_their_tags_to_the_chart() -> None:
+    config = yaml.safe_load((ROOT / "skaffold.yaml").read_text(encoding="utf-8"))
+    built = {
+        (a["image"], a["docker"]["dockerfile"], *a["docker"].get("buildArgs", {}).values())
+        for a in config["build"]["artifacts"]
+    }
+    names = ("gateway", "env-openspiel", "trainer", "store")
+    ours = [IMAGES[name] for name in names]
+    assert built == {(f"docker.io/{i.name}", i.dockerfile, *i.arguments.values()) for i in ours}
+    (release,) = config["deploy"]["helm"]["releases"]
+    values = yaml.safe_load((ROOT / release["valuesFiles"][0]).read_text(encoding="utf-8"))
+    templates = release["setValueTemplates"]
+    for image in ours:
+        variable = f"IMAGE_TAG_docker_io_{image.name}".replace("/", "_").replace("-", "_")
+        assert f"{{{{.{variable}}}}}" in templates.values()
+    repositories = {e["image"]["repository"] for e in values["environments"].values()}
+    assert repositories == {"ludus/env-openspiel"}
+    # Where docker is not, the same images come by `make images`.
+    hook = config["profiles"][0]["patches"][-1]["value"]["before"][0]["host"]["command"]
+    assert tuple(hook[hook.index("--only") + 1 :]) == names
