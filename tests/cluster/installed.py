@@ -53,10 +53,19 @@ class Installed:
         """Install or upgrade, and wait until every pod is ready."""
         words = [word for path in values for word in ("--values", str(path))]
         words += [word for item in (settings or {}).items() for word in ("--set", "=".join(item))]
-        helm(
-            *("upgrade", "--install", self.name, str(CHART), "--namespace", self.namespace),
-            *("--wait", "--timeout", f"{TIMEOUT_S:.0f}s", *words),
-        )
+        helm("upgrade", "--install", self.name, str(CHART), "-n", self.namespace, *words)
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Return once every pod is the newest and ready.
+
+        Not `helm --wait`, which waits for the runs' volume, too; many clusters bind a volume when
+        a pod first needs it.
+        """
+        for deployment in self.get("deployments")["items"]:
+            name = f"deployment/{deployment['metadata']['name']}"
+            limit = f"--timeout={TIMEOUT_S:.0f}s"
+            kubectl("-n", self.namespace, "rollout", "status", name, limit)
 
 
 @contextmanager

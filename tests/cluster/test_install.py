@@ -51,7 +51,8 @@ def test_it_is_upgraded_rolled_back_and_leaves_nothing(release: Installed) -> No
     place = ("--namespace", release.namespace)
     release.upgrade(values, {"gateway.replicas": "1"})
     assert release.get("deployment", f"{release.name}-gateway")["spec"]["replicas"] == 1
-    helm("rollback", release.name, "1", *place, "--wait", "--timeout", "300s")
+    helm("rollback", release.name, "1", *place)
+    release.wait_until_ready()
     assert release.get("deployment", f"{release.name}-gateway")["spec"]["replicas"] == 2
     assert set(restarts(release).values()) == {0}
     helm("uninstall", release.name, *place, "--wait", "--timeout", "300s")
