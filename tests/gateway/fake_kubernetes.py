@@ -223,6 +223,8 @@ class FakeKubernetes:
                 raise Refused(trouble.status, message, retry_after=trouble.retry_after)
             if asked.verb == "watch":
                 return await self._stream(request, asked)
+            if asked.target.part in ("log", "exec") and "*/*" not in request.headers["Accept"]:
+                raise Refused(406, "the body of the request was in an unknown format")
             if asked.target.part == "log":
                 return await self.pods.answer_log(request, asked.target.name)
             if asked.target.part == "exec":

@@ -302,7 +302,8 @@ class KubernetesApi:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(socket_factory=_lively_socket),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept": "application/json", "User-Agent": "ludus"},
+                # An API server refuses whoever takes JSON alone what is none: logs, for example.
+                headers={"Accept": "application/json, */*", "User-Agent": "ludus"},
             )
         return self._session
 
