@@ -129,7 +129,7 @@ class Rendered:
         """The gateway's configuration."""
         return str(self.one("ConfigMap", "-gateway")["data"]["gateway.toml"])
 
-    @property
+    @functools.cached_property
     def ray_job(self) -> Object:
         """The RayJob of a run."""
         return yaml.load(self._runs["rayjob.yaml"], yaml.CSafeLoader)  # type: ignore[no-any-return]
@@ -139,12 +139,12 @@ class Rendered:
         """The same as it stands in the ConfigMap."""
         return str(self._runs["rayjob.yaml"])
 
-    @property
+    @functools.cached_property
     def platform(self) -> dict[str, Any]:
         """What `ludus submit` knows of the release."""
         return json.loads(self._runs["platform.json"])  # type: ignore[no-any-return]
 
-    @property
+    @functools.cached_property
     def everything(self) -> list[Object]:
         """The objects and the RayJob."""
         return [*self.objects, self.ray_job]
