@@ -153,15 +153,17 @@ def test_a_log_that_breaks_off_and_a_server_that_is_away_lose_no_line(
 
 
 def test_a_run_that_somebody_deletes_ends_the_following(ludus: RunCli, cluster: Call) -> None:
-    running(ludus, cluster)
-
     def operate() -> None:
+        wait_for(cluster, job_of)
+        cluster(begin)
+        say(cluster, step_row(1))
         wait_for(cluster, lambda c: c.pods.num_log_requests)
         cluster(lambda c: c.remove("ray.io/v1", "rayjobs", NAMESPACE, "demo"))
 
     with meanwhile(operate):
-        outcome = ludus("logs", "-f", "demo")
+        outcome = ludus("submit", "run.toml")
     assert "no run 'demo' was found in namespace 'arena'" in one_error(outcome)
+    assert "the run goes on" not in outcome.err
 
 
 # Mistakes.

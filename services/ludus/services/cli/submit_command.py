@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.services.cli import cluster_options as options
 from ludus.services.cli.console import progress_console, say
 from ludus.services.cli.train_command import Overrides
@@ -160,6 +160,8 @@ async def _go_on(
         return
     try:
         end = await watch(cluster, run.name)
+    except NotFoundError:
+        raise  # somebody has deleted it
     except BaseException:
         say(console, f"the run goes on; ludus logs -f {run.name}, ludus stop {run.name}")
         raise
