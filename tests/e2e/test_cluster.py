@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import subprocess
@@ -45,6 +46,8 @@ class RayCluster:
     address: str = ""
     raylets: dict[str, list[int]] = field(default_factory=dict)
     """Of the nodes of each group, their process ids."""
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Nodes that are programs of their own."""
 
     def add_node(self, group: str, *, num_cpus: int = 1, amount: int = 1) -> None:
         """Let a node join that offers so much of the resource `group`."""
@@ -55,6 +58,21 @@ class RayCluster:
         assert line, "a node did not start"
         self.address = line[0]
         self.raylets.setdefault(group, []).append(int(line[1]))
+
+    def start_node(self, group: str) -> subprocess.Popen[bytes]:
+        """The program of a node as it runs in a pod, which SIGTERM ends with a drain."""
+        node = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+                *(f"--address={self.address}", "--num-cpus=1", f'--resources={{"{group}": 1}}'),
+                *("--object-store-memory=100000000", "--dashboard-agent-listen-port=0"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "240"},
+        )
+        self.started.append(node)
+        return node
 
     def where(self, kind: str) -> list[str]:
         """The groups on whose nodes the actors of one kind run."""
@@ -84,11 +102,16 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
         cluster.add_node("rollout")
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
+        for node in (node for node in cluster.started if node.poll() is None):
+            for started in psutil.Process(node.pid).children(recursive=True):
+                started.kill()
+            node.kill()
+            node.wait()
         assert process.stdin is not None
         process.stdin.close()
 
 
-def test_actors_have_their_nodes_and_a_node_that_joins_gets_a_worker_with_current_weights(
+def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     more = ("rollout.num_workers=2", "rollout.min_workers=1", "training.num_steps=5000")
@@ -97,11 +120,17 @@ def test_actors_have_their_nodes_and_a_node_that_joins_gets_a_worker_with_curren
         assert cluster.where("BufferActor") == ["head"]
         assert cluster.where("LearnerActor") == ["learner"]
         assert cluster.where("RolloutWorkerActor") == ["rollout"]
-        cluster.add_node("rollout")
+        node = cluster.start_node("rollout")
         run.wait_until(lambda: len(held_versions(run)) == 2)
-        assert cluster.where("RolloutWorkerActor") == ["rollout", "rollout"]
         versions = held_versions(run)
         assert len(set(versions)) == 1 and versions[0] >= 2
+        node.send_signal(signal.SIGTERM)
+        node.wait(200)  # It goes as soon as nothing is played there, not when its time is up.
+        step = run.last_step
+        run.wait_until(lambda: run.last_step > step + 1)
+        assert len(held_versions(run)) == 1
+        lost = [row.values["num_episodes_lost"] for row in run.rows if row.kind == "train"]
+        assert sum(lost) == 0, "a worker ends what it plays before its node goes"
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(120) == 130, run.output()
         lines = run.output().splitlines()

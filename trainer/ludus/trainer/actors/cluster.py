@@ -38,7 +38,8 @@ from ludus.trainer.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 2.0
+_LOOK_TIMEOUT_S = 10.0
 _SAY_EVERY_S = 60.0
 _QUIET_S = 5.0
 """Room that is there is given within this time."""
@@ -93,6 +94,11 @@ def survey() -> Survey:
     reply = GetClusterStatusReply()
     reply.ParseFromString(internal_kv_get_gcs_client().get_cluster_status())
     return Survey(nodes, reply.autoscaling_state)
+
+
+def draining_nodes() -> frozenset[str]:
+    """The ids of nodes that are about to go: evicted, reclaimed, or no longer needed."""
+    return frozenset(internal_kv_get_gcs_client().get_draining_nodes(timeout=_LOOK_TIMEOUT_S))
 
 
 async def find_place(run: RunConfig, *, with_learner: bool = True) -> Placement:
@@ -165,7 +171,7 @@ async def _watch(placement: Placement, *, others_may_hold_it: bool, refuse: bool
             have = demand.offered_by(seen.nodes)
             _say(f"waiting for {source}: the run asks for {demand}; the cluster has {have}")
             next_word_s = now_s + _SAY_EVERY_S
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _no_room(where: str, demand: Demand, nodes: Iterable[Resources]) -> str:

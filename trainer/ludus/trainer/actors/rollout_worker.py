@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import ray
 import torch
 
 from ludus.env.client import AsyncEnvClient
@@ -55,8 +56,8 @@ class RolloutWorkerActor:
         self._closed = asyncio.Event()
         self._clients = AsyncExitStack()
 
-    async def start(self, spec: RolloutWorkerSpec) -> None:
-        """Connect to the environments and load the engine.
+    async def start(self, spec: RolloutWorkerSpec) -> str:
+        """Connect to the environments and load the engine; the id of the node that does it.
 
         Raises:
             ConfigError: this node does not see the run's folder.
@@ -79,6 +80,7 @@ class RolloutWorkerActor:
                 run, name, client, self._generator, chat, max_sessions
             )
         freeze_heap()
+        return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """The groups, once all of them are over."""

@@ -12,7 +12,8 @@
 Nobody waits for a worker that is not ready: the run begins with rollout.min_workers, and goes
 on with those that are there. What a dead worker played is refused by the buffer, so that it is
 played by another. A worker that is no longer wanted gets no more slots, ends what it plays, and
-is closed.
+is closed; so does one whose node is about to go, while another starts elsewhere. What it has not
+ended when the node goes is lost with it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -30,7 +32,7 @@ from ray.actor import ActorHandle
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import CanaryError, UserError, WeightSyncError, WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
-from ludus.trainer.actors.cluster import while_waiting
+from ludus.trainer.actors.cluster import LOOK_EVERY_S, draining_nodes, while_waiting
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
@@ -61,15 +63,19 @@ class _Worker:
 
     number: int
     actor: ActorHandle
+    node: str | None = None
+    """The id of its node, once it has started."""
     num_free: int = SLOTS_PER_WORKER
     num_played: int = 0
     """Chunks it has brought to their end."""
+    num_evaluating: int = 0
+    """Calls under way that play games of an evaluation."""
     held: WorkerWeights | None = None
 
     @property
     def is_idle(self) -> bool:
         """True while it plays nothing."""
-        return self.num_free == SLOTS_PER_WORKER
+        return self.num_free == SLOTS_PER_WORKER and self.num_evaluating == 0
 
 
 @dataclass(slots=True)
@@ -80,12 +86,12 @@ class RolloutWorkers:
     buffer: RemoteBuffer
     placement: Placement
     num_restarts: int = 0
-    """Workers that died and were started again."""
+    """Workers that died, or whose node was about to go, and that others replaced."""
     num_joined: int = 0
     """Workers that became ready, all in all."""
     _ready: list[_Worker] = field(default_factory=list)
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _newest: PublishedWeights | None = None
     _failure: BaseException | None = None
@@ -104,6 +110,8 @@ class RolloutWorkers:
         workers = cls(spec, buffer, placement)
         rollout = spec.run.rollout
         workers.resize(rollout.num_workers)
+        if not placement.is_one_machine:
+            workers._keep(workers._follow_drains())
         try:
             enough = workers._until(lambda: workers.num_ready >= rollout.min_workers)
             await while_waiting(placement, enough)
@@ -131,14 +139,9 @@ class RolloutWorkers:
         """Want so many workers from now on, never fewer than min_workers."""
         num_workers = max(num_workers, self.spec.run.rollout.min_workers)
         while len(self._supervisors) < num_workers:
-            number = next(self._numbers)
-            supervisor = asyncio.create_task(self._supervise(number))
-            supervisor.add_done_callback(self._note_failure)
-            self._supervisors[number] = supervisor
+            self._add()
         while len(self._supervisors) > num_workers:
-            leaving = asyncio.create_task(self._let_go(*self._supervisors.popitem()))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
+            self._keep(self._let_go(*self._supervisors.popitem()))
 
     async def slot(self) -> Slot:
         """A slot on the ready worker that has most of them free, once there is one.
@@ -216,12 +219,41 @@ class RolloutWorkers:
         """End all workers, with what they play."""
         ready, self._ready = self._ready, []
         closing = [asyncio.ensure_future(worker.actor.close.remote()) for worker in ready]
-        tasks = [*self._supervisors.values(), *self._leaving, *closing]
+        tasks = [*self._supervisors.values(), *self._background, *closing]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_TIMEOUT_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self) -> None:
+        """Want one more worker."""
+        number = next(self._numbers)
+        supervisor = asyncio.create_task(self._supervise(number))
+        supervisor.add_done_callback(self._note_failure)
+        self._supervisors[number] = supervisor
+
+    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the coroutine as a task, until it returns or all workers end."""
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _follow_drains(self) -> None:
+        """Replace the workers whose nodes are about to go, before they do."""
+        while True:
+            try:
+                draining = await asyncio.to_thread(draining_nodes)
+            except ray.exceptions.RayError as error:
+                _log.warning("cannot ask which nodes are about to go: %s", error)
+                draining = frozenset()
+            leaving = [worker.number for worker in self._ready if worker.node in draining]
+            for number in self._supervisors.keys() & leaving:
+                _log.warning("the node of rollout worker %d is about to go", number)
+                self._keep(self._let_go(number, self._supervisors.pop(number)))
+                self._add()
+                self.num_restarts += 1
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _supervise(self, number: int) -> None:
         """Run a worker until it is closed, and another one each time that it dies."""
@@ -254,7 +286,7 @@ class RolloutWorkers:
             await asyncio.wait([starting], timeout=_SLOW_START_S)
             if not starting.done():
                 _log.info("rollout worker %d still starts, or waits for room", worker.number)
-            await starting
+            worker.node = await starting
             await self._join(worker)
             return await _watch(worker.actor)
         except _Gone as error:
@@ -329,11 +361,15 @@ class RolloutWorkers:
         """The outcomes; none when the worker died."""
         if not seeds:
             return []
+        worker.num_evaluating += 1
         try:
             return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
         except _Gone:
             self._leave(worker)
             return []
+        finally:
+            worker.num_evaluating -= 1
+            self._note_change()
 
     async def _let_go(self, number: int, supervisor: asyncio.Task[None]) -> None:
         """Close the worker, once it has ended what it plays."""
