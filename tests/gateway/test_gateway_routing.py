@@ -15,6 +15,7 @@ from ludus.services.gateway.sessions.routes import RouteCache
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
+    FAST,
     KEY,
     NAME,
     config_of,
@@ -232,7 +233,9 @@ async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers():
 
     async with env_server() as server, gateway_to(server) as first, Raw(first) as raw:
         session_id = await raw.open()
-        late = Gateway(config_of(server.grpc_address), {NAME: LateSource()})
+        # A server that is not reached in time counts as gone; FAST is too soon when busy.
+        patient = {**FAST, "unreachable_after_s": 30.0}
+        late = Gateway(config_of(server.grpc_address, servers=patient), {NAME: LateSource()})
         starting = asyncio.create_task(late.start())
         await eventually(lambda: late.grpc_address)
         assert not late.is_ready
