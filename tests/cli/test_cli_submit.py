@@ -119,7 +119,8 @@ def test_what_keeps_pods_from_running_is_said_while_they_are_awaited(
             lambda c: set_status(c, jobDeploymentStatus="Initializing", rayClusterName="demo-abcde")
         )
         cluster(lambda c: c.put(head_pod(phase="Pending", **broken)))
-        time.sleep(0.5)
+        num_looks = cluster(lambda c: c.num_requests("list", "pods"))
+        wait_for(cluster, lambda c: c.num_requests("list", "pods") > num_looks + 1)
         ended(cluster, "FAILED", "Failed", reason="PreRunningDeadlineExceeded")
 
     with meanwhile(operate):

@@ -186,7 +186,7 @@ class RunsCluster:
             raise ClusterError(
                 f"expected RayJob '{run}' to be gone within {_GONE_TIMEOUT_S:.0f} s of its "
                 "deletion, but it is not; see whether KubeRay's operator runs (kubectl get pods "
-                "-A -l app.kubernetes.io/name=kuberay-operator)"
+                "-A -l app.kubernetes.io/component=kuberay-operator)"
             ) from None
 
     async def want(self, run: str, control: str) -> None:
