@@ -153,6 +153,28 @@ def test_a_log_that_breaks_off_and_a_server_that_is_away_lose_no_line(
     assert outcome.err.count("the last one") == 1
 
 
+@pytest.mark.slow
+def test_a_log_that_its_node_cannot_open_is_told_and_read_later(
+    ludus: RunCli, cluster: Call
+) -> None:
+    running(ludus, cluster, *map(step_row, (1, 2, 3)))
+    cluster(lambda c: setattr(c.pods, "unreadable_log", 'lstat "0.log": no such file'))
+
+    def operate() -> None:
+        wait_for(cluster, lambda c: c.pods.num_log_requests > 1)
+        num_looks = cluster(lambda c: c.num_requests("get", "rayjobs"))
+        wait_for(cluster, lambda c: c.num_requests("get", "rayjobs") > num_looks + 1)
+        cluster(lambda c: setattr(c.pods, "unreadable_log", ""))
+        ended(cluster, "STOPPED")
+
+    with meanwhile(operate):
+        outcome = ludus("logs", "-f", "demo")
+    assert (
+        outcome.err.count('its log cannot be read, so its steps are not shown: lstat "0.log"') == 1
+    )
+    assert "step 3/3" in outcome.err
+
+
 def test_a_run_that_somebody_deletes_ends_the_following(ludus: RunCli, cluster: Call) -> None:
     def operate() -> None:
         wait_for(cluster, job_of)

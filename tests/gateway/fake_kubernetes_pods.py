@@ -38,6 +38,8 @@ class PodInsides:
     """Lines with their time, as a kubelet keeps them."""
     cut_logs: int = 0
     """So many streams end after their first line, as when a connection breaks."""
+    unreadable_log: str = ""
+    """What stands where a log should: its node could not open the file, and answers 200."""
     num_log_requests: int = 0
 
     def say(self, pod: str, *lines: str) -> None:
@@ -55,6 +57,9 @@ class PodInsides:
         since = request.query.get("sinceTime", "")[:19]
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await response.prepare(request)
+        if self.unreadable_log:
+            await response.write(self.unreadable_log.encode())
+            return response
         is_cut, position = self.cut_logs > 0, 0
         self.cut_logs -= is_cut
         while True:

@@ -8,12 +8,17 @@
 {{- end -}}
 {{- end }}
 
+{{/* The bucket; only the bundled store has a name for it by itself. */}}
+{{- define "ludus.bucket" -}}
+{{- default (ternary "ludus" "" .Values.storage.store.enabled) .Values.storage.s3.bucket -}}
+{{- end }}
+
 {{/* The `weights` of a run, as JSON. */}}
 {{- define "ludus.weights" -}}
 {{- $weights := dict "kind" .Values.storage.weights.kind -}}
 {{- if eq .Values.storage.weights.kind "s3" -}}
 {{- $s3 := .Values.storage.s3 -}}
-{{- $_ := set $weights "bucket" (default (ternary "ludus" "" .Values.storage.store.enabled) $s3.bucket) -}}
+{{- $_ := set $weights "bucket" (include "ludus.bucket" .) -}}
 {{- $_ := set $weights "prefix" $s3.prefix -}}
 {{- $_ := set $weights "region" $s3.region -}}
 {{- $bundled := printf "http://%s.%s.svc:8333" (include "ludus.storeName" .) .Release.Namespace -}}

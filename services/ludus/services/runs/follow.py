@@ -108,6 +108,8 @@ async def _look(cluster: RunsCluster, run: str, log: HeadLog) -> RunUpdate:
         troubles = _said_in(await cluster.warnings_about(state.ray_cluster))
     elif state.phase is RunPhase.QUEUED:
         troubles = [f"it waits in queue '{state.queue}'"]
+    elif state.phase is RunPhase.RUNNING and log.trouble:
+        troubles.append(f"its log cannot be read, so its steps are not shown: {log.trouble}")
     return RunUpdate(state, troubles)
 
 
@@ -125,6 +127,8 @@ class HeadLog:
         self._pod, self._container = "", ""
         self._last_time = ""
         self._reading: asyncio.Task[None] | None = None
+        self.trouble = ""
+        """Why the last try to read failed; empty where it did not."""
 
     def follow(self, head: JsonObject | None) -> None:
         """Read the log of this pod from now on; without one, nothing changes."""
@@ -184,6 +188,7 @@ class HeadLog:
                     self._news.set()
                 if error.status in (NOT_FOUND, *_LASTING):
                     return
+                self.trouble = str(error)
             await asyncio.sleep(_RETRY_S)
 
     async def _read(self, *, is_followed: bool) -> None:
@@ -199,6 +204,11 @@ class HeadLog:
 
     def _take_in(self, line: str) -> None:
         moment, _, text = line.partition(" ")
+        if not moment[:4].isdigit():
+            # A node that cannot open the file says so in place of its lines.
+            self.trouble = line
+            return
+        self.trouble = ""
         if moment <= self._last_time:
             return  # sinceTime counts in whole seconds
         self._last_time = moment
