@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
@@ -108,6 +109,32 @@ async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
         await eventually(lambda: sessions.load.num_waiting == 1)
         await servers[0].core.close(held[0].session_id)
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_session_that_takes_long_to_begin_is_counted_once():
+    may_begin = threading.Event()
+
+    class SlowEnv(ThreadedCountingEnv):
+        def reset(self, **fields):
+            if not fields.get("start"):
+                may_begin.wait()
+            return super().reset(**fields)
+
+    async with served(factory=SlowEnv, server_options={"max_sessions": 5}) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        opening = [asyncio.create_task(sessions.open(SEEDED)) for _ in range(4)]
+        try:
+            await eventually(lambda: num_sessions(servers) == 4)
+            # The gateway learns of one that it did not open from a poll alone.
+            await servers[0].core.open(OpenArgs(ResetArgs(options={"start": 1})))
+            await eventually(lambda: sessions.environment_load.num_active != 4)
+            assert sessions.environment_load.num_active == 5
+        finally:
+            may_begin.set()
+        opened = await asyncio.gather(*opening)
+        assert sessions.environment_load.num_active == 5
+        await sessions.close(opened[0].session_id)
+        assert sessions.environment_load.num_active == 4
 
 
 async def test_an_open_that_nobody_waits_for_any_more_leaves_no_session():

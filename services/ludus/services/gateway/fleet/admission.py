@@ -177,5 +177,5 @@ class Admission:
 
     def _give_back(self, size: int) -> None:
         for share in self._taken[size].popleft():
-            share.link.give_back(share.num_sessions)
+            share.give_back()
         self._line.advance()

@@ -32,6 +32,12 @@ class Share:
 
     link: ServerLink
     num_sessions: int
+    num_polls: int
+    """Of the link, when they were set aside."""
+
+    def give_back(self) -> None:
+        """Free the room: no session was opened there."""
+        self.link.give_back(self.num_sessions, self.num_polls)
 
 
 class Fleet:
@@ -127,14 +133,10 @@ class Fleet:
         """
         link = self._find(size, excluded)
         if link is not None:
-            shares = [Share(link, size)]
+            parts = {link: size}
         else:
-            shares = _split(size, [one for one in self._order if one not in excluded])
-        if not shares:
-            return None
-        for share in shares:
-            share.link.reserve(share.num_sessions)
-        return shares
+            parts = _split(size, [one for one in self._order if one not in excluded])
+        return [Share(one, num, one.reserve(num)) for one, num in parts.items()] or None
 
     def has_room(self, size: int) -> bool:
         """True when so many sessions could be placed now."""
@@ -221,15 +223,15 @@ def _less_loaded(links: Sequence[ServerLink]) -> ServerLink:
     return min(links, key=lambda link: link.num_sessions / link.max_sessions)
 
 
-def _split(size: int, links: Sequence[ServerLink]) -> list[Share]:
-    """Shares that together hold `size`, the roomiest servers first; empty if they cannot."""
-    shares: list[Share] = []
+def _split(size: int, links: Sequence[ServerLink]) -> dict[ServerLink, int]:
+    """Parts that together are `size`, the roomiest servers first; empty if there is no room."""
+    parts: dict[ServerLink, int] = {}
     for link in sorted(links, key=lambda link: link.room, reverse=True):
         if not link.room:
             break
         num_sessions = min(link.room, size)
-        shares.append(Share(link, num_sessions))
+        parts[link] = num_sessions
         size -= num_sessions
         if size == 0:
-            return shares
-    return []
+            return parts
+    return {}

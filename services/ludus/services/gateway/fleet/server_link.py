@@ -79,9 +79,10 @@ class ServerLink:
         self.connected_s = 0.0
         """Event loop time at which the present connection was made, or the last one."""
         self.max_sessions = 0
-        self.num_opening = 0
+        self._num_polls = 0
         self._num_polled = 0
         self._num_since_poll = 0
+        """Sessions that began less those that ended since the latest answered poll was sent."""
         self._is_full = False
         self._is_silent = False
         self._options = options
@@ -124,8 +125,13 @@ class ServerLink:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions on the server as far as is known, those that are being opened included."""
-        return max(self._num_polled + self._num_since_poll, 0) + self.num_opening
+        """Sessions on the server as far as is known, those that are being opened included.
+
+        A server counts a session from the moment its open arrives, so a poll knows of those
+        that were begun before it; what begins or ends while it is on its way may count twice.
+        """
+        known = max(self._num_polled + self._num_since_poll, 0)
+        return min(known, max(self.max_sessions, self._num_polled))
 
     @property
     def room(self) -> int:
@@ -134,18 +140,15 @@ class ServerLink:
             return 0
         return max(self.max_sessions - self.num_sessions, 0)
 
-    def reserve(self, num_sessions: int) -> None:
-        """Sets room aside; `opened` or `give_back` ends that."""
-        self.num_opening += num_sessions
-
-    def opened(self, num_sessions: int) -> None:
-        """Turns set-aside room into sessions."""
-        self.num_opening -= num_sessions
+    def reserve(self, num_sessions: int) -> int:
+        """Sets room aside for sessions that are opened now; the value is for `give_back`."""
         self._num_since_poll += num_sessions
+        return self._num_polls
 
-    def give_back(self, num_sessions: int) -> None:
-        """Frees room that was set aside."""
-        self.num_opening -= num_sessions
+    def give_back(self, num_sessions: int, num_polls: int) -> None:
+        """Frees room that was set aside, unless a poll was sent since then: it knows better."""
+        if num_polls == self._num_polls:
+            self._num_since_poll -= num_sessions
 
     def closed(self, num_sessions: int) -> None:
         """Counts sessions that ended since the last poll."""
@@ -284,8 +287,11 @@ class ServerLink:
         self._on_change()
 
     async def _poll(self) -> None:
+        self._num_polls += 1
+        num_before = self._num_since_poll
         status = await self._port.status()
-        self._num_polled, self._num_since_poll = status.num_sessions, 0
+        self._num_polled = status.num_sessions
+        self._num_since_poll -= num_before
         self.max_sessions = status.max_sessions
         self.is_draining = status.is_draining
         self._is_full = False

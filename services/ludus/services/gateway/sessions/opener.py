@@ -150,11 +150,9 @@ class SessionOpener:
         def settle(done: asyncio.Task[list[PlacedSession]]) -> None:
             self._tasks.discard(done)
             failed = done.cancelled() or done.exception() is not None
-            for share in shares:
-                if failed:
-                    share.link.give_back(share.num_sessions)
-                else:
-                    share.link.opened(share.num_sessions)
+            if failed:
+                for share in shares:
+                    share.give_back()
             self._admission.advance()
 
         task.add_done_callback(settle)
