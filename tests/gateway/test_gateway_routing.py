@@ -10,6 +10,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.security.session_ids import SessionKey
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import SessionLostError
+from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions.routes import RouteCache
 from tests.env.polling import eventually
@@ -18,6 +19,7 @@ from tests.gateway.gateways import (
     FAST,
     KEY,
     NAME,
+    ListedServers,
     config_of,
     endpoint_of,
     env_server,
@@ -67,6 +69,19 @@ async def test_a_session_opened_through_one_gateway_is_played_through_another():
         for step_index, raw in ((1, other), (2, one), (3, other)):
             for session_id in ids:
                 assert await raw.step(session_id, step_index) == 2.0
+
+
+async def test_a_session_whose_server_was_not_reached_yet_may_be_asked_for_again():
+    unreached = Endpoint("one", "grpc://127.0.0.1:1", "")
+    source = ListedServers(unreached)
+    async with (
+        Gateway(config_of("grpc://unused:1"), {NAME: source}) as gateway,
+        Raw(gateway) as raw,
+    ):
+        session_id = SessionKey(KEY.encode()).sign(NAME, "some-server")
+        assert await raw.code_of_step(session_id) == "UNAVAILABLE"
+        source.list()
+        assert await raw.code_of_step(session_id) == "SESSION_LOST"
 
 
 async def test_forged_ids_are_refused():

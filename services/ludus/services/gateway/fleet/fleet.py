@@ -142,6 +142,12 @@ class Fleet:
         """True when so many sessions could be placed now."""
         return self._find(size, ()) is not None or bool(_split(size, self._order))
 
+    def may_have(self, server_id: str) -> bool:
+        """True while a server that was never reached might be this one."""
+        if server_id in self._gone:
+            return False
+        return not self.is_published or any(not link.server_id for link in self._order)
+
     async def wait_settled(self, timeout_s: float) -> bool:
         """True when the servers are listed and each was tried once; waits at most so long."""
         try:

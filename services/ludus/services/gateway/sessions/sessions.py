@@ -361,11 +361,17 @@ class GatewaySessions:
 
         Raises:
             SessionLostError: there is no such server, also after the first list has come.
+            UnavailableError: it may be one that was not reached yet.
         """
         link = self.fleet.link_of(route.server_id)
         if link is None:
             await self.fleet.wait_settled(_SETTLE_TIMEOUT_S)
             link = self.fleet.link_of(route.server_id)
+        if link is None and self.fleet.may_have(route.server_id):
+            raise UnavailableError(
+                f"expected to reach server {route.server_id}, which this gateway has not found yet"
+                " among those of its environment; try again later"
+            )
         if link is None:
             reason = self.fleet.reason_gone(route.server_id)
             raise SessionLostError(f"session lost: {reason}; open a new one")
