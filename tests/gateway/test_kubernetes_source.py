@@ -294,6 +294,35 @@ async def test_a_bookmark_spares_a_quiet_service_the_new_list(
     assert caplog.text == ""
 
 
+async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_return(
+    cluster: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ludus.services")
+    cluster.put(endpoint_slice("one", member("a")))
+    await cluster.go_down()
+    num_tries = 0
+
+    async def sleep(pause_s: float) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        await asyncio.sleep(0.001)
+
+    async with client_of(cluster) as api:
+        source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT, sleep)
+        seen: list[Sequence[Endpoint]] = []
+        watching = asyncio.create_task(source.watch(seen.append))
+        await eventually(lambda: num_tries > 3)
+        await cluster.come_up()
+        await eventually(lambda: seen)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    warning, info = [one for one in caplog.records if one.name.startswith("ludus.")]
+    assert (warning.levelname, info.levelname) == ("WARNING", "INFO")
+    for part in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
+        assert part in warning.getMessage()
+    assert "answers again" in info.getMessage()
+
+
 async def test_an_outage_keeps_the_last_list_and_ends_by_itself(cluster: FakeKubernetes) -> None:
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:

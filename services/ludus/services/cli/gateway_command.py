@@ -109,6 +109,7 @@ def gateway(
     else:
         raise ConfigError(f"expected --config or --env, got neither; {_EXAMPLE}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ludus").setLevel(logging.INFO)
     serve_gateway(chosen, _announce)
 
 

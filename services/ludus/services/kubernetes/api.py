@@ -57,7 +57,8 @@ _HEARTBEAT_S = 30.0
 """Between two pings of a WebSocket: what stands between would end one that is silent."""
 _NO_ANSWER = 0
 GATEWAY_WAYS_OUT: Mapping[int, str] = {
-    _NO_ANSWER: "it is tried again",
+    _NO_ANSWER: "it is tried again; see that a NetworkPolicy lets the gateway reach that address"
+    " and port (networkPolicy.apiServer in the chart's values)",
     401: "check the service account's token, or the user of the kubeconfig",
     403: "grant it in the gateway's Role",
     404: "check the namespace and the name",
@@ -320,10 +321,9 @@ class KubernetesApi:
         except aiohttp.WSServerHandshakeError as error:
             raise self._refused(method, path, error.status, error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
             raise ClusterError(
-                f"expected an answer from the API server to {method} {path}, got {reason}"
-                + self._way_out(_NO_ANSWER)
+                f"expected an answer from the API server{self._place()} to {method} {path}, got"
+                f" {_reason_of(error)}" + self._way_out(_NO_ANSWER)
             ) from error
 
     async def _refusal(
@@ -351,6 +351,9 @@ class KubernetesApi:
             said[: _MAX_REASON_CHARS + 200] + self._way_out(status), status, retry_after_s
         )
 
+    def _place(self) -> str:
+        return f" at {self._access.url}" if self._access is not None else ""
+
     def _way_out(self, status: int) -> str:
         known = self._ways_out.get(status)
         return f"; {known}" if known else ""
@@ -362,6 +365,18 @@ def _connection(access: ApiAccess) -> dict[str, Any]:
         "server_hostname": access.tls_server_name or None,
         "proxy": access.proxy or None,
     }
+
+
+def _reason_of(error: Exception) -> str:
+    """Why no answer came."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error
+    said = (
+        f"{type(error).__name__}: {error}"
+        if str(error)
+        else f"none in time ({type(error).__name__})"
+    )
+    return said[:_MAX_REASON_CHARS]
 
 
 def _lively_socket(address: Any) -> socket.socket:

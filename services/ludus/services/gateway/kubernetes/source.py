@@ -142,6 +142,8 @@ class EndpointSliceSource:
         self._version = ""
         """Where a watch continues; empty when the list has to be read again."""
         self._sleep = sleep
+        self._problem = -1
+        """The status of the failure that was told; -1 while there is none."""
 
     async def watch(self, publish: Publish) -> None:
         """Publish the whole list after the first LIST and on each change, for ever.
@@ -175,6 +177,7 @@ class EndpointSliceSource:
 
     async def _list(self, publish: Publish) -> None:
         found = await self._api.read(self._path, self._query)
+        self._note_answer()
         slices: dict[str, SliceEndpoints] = {}
         problems: list[ConfigError] = []
         for item in found.get("items") or ():
@@ -203,6 +206,7 @@ class EndpointSliceSource:
         )
         async with aclosing(watch) as events:
             async for event in events:
+                self._note_answer()
                 self._take(event)
                 self._publish_changes(publish)
 
@@ -231,8 +235,14 @@ class EndpointSliceSource:
         if error.status == 410:
             _log.info("%s changed too much since the last look; listing again", self._service)
             self._version = ""
-        else:
+        elif error.status != self._problem:
+            self._problem = error.status
             _log.warning("%s keeps its last known endpoints: %s", self._service, error)
+
+    def _note_answer(self) -> None:
+        if self._problem >= 0:
+            self._problem = -1
+            _log.info("%s: the API server answers again", self._service)
 
 
 def slice_endpoints(found: JsonObject) -> SliceEndpoints:
