@@ -69,28 +69,35 @@ class Installed:
 
 
 @contextmanager
-def installed(
-    values: Sequence[Path], settings: Mapping[str, str] | None = None, name: str = "ludus"
-) -> Iterator[Installed]:
-    """A release whose pods are ready; its namespace is gone afterwards."""
-    release = Installed(name, f"ludus-test-{secrets.token_hex(3)}")
-    enforced = "pod-security.kubernetes.io/enforce=restricted"
-    kubectl("create", "namespace", release.namespace)
+def namespace() -> Iterator[str]:
+    """A namespace that enforces Pod Security and has the Secrets that values-cpu.yaml names."""
+    name = f"ludus-test-{secrets.token_hex(3)}"
+    kubectl("create", "namespace", name)
     try:
-        kubectl("label", "namespace", release.namespace, enforced)
+        kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
         for secret, keys in (
             ("ludus-auth", ("session-key", "gateway-token", "environment-token")),
             ("ludus-s3", ("access-key-id", "secret-access-key")),
         ):
             literals = [f"--from-literal={key}={secrets.token_hex(32)}" for key in keys]
-            kubectl("-n", release.namespace, "create", "secret", "generic", secret, *literals)
-        release.upgrade(values, settings)
-        yield release
+            kubectl("-n", name, "create", "secret", "generic", secret, *literals)
+        yield name
     except BaseException:
-        sys.stderr.write(_state(release.namespace))
+        sys.stderr.write(_state(name))
         raise
     finally:
-        kubectl("delete", "namespace", release.namespace, "--wait=false")
+        kubectl("delete", "namespace", name, "--wait=false")
+
+
+@contextmanager
+def installed(
+    values: Sequence[Path], settings: Mapping[str, str] | None = None, name: str = "ludus"
+) -> Iterator[Installed]:
+    """A release whose pods are ready; its namespace is gone afterwards."""
+    with namespace() as place:
+        release = Installed(name, place)
+        release.upgrade(values, settings)
+        yield release
 
 
 def until(condition: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:

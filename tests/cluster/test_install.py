@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.installed import CHART, Installed, helm, installed, kubectl, until, why_not
+from tests.cluster.installed import CHART, Installed, helm, installed, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -44,19 +44,3 @@ def test_the_charts_own_test_plays_through_the_gateway(release: Installed) -> No
     said = helm("test", release.name, "--namespace", release.namespace, "--timeout", "180s")
     assert "Succeeded" in said
     assert "Failed" not in said
-
-
-def test_it_is_upgraded_rolled_back_and_leaves_nothing(release: Installed) -> None:
-    values = [CHART / "values-cpu.yaml"]
-    place = ("--namespace", release.namespace)
-    release.upgrade(values, {"gateway.replicas": "1"})
-    assert release.get("deployment", f"{release.name}-gateway")["spec"]["replicas"] == 1
-    helm("rollback", release.name, "1", *place)
-    release.wait_until_ready()
-    assert release.get("deployment", f"{release.name}-gateway")["spec"]["replicas"] == 2
-    assert set(restarts(release).values()) == {0}
-    helm("uninstall", release.name, *place, "--wait", "--timeout", "300s")
-    kinds = "deployments,services,configmaps,persistentvolumeclaims,leases,roles,networkpolicies"
-    ours = ("-l", f"app.kubernetes.io/instance={release.name}")
-    until(lambda: not release.get(f"{kinds},pods", *ours)["items"], "everything to be gone")
-    assert kubectl("-n", release.namespace, "get", "secret", "ludus-auth", "-o", "name")
