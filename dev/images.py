@@ -1,8 +1,10 @@
 """Builds the images with docker, podman or buildah, whichever is there, and prints their sizes.
 
     python dev/images.py [--only gateway] [--tag dev] [--engine buildah] [--load]
+    python dev/images.py --skaffold gateway
 
-LUDUS_IMAGE_LOADER is the command that brings an archive to a cluster's nodes.
+LUDUS_IMAGE_LOADER is the command that brings an archive to a cluster's nodes. Skaffold says in
+IMAGE what an image shall be called, and in PUSH_IMAGE whether a registry gets it.
 
 What the machine's pip is told (`pip config list`), apt's configuration and the certificates
 are handed in as secrets, and folders with packages as read-only volumes: no layer keeps them.
@@ -83,7 +85,7 @@ def package_folders(configuration: dict[str, str]) -> list[Path]:
 
 
 def build_command(
-    engine: str, image: Image, tag: str, secrets: Path, folders: Sequence[Path]
+    engine: str, image: Image, reference: str, secrets: Path, folders: Sequence[Path]
 ) -> list[str]:
     """The engine's command line for one image."""
     accepted = (ROOT / image.dockerfile).read_text(encoding="utf-8")
@@ -92,7 +94,6 @@ def build_command(
         for name in ("PYTHON_IMAGE", "TORCH_INDEX_URL")
         if os.environ.get(name) and f"ARG {name}" in accepted
     }
-    reference = f"docker.io/{image.name}:{tag}"
     command = [engine, "build", "--file", image.dockerfile, "--tag", reference, "--network", "host"]
     if image.target is not None:
         command += ["--target", image.target]
@@ -148,6 +149,12 @@ def save(engine: str, reference: str, file: Path) -> None:
         _output(engine, "save", "--output", str(file), reference)
 
 
+def push(engine: str, reference: str) -> None:
+    """Bring the image to its registry; one on this machine may speak without TLS, as for docker."""
+    plain = engine != "docker" and reference.startswith(("localhost:", "127.0.0.1:"))
+    _output(engine, "push", *(["--tls-verify=false"] if plain else []), reference)
+
+
 def finish(engine: str, reference: str, loader: Sequence[str]) -> None:
     """Say what the image takes, and bring it to a cluster where there is a loader."""
     sys.stdout.write(f"{reference:44} {size(engine, reference) / 1e6:6.0f} MB unpacked\n")
@@ -181,21 +188,28 @@ def main() -> None:
     parser.add_argument("--tag", default="dev")
     parser.add_argument("--engine", choices=ENGINES)
     parser.add_argument("--load", action="store_true", help=f"bring them to a cluster: {LOADER}")
+    parser.add_argument(
+        "--skaffold", choices=IMAGES, metavar="IMAGE", help="as skaffold asks for it"
+    )
     arguments = parser.parse_args()
+    wanted = {f"docker.io/{IMAGES[name].name}:{arguments.tag}": name for name in arguments.only}
+    if arguments.skaffold:
+        wanted = {os.environ["IMAGE"]: arguments.skaffold}
     engine = arguments.engine or engine_there()
     loader = shlex.split(os.environ.get(LOADER, ""))
-    if not arguments.load:
-        loader = []
-    elif not loader:
+    if arguments.load and not loader:
         sys.exit(f"error: --load expected {LOADER}, for example 'kind load image-archive'")
+    if not (arguments.load or arguments.skaffold):
+        loader = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             folders = configured(engine, Path(folder))
-            for name in arguments.only:
-                image = IMAGES[name]
-                command = build_command(engine, image, arguments.tag, Path(folder), folders)
+            for reference, name in wanted.items():
+                command = build_command(engine, IMAGES[name], reference, Path(folder), folders)
                 subprocess.run(command, cwd=ROOT, check=True)
-                finish(engine, f"docker.io/{image.name}:{arguments.tag}", loader)
+                if arguments.skaffold and os.environ.get("PUSH_IMAGE") == "true":
+                    push(engine, reference)
+                finish(engine, reference, loader)
     except subprocess.CalledProcessError as error:
         said = error.stderr or ""
         sys.exit(f"error: {' '.join(error.cmd[:3])} ... ended with {error.returncode}\n{said}")

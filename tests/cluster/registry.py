@@ -1,0 +1,100 @@
+"""A registry for tests: takes what is pushed, keeps manifests; nodes get images otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """The part of the distribution protocol that a push, and a question for a digest, need."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Registry
+
+    def do_GET(self) -> None:
+        """Answer whether the registry, a blob or a manifest is there."""
+        if self.path == "/v2/":
+            self._answer(200)
+        elif "/manifests/" in self.path and self.path in self.server.manifests:
+            kind, body = self.server.manifests[self.path]
+            self._answer(200, {"Content-Type": kind, "Docker-Content-Digest": _digest(body)}, body)
+        else:
+            self._answer(200 if self.path.rpartition("/")[2] in self.server.blobs else 404)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Begin an upload."""
+        self._body()
+        self._answer(202, {"Location": f"{self.path.rstrip('/')}/upload", "Range": "0-0"})
+
+    def do_PATCH(self) -> None:
+        """Take a part of an upload."""
+        size = len(self._body())
+        self._answer(202, {"Location": self.path, "Range": f"0-{size}"})
+
+    def do_PUT(self) -> None:
+        """End an upload, or keep a manifest."""
+        body, where = self._body(), urlsplit(self.path)
+        if "/manifests/" in where.path:
+            digest = _digest(body)
+            self.server.manifests[where.path] = (self.headers["Content-Type"], body)
+        else:
+            (digest,) = parse_qs(where.query)["digest"]
+            self.server.blobs.add(digest)
+        self._answer(201, {"Location": where.path, "Docker-Content-Digest": digest})
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def _answer(
+        self, status: int, headers: dict[str, str] | None = None, body: bytes = b""
+    ) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+class _Registry(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.blobs: set[str] = set()
+        self.manifests: dict[str, tuple[str, bytes]] = {}
+
+
+@contextmanager
+def registry() -> Iterator[str]:
+    """A registry that listens; its name, as images have it."""
+    server = _Registry()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"localhost:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _digest(body: bytes) -> str:
+    return f"sha256:{hashlib.sha256(body).hexdigest()}"
