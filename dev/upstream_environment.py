@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ import sys
 import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from images import pip_configuration
 
 CACHE = Path(__file__).parents[1] / ".cache"
 INSTALL_TIMEOUT_S = 600
@@ -72,26 +75,41 @@ def python_in(name: str, requirements: Sequence[str]) -> Path:
 
 def _build(folder: Path, python: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True)
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    venv.create(folder, with_pip=False)
+    # uv takes a tenth of pip's time; where it fails, pip has the last word.
+    if _install("uv", "pip", "install", "--python", python, *_indexes(), *requirements):
+        said = _install("pip", "--python", python, "install", *requirements)
+        if said is not None:
+            raise UpstreamEnvironmentError(
+                f"expected pip to install {' '.join(requirements)} into {folder}, it failed: {said}"
+            )
+
+
+def _indexes() -> list[str]:
+    """Where pip looks for packages on this machine, as uv's options: it reads no file of pip's."""
+    listed = [sys.executable, "-m", "pip", "config", "list"]
+    said = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    configuration = pip_configuration(said)
+    options = ["--index-strategy=unsafe-best-match"]  # pip's
+    for option in ("index-url", "extra-index-url", "find-links"):
+        options += [f"--{option}={place}" for place in configuration.get(option, "").split()]
+    return options
+
+
+def _install(*command: str | Path) -> str | None:
+    """What an installer says that could not install; None from one that could."""
     try:
         ended = subprocess.run(
-            [*install, *requirements],
+            [sys.executable, "-m", *command, "--quiet"],
             capture_output=True,
             text=True,
             timeout=INSTALL_TIMEOUT_S,
             check=False,
+            env=os.environ | {"UV_CACHE_DIR": str(CACHE / "uv")},
         )
     except subprocess.TimeoutExpired:
-        raise UpstreamEnvironmentError(
-            f"expected pip to install {' '.join(requirements)} within {INSTALL_TIMEOUT_S} s, it"
-            " took longer; check the connection to the package index"
-        ) from None
-    if ended.returncode != 0:
-        raise UpstreamEnvironmentError(
-            f"expected pip to install {' '.join(requirements)} into {folder}, it failed:"
-            f" {ended.stderr.strip()[-2000:]}"
-        )
+        return f"it took longer than {INSTALL_TIMEOUT_S} s; check the connection to the index"
+    return None if ended.returncode == 0 else ended.stderr.strip()[-2000:]
 
 
 @contextlib.contextmanager
