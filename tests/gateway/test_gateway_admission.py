@@ -101,6 +101,17 @@ async def test_the_queue_is_bounded_in_length_and_in_time():
         assert num_sessions(servers) == 2
 
 
+async def test_a_group_that_waits_counts_with_all_its_sessions():
+    """Else a fleet that follows the count would not grow to what the group needs."""
+    async with served(server_options=SMALL) as (gateway, _):
+        sessions = sessions_of(gateway)
+        waiting = asyncio.create_task(sessions.open_group(SEEDED, 5))
+        await eventually(lambda: sessions.load.num_waiting == 5)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert sessions.load.num_waiting == 0
+
+
 async def test_a_session_that_ends_on_the_server_itself_admits_who_waits():
     async with served(server_options=SMALL) as (gateway, servers):
         sessions = sessions_of(gateway)

@@ -52,6 +52,11 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
+    @property
+    def size(self) -> int:
+        """How much all callers together wait for."""
+        return sum(waiter.size for waiter in self._waiters)
+
     async def take(self, size: int = 1) -> bool:
         """True when `size` were taken for the caller; False when the wait was in vain.
 

@@ -56,8 +56,8 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Opens that wait for room."""
-        return len(self._line) + self.num_undescribed
+        """Sessions that are waited for; the fleet grows with them."""
+        return self._line.size + self.num_undescribed
 
     def advance(self) -> None:
         """Admit who waits; call it when a session has ended."""

@@ -22,7 +22,7 @@ class EnvironmentLoad:
 
     environment: str
     num_pending: int
-    """Opens that wait for a free session."""
+    """Sessions that are waited for."""
     num_active: int
     """Sessions on servers that take new ones."""
     num_draining: int
