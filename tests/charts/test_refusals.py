@@ -134,6 +134,11 @@ PROBLEMS = [
         "at most the capacity of 256, got 300",
     ),
     (
+        keda(scaleDownWindowSeconds=30),
+        "environments.blackjack.autoscaling.scaleDownWindowSeconds",
+        "at least scaleDownPeriodSeconds (60), got 30",
+    ),
+    (
         over(keda(min=0), {"gateway": {"sessions": {"queueTimeoutSeconds": 5}}}),
         "gateway.sessions.queueTimeoutSeconds",
         "raise it, or set environments.blackjack.autoscaling.min=1",

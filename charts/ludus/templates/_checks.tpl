@@ -154,6 +154,9 @@
 {{- if and (eq (int $scaling.min) 0) (eq $scaling.kind "hpa") }}
 - {{ $place }}.min: expected at least 1 with kind hpa, which cannot start from zero, got 0; set {{ $place }}.min=1 or {{ $place }}.kind=keda
 {{- end }}
+{{- if lt (int $scaling.scaleDownWindowSeconds) (int $scaling.scaleDownPeriodSeconds) }}
+- {{ $place }}.scaleDownWindowSeconds: expected at least scaleDownPeriodSeconds ({{ $scaling.scaleDownPeriodSeconds }}), got {{ $scaling.scaleDownWindowSeconds }}: an autoscaler takes all pods back at once that it has added in that time; raise it
+{{- end }}
 {{- if gt (int $scaling.sessionsPerPod) (int .environment.capacity) }}
 - {{ $place }}.sessionsPerPod: expected at most the capacity of {{ .environment.capacity }}, got {{ $scaling.sessionsPerPod }}; set it to about three quarters of the capacity
 {{- end }}

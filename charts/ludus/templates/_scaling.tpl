@@ -10,13 +10,14 @@ scaleDown:
   stabilizationWindowSeconds: {{ .scaleDownWindowSeconds }}
   selectPolicy: Max
   policies:
-    - {type: Percent, value: 10, periodSeconds: 60}
-    - {type: Pods, value: 1, periodSeconds: 60}
+    - {type: Percent, value: 10, periodSeconds: {{ .scaleDownPeriodSeconds }}}
+    - {type: Pods, value: 1, periodSeconds: {{ .scaleDownPeriodSeconds }}}
 {{- end }}
 
 {{/* Sessions to provide for, once however many gateways say it. Those on pods that drain are left
-     out: such pods count no more, and theirs would be provided for twice. */}}
+     out: such pods count no more, and theirs would be provided for twice. A gateway that was not
+     reached by one scrape still has its queue, so what it said last counts for a minute. */}}
 {{- define "ludus.sessionsWanted" -}}
 {{- $labels := printf "namespace=%q,release=%q,env=%q" .root.Release.Namespace .root.Release.Name .name -}}
-{{- printf "max(ludus_gateway_sessions{%s,state=\"active\"}) + sum(ludus_gateway_sessions{%s,state=\"pending\"})" $labels $labels -}}
+{{- printf "max(last_over_time(ludus_gateway_sessions{%s,state=\"active\"}[1m])) + sum(last_over_time(ludus_gateway_sessions{%s,state=\"pending\"}[1m]))" $labels $labels -}}
 {{- end }}
