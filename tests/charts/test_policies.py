@@ -20,6 +20,8 @@ RIGHTS = {
     ("discovery.k8s.io", "endpointslices"): {"list", "watch"},
     ("", "pods"): {"patch"},
     ("coordination.k8s.io", "leases"): {"get", "update"},
+    ("extensions.agents.x-k8s.io", "sandboxclaims"): {"create", "delete", "list", "watch"},
+    ("extensions.agents.x-k8s.io", "sandboxwarmpools"): {"get"},
 }
 SENSITIVE = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|KEY_ID)", re.IGNORECASE)
 CLUSTER_WIDE = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
@@ -74,7 +76,12 @@ def test_rights_are_those_that_are_used(chosen: ValueSet) -> None:
             for group in rule["apiGroups"]:
                 for resource in rule["resources"]:
                     assert set(rule["verbs"]) == RIGHTS[group, resource]
-            assert "leases" not in rule["resources"] or rule["resourceNames"]
+            if {"leases", "sandboxwarmpools"} & set(rule["resources"]):
+                assert rule["resourceNames"]
+            sandboxed = any(
+                one.get("mode") == "sandbox" for one in chosen.all_values["environments"].values()
+            )
+            assert sandboxed or "extensions.agents.x-k8s.io" not in rule["apiGroups"]
     assert not [one for one in release.everything if one["kind"] in CLUSTER_WIDE]
 
 

@@ -14,7 +14,7 @@ from ludus.env.serving.cli import add_server_arguments, options_of
 from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
 from ludus.env.transports.address import parse_address
 from ludus.proto.config import RunConfig
-from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment
+from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.cluster import ClusterSource
 from tests.charts.rendering import Object, Rendered, ValueSet, rendered
@@ -75,9 +75,13 @@ def test_the_gateway_finds_what_the_release_has(chosen: ValueSet) -> None:
     release = rendered(chosen)
     services = {one["metadata"]["name"]: one for one in release.of_kind("Service")}
     leases = {one["metadata"]["name"] for one in release.of_kind("Lease")}
+    pools = {one["metadata"]["name"] for one in release.of_kind("SandboxWarmPool")}
     for environment in gateway_config(release).environments.values():
-        assert isinstance(environment, KubernetesEnvironment)
+        assert isinstance(environment, KubernetesEnvironment | SandboxEnvironment)
         assert environment.namespace == chosen.namespace
+        if isinstance(environment, SandboxEnvironment):
+            assert environment.warm_pool in pools
+            continue
         found = services[environment.service]["spec"]
         assert found["clusterIP"] == "None"
         assert {one["name"] for one in found["ports"]} == {"http", "grpc"}
@@ -196,9 +200,7 @@ def test_runs_are_told_addresses_that_clients_take(chosen: ValueSet) -> None:
     release = rendered(chosen)
     platform = release.platform
     services = {one["metadata"]["name"]: one for one in release.of_kind("Service")}
-    given = chosen.all_values["environments"]
-    shared = {name for name, one in given.items() if one.get("mode", "shared") == "shared"}
-    assert platform["environments"].keys() == shared
+    assert platform["environments"].keys() == chosen.all_values["environments"].keys()
     for name, environment in platform["environments"].items():
         address = parse_address(environment["address"])
         assert address.environment == name

@@ -14,9 +14,9 @@ import pytest
 from ludus.env.security.session_ids import SessionKey, server_id_of
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Sequence
+from ludus.services.gateway.kubernetes.following import FollowOptions
 from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
-    SourceOptions,
     merged,
     slice_endpoints,
 )
@@ -31,7 +31,7 @@ from tests.gateway.cluster_objects import (
 )
 from tests.gateway.fake_kubernetes import FakeKubernetes
 
-IMPATIENT = SourceOptions(first_retry_s=0.01, max_retry_s=0.05)
+IMPATIENT = FollowOptions(first_retry_s=0.01, max_retry_s=0.05)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Seen:
 
 @asynccontextmanager
 async def following(
-    cluster: FakeKubernetes, options: SourceOptions = IMPATIENT
+    cluster: FakeKubernetes, options: FollowOptions = IMPATIENT
 ) -> AsyncIterator[Seen]:
     seen = Seen()
     async with client_of(cluster) as api:
@@ -383,7 +383,7 @@ async def test_watches_that_end_at_once_are_not_begun_in_a_busy_loop(
         pauses_s.append(pause_s)
 
     async with client_of(cluster) as api:
-        options = SourceOptions(first_retry_s=1.0, max_retry_s=4.0)
+        options = FollowOptions(first_retry_s=1.0, max_retry_s=4.0)
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", options, sleep)
         watching = asyncio.create_task(source.watch(lambda _: None))
         while len(pauses_s) < 5:

@@ -8,7 +8,7 @@
 {{ toJson $all }}
 {{- end }}
 
-{{/* Those that the gateway serves. Sandboxes are claimed, not called. */}}
+{{/* Those whose pods are there before their sessions. */}}
 {{- define "ludus.sharedEnvironments" -}}
 {{- $shared := dict -}}
 {{- range $name, $environment := include "ludus.environments" . | fromJson -}}

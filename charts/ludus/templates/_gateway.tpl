@@ -31,12 +31,17 @@ key = "/etc/ludus-tls/tls.key"
 {{- end }}
 
 [environments]
-{{- range $name, $environment := include "ludus.sharedEnvironments" . | fromJson }}
+{{- range $name, $environment := include "ludus.environments" . | fromJson }}
+{{- $object := include "ludus.environmentName" (dict "root" $ "name" $name) | toJson }}
 [environments.{{ $name }}]
-kind = "kubernetes"
+kind = {{ ternary "sandbox" "kubernetes" (eq $environment.mode "sandbox") | toJson }}
 namespace = {{ $.Release.Namespace | toJson }}
-service = {{ include "ludus.environmentName" (dict "root" $ "name" $name) | toJson }}
-lease = {{ include "ludus.environmentName" (dict "root" $ "name" $name) | toJson }}
+{{- if eq $environment.mode "sandbox" }}
+warm_pool = {{ $object }}
+{{- else }}
+service = {{ $object }}
+lease = {{ $object }}
+{{- end }}
 {{- end }}
 {{- end }}
 

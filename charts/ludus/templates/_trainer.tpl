@@ -203,7 +203,7 @@ spec:
 {{/* What `ludus submit` has to know of the release. */}}
 {{- define "ludus.platform" -}}
 {{- $environments := dict -}}
-{{- range $name, $environment := include "ludus.sharedEnvironments" . | fromJson -}}
+{{- range $name, $environment := include "ludus.environments" . | fromJson -}}
 {{- $address := include "ludus.grpcAddress" (dict "root" $ "name" $name) -}}
 {{- $http := printf "%s/envs/%s" (include "ludus.httpAddress" $) $name -}}
 {{- $_ := set $environments $name (dict "address" $address "http" $http "package" $environment.package "options" $environment.options) -}}

@@ -2,8 +2,13 @@
 
 [environments.blackjack]          [environments.cards]             [environments.fleet]
 kind = "subprocess"               kind = "static"                  kind = "kubernetes"
-package = "openspiel_env"         addresses = ["grpc://a:18000"]   service = "cards"
-options = {game = "blackjack"}
+target = "openspiel_env"          addresses = ["grpc://a:18000"]   service = "cards"
+options = {game = "blackjack"}                                     namespace = "arena"
+
+[environments.code]
+kind = "sandbox"
+warm_pool = "code"
+namespace = "arena"
 """
 
 from __future__ import annotations
@@ -85,8 +90,19 @@ class KubernetesEnvironment(_Section):
     which pods a scale-in should remove first. Empty tells nothing."""
 
 
+class SandboxEnvironment(_Section):
+    """A pod of agent-sandbox for each session."""
+
+    kind: Literal["sandbox"] = "sandbox"
+    warm_pool: Annotated[str, Field(min_length=1, max_length=63)]
+    """The SandboxWarmPool to claim from."""
+    namespace: Annotated[str, Field(min_length=1, max_length=63)]
+    grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 18_000
+    """Where the server in a sandbox listens."""
+
+
 Environment = Annotated[
-    StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment,
+    StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment | SandboxEnvironment,
     Field(discriminator="kind"),
 ]
 

@@ -33,15 +33,17 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
+    Environment,
     GatewayConfig,
     KubernetesEnvironment,
+    SandboxEnvironment,
     ServersSection,
     StaticEnvironment,
     SubprocessEnvironment,
     value_of,
 )
+from ludus.services.gateway.fleet.admission import Admission
 from ludus.services.gateway.fleet.endpoints import EndpointSource
-from ludus.services.gateway.fleet.fleet import Fleet
 from ludus.services.gateway.fleet.server_link import LinkOptions
 from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.routes import RouteCache
@@ -219,8 +221,9 @@ class Gateway:
         """
         for name, environment in self.config.environments.items():
             if name not in self.sources:
-                fleet = self.environments[name].fleet
-                self.sources[name] = _source_of(environment, key, fleet)
+                admission = self.environments[name].admission
+                lifetime_s = self.config.sessions.id_lifetime_s
+                self.sources[name] = _source_of(environment, key, admission, lifetime_s)
             source = self.sources[name]
             self._watching[name] = asyncio.create_task(self._watch(name, source))
         settled = asyncio.create_task(self._settle())
@@ -302,10 +305,9 @@ def _link_options(servers: ServersSection) -> LinkOptions:
 
 
 def _source_of(
-    environment: StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment,
-    key: str,
-    fleet: Fleet,
+    environment: Environment, key: str, admission: Admission, lifetime_s: float
 ) -> EndpointSource:
+    fleet = admission.fleet
     match environment:
         case StaticEnvironment():
             return StaticSource(environment.addresses)
@@ -322,6 +324,19 @@ def _source_of(
             from ludus.services.kubernetes.api import KubernetesApi
 
             return ClusterSource(KubernetesApi(), environment, fleet.loads_of_pods)
+        case SandboxEnvironment():
+            from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
+            from ludus.services.kubernetes.api import KubernetesApi
+
+            sandboxes = SandboxSource(
+                KubernetesApi(),
+                environment,
+                fleet.link_at,
+                lambda: admission.num_wanted,
+                lifetime_s,
+            )
+            admission.supply = sandboxes
+            return sandboxes
 
 
 def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:

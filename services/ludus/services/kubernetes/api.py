@@ -1,6 +1,6 @@
 """The one file that talks to a Kubernetes API server, for gateways in it and for runs on it.
 
-    gateway   endpointslices, leases, annotations of pods  --+
+    gateway   endpointslices, leases, pods, sandboxes      --+
                                                              +-->  KubernetesApi  -->  API server
     runs      RayJobs, ConfigMaps, logs, exec              --+        |
                                                              ApiAccess: address, CA, credentials
@@ -18,6 +18,11 @@ What the gateway's Role needs, in its own namespace and nothing beyond:
     ""                    pods             patch               (pod deletion cost)
     coordination.k8s.io   leases           create
     coordination.k8s.io   leases           get, update         (resourceNames: the lease's name)
+
+and where sessions have sandboxes of their own:
+
+    extensions.agents.x-k8s.io   sandboxclaims      create, delete, list, watch
+    extensions.agents.x-k8s.io   sandboxwarmpools   get          (resourceNames: the pools')
 
 What a person needs who sends runs there stands in docs/submit.md.
 

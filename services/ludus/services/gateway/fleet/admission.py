@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from ludus.env.sessions.admission_queue import AdmissionQueue
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
@@ -22,6 +23,16 @@ RETRY_AFTER_S = 1.0
 """What refused callers are told."""
 MIN_DESCRIBE_S = 5.0
 """How long a caller waits for the first server of all, where opens wait less."""
+
+
+class Supply(Protocol):
+    """What brings servers as they are needed."""
+
+    def wake(self) -> None:
+        """Hear that an open began to wait, or that a session has ended."""
+
+    def shortage(self) -> str:
+        """Why opens still wait."""
 
 
 class Admission:
@@ -41,6 +52,7 @@ class Admission:
         self._on_wait = on_wait
         self._limits = limits
         self.is_draining = False
+        self.supply: Supply | None = None
         self._environment = environment
         self._line = AdmissionQueue(
             self._take,
@@ -59,9 +71,15 @@ class Admission:
         """Sessions that are waited for; the fleet grows with them."""
         return self._line.size + self.num_undescribed
 
+    @property
+    def num_wanted(self) -> int:
+        """Sessions that opens wait for, and one for those who wait for the first server of all."""
+        return self._line.size + bool(self.num_undescribed)
+
     def advance(self) -> None:
         """Admit who waits; call it when a session has ended."""
         self._line.advance()
+        self._wake_supply()
 
     def drain(self) -> None:
         """Refuse all opens from now on, also those that wait."""
@@ -120,10 +138,13 @@ class Admission:
             return
         within_s = max(self._limits.queue_timeout_s, MIN_DESCRIBE_S)
         self.num_undescribed += 1
+        self._wake_supply()
         try:
             is_described = await self.fleet.wait_described(within_s)
         finally:
             self.num_undescribed -= 1
+        if not is_described and self.supply is not None:
+            raise self.full()
         if not is_described:
             raise UnavailableError(
                 f"expected a server of environment '{self._environment}' to answer, none has yet;"
@@ -144,8 +165,10 @@ class Admission:
                 f" gateway's session key, got a refusal from each: {links[0].refusal}"
             )
 
-    def full(self) -> CapacityError:
+    def full(self) -> CapacityError | UnavailableError:
         """The refusal."""
+        if self.supply is not None:
+            return UnavailableError(self.supply.shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.takes_sessions]
         num_sessions = sum(link.num_sessions for link in links)
         capacity = sum(link.max_sessions for link in links)
@@ -171,9 +194,14 @@ class Admission:
     def _take(self, size: int) -> bool:
         shares = self.fleet.place(size)
         if shares is None:
+            self._wake_supply()
             return False
         self._taken[size].append(shares)
         return True
+
+    def _wake_supply(self) -> None:
+        if self.supply is not None:
+            self.supply.wake()
 
     def _give_back(self, size: int) -> None:
         for share in self._taken[size].popleft():

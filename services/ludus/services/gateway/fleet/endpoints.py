@@ -30,6 +30,8 @@ class Endpoint:
     """The name in session ids where the source knows it; else the server is asked."""
     pod_name: str = ""
     """Empty outside a cluster."""
+    max_opens: int | None = None
+    """So many sessions are ever opened here through this gateway; None sets no limit."""
 
 
 Publish = Callable[[Sequence[Endpoint]], None]

@@ -106,6 +106,10 @@ class Fleet:
         """The link to a server, also to one that restarted under another id since."""
         return self._by_server_id.get(server_id)
 
+    def link_at(self, key: str) -> ServerLink | None:
+        """The link to the server that the source lists under the key."""
+        return self._links.get(key)
+
     def num_sessions_of(self, key: str) -> int:
         """Sessions on the server that the source lists under the key."""
         link = self._links.get(key)

@@ -79,6 +79,12 @@ class ServerLink:
         self.connected_s = 0.0
         """Event loop time at which the present connection was made, or the last one."""
         self.max_sessions = 0
+        self.num_placed = 0
+        """Sessions that this gateway ever set room aside for."""
+        self.num_ended = 0
+        """Those among them that are known to have ended, or that never began."""
+        self.used_s = asyncio.get_running_loop().time()
+        """When the server last said that it holds a session, or when the link was made."""
         self._num_polls = 0
         self._num_polled = 0
         self._num_since_poll = 0
@@ -138,21 +144,31 @@ class ServerLink:
         """How many sessions may be placed here now."""
         if self._is_full or not self.takes_sessions:
             return 0
-        return max(self.max_sessions - self.num_sessions, 0)
+        room = max(self.max_sessions - self.num_sessions, 0)
+        max_opens = self.endpoint.max_opens
+        return room if max_opens is None else min(room, max(max_opens - self.num_placed, 0))
+
+    @property
+    def has_ended(self) -> bool:
+        """True when sessions were placed here and all of them have ended."""
+        return 0 < self.num_placed <= self.num_ended
 
     def reserve(self, num_sessions: int) -> int:
         """Sets room aside for sessions that are opened now; the value is for `give_back`."""
         self._num_since_poll += num_sessions
+        self.num_placed += num_sessions
         return self._num_polls
 
     def give_back(self, num_sessions: int, num_polls: int) -> None:
         """Frees room that was set aside, unless a poll was sent since then: it knows better."""
+        self.num_ended += num_sessions
         if num_polls == self._num_polls:
             self._num_since_poll -= num_sessions
 
     def closed(self, num_sessions: int) -> None:
         """Counts sessions that ended since the last poll."""
         self._num_since_poll -= num_sessions
+        self.num_ended += num_sessions
         self._is_full = False
 
     def found_full(self) -> None:
@@ -291,6 +307,8 @@ class ServerLink:
         num_before = self._num_since_poll
         status = await self._port.status()
         self._num_polled = status.num_sessions
+        if status.num_sessions:
+            self.used_s = asyncio.get_running_loop().time()
         self._num_since_poll -= num_before
         self.max_sessions = status.max_sessions
         self.is_draining = status.is_draining
@@ -318,8 +336,8 @@ class ServerLink:
         return self._stream
 
     def _on_broken(self, reason: str) -> None:
-        _log.info("server %s: %s", self.endpoint.grpc_address, reason)
         if not self._closed_because:
+            _log.info("server %s: %s", self.endpoint.grpc_address, reason)
             self._up.clear()
         self._broken.set()
 

@@ -14,8 +14,9 @@ import socket
 from ludus.services.gateway.config import KubernetesEnvironment
 from ludus.services.gateway.fleet.endpoints import Publish
 from ludus.services.gateway.kubernetes.deletion_cost import DeletionCost, Loads
+from ludus.services.gateway.kubernetes.following import FollowOptions
 from ludus.services.gateway.kubernetes.leadership import Leadership
-from ludus.services.gateway.kubernetes.source import EndpointSliceSource, SourceOptions
+from ludus.services.gateway.kubernetes.source import EndpointSliceSource
 from ludus.services.kubernetes.api import KubernetesApi
 
 
@@ -32,7 +33,7 @@ class ClusterSource:
         api: KubernetesApi,
         environment: KubernetesEnvironment,
         loads: Loads,
-        options: SourceOptions | None = None,
+        options: FollowOptions | None = None,
     ) -> None:
         self._api = api
         self._loads = loads

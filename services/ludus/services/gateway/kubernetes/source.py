@@ -1,6 +1,6 @@
 """The environment servers behind a Service of a Kubernetes cluster.
 
-    API server --LIST, then WATCH--> slices by name --merge by pod--> publish(endpoints)
+    Following --slices that changed--> slices by name --merge by pod--> publish(endpoints)
 
 A Service's endpoints are spread over EndpointSlices of about 100 pods each; while they are
 rebalanced, a pod stands in two slices or, for an instant, with old conditions. Each change
@@ -24,18 +24,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field, ValidationError
 
-from ludus.env.backoff import doubling
 from ludus.env.security.session_ids import server_id_of
-from ludus.proto.errors import ClusterError, ConfigError
+from ludus.proto.errors import ConfigError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
+from ludus.services.gateway.kubernetes.following import Following, FollowOptions
 from ludus.services.kubernetes.api import (
     EventType,
     JsonObject,
@@ -54,19 +51,6 @@ _GRPC_PORT_OFFSET = 10_000
 """What an environment server adds to its HTTP port unless told otherwise."""
 _FAMILIES = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
 """A pod of a dual-stack Service is reached at its address of the highest rank."""
-_STEADY_S = 10.0
-"""A watch that lasted so long, or said something, was a good one."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """How patient the source is."""
-
-    watch_timeout_s: int = 300
-    """The server is asked to end a watch after 80 to 100 % of this, so that gateways which
-    started together do not come back together."""
-    first_retry_s: float = 0.5
-    max_retry_s: float = 30.0
 
 
 class _Reference(ObjectPart):
@@ -129,21 +113,23 @@ class EndpointSliceSource:
         api: KubernetesApi,
         namespace: str,
         service: str,
-        options: SourceOptions | None = None,
+        options: FollowOptions | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._api = api
-        self._options = options or SourceOptions()
         self._service = f"{namespace}/{service}"
-        self._path = resource_path(_API_VERSION, namespace, "endpointslices")
-        self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
+        self._following = Following(
+            api,
+            resource_path(_API_VERSION, namespace, "endpointslices"),
+            f"kubernetes.io/service-name={service}",
+            f"endpoints of {self._service}",
+            self._take_list,
+            self._take,
+            options=options,
+            sleep=sleep,
+        )
         self._slices: dict[str, SliceEndpoints] = {}
         self._published: dict[str, Endpoint] | None = None
-        self._version = ""
-        """Where a watch continues; empty when the list has to be read again."""
-        self._sleep = sleep
-        self._problem = -1
-        """The status of the failure that was told; -1 while there is none."""
+        self._publish: Publish | None = None
 
     async def watch(self, publish: Publish) -> None:
         """Publish the whole list after the first LIST and on each change, for ever.
@@ -152,35 +138,16 @@ class EndpointSliceSource:
             ConfigError: from the start, none of the Service's ports can be the servers'. Later
                 on, a slice that cannot be read is logged and keeps its last readable state.
         """
-        options = self._options
-        pauses = doubling(options.first_retry_s, options.max_retry_s)
-        while True:
-            started_s, before = time.monotonic(), self._version
-            failed: ClusterError | None = None
-            try:
-                if not self._version:
-                    await self._list(publish)
-                await self._follow(publish)
-            except ClusterError as error:
-                failed = error
-                self._note(error)
-            if self._version != before or time.monotonic() - started_s >= _STEADY_S:
-                pauses = doubling(options.first_retry_s, options.max_retry_s)
-                if failed is None:
-                    continue
-            asked_s = failed.retry_after_s if failed is not None else 0.0
-            pause_s = min(max(next(pauses), asked_s), options.max_retry_s)
-            await self._sleep(pause_s * random.uniform(0.5, 1.0))
+        self._publish = publish
+        await self._following.run()
 
     async def close(self) -> None:
         """Do nothing: what runs is `watch`, which ends when it is cancelled."""
 
-    async def _list(self, publish: Publish) -> None:
-        found = await self._api.read(self._path, self._query)
-        self._note_answer()
+    def _take_list(self, items: Sequence[JsonObject]) -> None:
         slices: dict[str, SliceEndpoints] = {}
         problems: list[ConfigError] = []
-        for item in found.get("items") or ():
+        for item in items:
             try:
                 read = slice_endpoints(item)
                 slices[read.name] = read
@@ -194,55 +161,26 @@ class EndpointSliceSource:
         for problem in problems:
             _log.error("%s: %s", self._service, problem)
         self._slices = slices
-        self._version = str((found.get("metadata") or {}).get("resourceVersion", ""))
-        self._publish_changes(publish)
-
-    async def _follow(self, publish: Publish) -> None:
-        watch = self._api.watch(
-            self._path,
-            version=self._version,
-            timeout_s=max(1, round(self._options.watch_timeout_s * random.uniform(0.8, 1.0))),
-            query=self._query,
-        )
-        async with aclosing(watch) as events:
-            async for event in events:
-                self._note_answer()
-                self._take(event)
-                self._publish_changes(publish)
+        self._publish_changes()
 
     def _take(self, event: WatchEvent) -> None:
-        metadata = event.object.get("metadata") or {}
-        self._version = str(metadata.get("resourceVersion") or self._version)
-        if event.type == EventType.BOOKMARK:
-            return
         if event.type == EventType.DELETED:
             self._slices.pop(_name_of(event.object), None)
-            return
-        try:
-            read = slice_endpoints(event.object)
-        except ConfigError as error:
-            _log.error("%s: %s", self._service, error)
-            return
-        self._slices[read.name] = read
+        else:
+            try:
+                read = slice_endpoints(event.object)
+            except ConfigError as error:
+                _log.error("%s: %s", self._service, error)
+                return
+            self._slices[read.name] = read
+        self._publish_changes()
 
-    def _publish_changes(self, publish: Publish) -> None:
+    def _publish_changes(self) -> None:
         found = merged(self._slices.values())
         if found != self._published:
+            assert self._publish is not None, "it is watched"
             self._published = found
-            publish(tuple(found.values()))
-
-    def _note(self, error: ClusterError) -> None:
-        if error.status == 410:
-            _log.info("%s changed too much since the last look; listing again", self._service)
-            self._version = ""
-        elif error.status != self._problem:
-            self._problem = error.status
-            _log.warning("%s keeps its last known endpoints: %s", self._service, error)
-
-    def _note_answer(self) -> None:
-        if self._problem >= 0:
-            self._problem = -1
-            _log.info("%s: the API server answers again", self._service)
+            self._publish(tuple(found.values()))
 
 
 def slice_endpoints(found: JsonObject) -> SliceEndpoints:

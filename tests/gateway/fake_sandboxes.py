@@ -1,0 +1,122 @@
+"""Agent-sandbox for tests: a warm pool in the fake cluster whose sandboxes are servers here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ludus.env.serving.server import EnvServer
+from ludus.services.gateway.kubernetes.sandboxes import API_VERSION
+from tests.gateway.cluster_objects import NAMESPACE
+from tests.gateway.fake_kubernetes import FakeKubernetes
+from tests.gateway.gateways import env_server
+
+POOL = "code"
+CLAIMS = (API_VERSION, "sandboxclaims")
+POOLS = (API_VERSION, "sandboxwarmpools")
+_ADDRESSES = (f"127.0.{high}.{low}" for high in itertools.count(7) for low in range(1, 250))
+
+
+def free_port() -> int:
+    """A port that nobody listens on, on any address of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+class FakeSandboxes:
+    """The controller of agent-sandbox: to be entered with `async with`.
+
+    Args:
+        has_pool: False for a cluster without a warm pool.
+    """
+
+    def __init__(self, cluster: FakeKubernetes, *, has_pool: bool = True) -> None:
+        self.cluster = cluster
+        self.port = free_port()
+        self.servers: dict[str, EnvServer] = {}
+        """By claim."""
+        self.is_empty = False
+        """Nothing is assigned while the pool has nothing."""
+        if has_pool:
+            pool = {"name": POOL, "namespace": NAMESPACE}
+            cluster.put({"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "metadata": pool})
+
+    @property
+    def claims(self) -> list[str]:
+        """Names of the claims that there are."""
+        return [one["metadata"]["name"] for one in self.cluster.all(*CLAIMS)]
+
+    @property
+    def num_sessions(self) -> int:
+        return sum(one.core.load.num_sessions for one in self.servers.values())
+
+    async def replace(self, claim: str) -> None:
+        """The claim's pod is deleted, and the controller makes another."""
+        before = self.servers.pop(claim)
+        found = self.cluster.get(*CLAIMS, NAMESPACE, claim)
+        assert found is not None
+        pending = {"type": "Ready", "status": "False", "message": "Pod exists with phase: Pending"}
+        self.cluster.put(found | {"status": {"conditions": [pending]}})
+        await self._assign(claim)
+        await before.stop()
+
+    async def __aenter__(self) -> FakeSandboxes:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for server in self.servers.values():
+            await server.stop()
+
+    async def _run(self) -> None:
+        while True:
+            there = self.claims
+            for name in [one for one in there if one not in self.servers and not self.is_empty]:
+                await self._assign(name)
+            for name in [one for one in self.servers if one not in there]:
+                await self.servers.pop(name).stop()
+            await asyncio.sleep(0.005)
+
+    async def _assign(self, name: str) -> None:
+        address = next(_ADDRESSES)
+        options = {"insecure": True, "max_sessions": 1}
+        server = env_server(host=address, grpc_port=self.port, **options)
+        await server.start()
+        claim = self.cluster.get(*CLAIMS, NAMESPACE, name)
+        if claim is None:
+            await server.stop()
+            return
+        self.servers[name] = server
+        ready = {"type": "Ready", "status": "True", "message": "Pod is Ready"}
+        sandbox = {"name": f"sandbox-{address}", "podIPs": [address]}
+        self.cluster.put(claim | {"status": {"conditions": [ready], "sandbox": sandbox}})
+
+
+def write_kubeconfig(path: Path, cluster: FakeKubernetes) -> Path:
+    """A kubeconfig that leads to the fake cluster."""
+    path.write_text(
+        f"""
+apiVersion: v1
+kind: Config
+clusters: [{{name: fake, cluster: {{server: "{cluster.url}"}}}}]
+users: [{{name: test, user: {{token: a-token}}}}]
+contexts: [{{name: fake, context: {{cluster: fake, user: test}}}}]
+current-context: fake
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+@asynccontextmanager
+async def sandboxes(*, has_pool: bool = True) -> AsyncIterator[FakeSandboxes]:
+    """A cluster with agent-sandbox in it."""
+    async with FakeKubernetes() as cluster, FakeSandboxes(cluster, has_pool=has_pool) as found:
+        yield found
