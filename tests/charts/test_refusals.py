@@ -212,7 +212,7 @@ PROBLEMS = [
         "remove one of the two",
     ),
     (
-        least(storage={"weights": {"kind": "s3"}, "s3": {"bucket": "b"}}),
+        least(storage={"weights": {"kind": "s3"}, "s3": {"bucket": "weights"}}),
         "networkPolicy.runs",
         "set for example networkPolicy.runs[0].ports[0].port=443",
     ),
