@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests that need a Kubernetes with KubeRay: KUBECONFIG says which, LUDUS_IMAGE_LOADER how an
 # archive of an image comes to its nodes (without it, the images are taken for being there).
+# With --all the long forms, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${KUBECONFIG:-}" ]; then

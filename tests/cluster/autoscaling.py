@@ -1,0 +1,222 @@
+"""Players on an environment that scales, and what is seen of its pods meanwhile.
+
+    Crowd --sessions--> gateway --> pods
+    Watch --each second--> a row of numbers, and a Removal for every pod that begins to terminate
+
+The players come through `kubectl port-forward`, which works on every cluster and past every
+NetworkPolicy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from ludus.env.client.client import AsyncEnvClient, AsyncSession
+from ludus.env.security.session_ids import server_id_of
+from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
+from ludus.services.kubernetes.api import KubernetesApi, resource_path
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
+COLUMNS = (
+    *("at_s", "players", "playing"),
+    *("pending", "active", "draining"),
+    *("replicas", "ready", "terminating", "void"),
+)
+"""Of a row. Sessions that are pending, active or on draining pods are the gateway's count."""
+_STEP_S = 0.5
+_FORWARDED = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) -> (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A pod that a scale-in has chosen, and those that it has not."""
+
+    at_s: float
+    num_sessions: int
+    cost: int
+    kept_sessions: tuple[int, ...]
+    kept_costs: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Players who come one after the other, each with a session for a few seconds."""
+
+    client: AsyncEnvClient
+    shortest_s: float = 4.0
+    longest_s: float = 12.0
+    size: int = 0
+    """How many play at once; who ends a session is followed by another player."""
+    servers: Counter[str] = field(default_factory=Counter)
+    """Open sessions by server."""
+    num_finished: int = 0
+    num_moved: int = 0
+    """Sessions that ended well on a pod that was being removed."""
+    void: list[str] = field(default_factory=list)
+    longest_wait_s: float = 0.0
+    leaving: set[str] = field(default_factory=set)
+    """Servers whose pods are being removed."""
+    _draw: random.Random = field(default_factory=lambda: random.Random(11))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self) -> None:
+        """Keep `size` players there, for ever."""
+        try:
+            while True:
+                for _ in range(self.size - len(self._tasks)):
+                    task = asyncio.create_task(self._play())
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                await asyncio.sleep(0.1)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_there(self) -> int:
+        """Players who play or wait."""
+        return len(self._tasks)
+
+    async def _play(self) -> None:
+        seconds = self._draw.uniform(self.shortest_s, self.longest_s)
+        began_s = time.monotonic()
+        try:
+            session, _ = await self.client.open()
+        except EnvError as error:
+            self.void.append(f"open: {error}")
+            return
+        self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began_s)
+        server = session.id.split("~")[1]
+        self.servers[server] += 1
+        try:
+            await self._steps(session, time.monotonic() + seconds)
+        except InfrastructureError as error:
+            self.void.append(f"{server}: {error}")
+        else:
+            self.num_finished += 1
+            self.num_moved += server in self.leaving
+        finally:
+            self.servers[server] -= 1
+
+    async def _steps(self, session: AsyncSession, until_s: float) -> None:
+        async with session:
+            while time.monotonic() < until_s:
+                await asyncio.sleep(_STEP_S)
+                result = await session.step(text="STAND")
+                if result.done:
+                    await session.reset()
+
+
+class Watch:
+    """Looks at an environment once a second.
+
+    Args:
+        environment: name of its Deployment.
+        metrics: address of the metrics of the gateway that the players use.
+    """
+
+    def __init__(
+        self, api: KubernetesApi, namespace: str, environment: str, metrics: str, crowd: Crowd
+    ) -> None:
+        self._api, self._namespace, self._name = api, namespace, environment
+        self._metrics, self._crowd = metrics, crowd
+        self._began_s = time.monotonic()
+        self.rows: list[tuple[float, ...]] = []
+        self.removals: list[Removal] = []
+        self.num_ready = self.num_replicas = 0
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the first look."""
+        return time.monotonic() - self._began_s
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        async with aiohttp.ClientSession() as http:
+            while True:
+                began_s = time.monotonic()
+                # A second that nobody saw is a row less.
+                with contextlib.suppress(ClusterError, aiohttp.ClientError, TimeoutError):
+                    await self._look(http)
+                await asyncio.sleep(max(0.0, began_s + 1 - time.monotonic()))
+
+    async def _look(self, http: aiohttp.ClientSession) -> None:
+        at_s = round(self.now_s, 1)
+        query = {"labelSelector": "app.kubernetes.io/component=environment"}
+        pods_path = resource_path("v1", self._namespace, "pods")
+        deployment_path = resource_path("apps/v1", self._namespace, "deployments", self._name)
+        pods, deployment, metrics = await asyncio.gather(
+            self._api.read(pods_path, query), self._api.read(deployment_path), self._sessions(http)
+        )
+        self.num_replicas = deployment["spec"]["replicas"]
+        self.num_ready = deployment["status"].get("readyReplicas", 0)
+        self._note_removals(at_s, pods["items"])
+        self.rows.append(
+            (
+                *(at_s, self._crowd.num_there, sum(self._crowd.servers.values())),
+                *(metrics.get(state, 0) for state in ("pending", "active", "draining")),
+                *(self.num_replicas, self.num_ready, len(self._crowd.leaving)),
+                len(self._crowd.void),
+            )
+        )
+
+    async def _sessions(self, http: aiohttp.ClientSession) -> dict[str, int]:
+        async with http.get(self._metrics) as answer:
+            text = await answer.text()
+        found = re.findall(r'^ludus_gateway_sessions\{.*state="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        return {state: int(float(value)) for state, value in found}
+
+    def _note_removals(self, at_s: float, pods: list[dict[str, Any]]) -> None:
+        kept, chosen, leaving = [], [], set()
+        for pod in pods:
+            metadata = pod["metadata"]
+            server = server_id_of(metadata["uid"])
+            cost = int(metadata.get("annotations", {}).get(COST, 0))
+            load = (self._crowd.servers[server], cost)
+            if "deletionTimestamp" not in metadata:
+                kept.append(load)
+                continue
+            leaving.add(server)
+            if server not in self._crowd.leaving:
+                chosen.append(load)
+        self._crowd.leaving.clear()
+        self._crowd.leaving.update(leaving)
+        sessions, costs = (
+            (tuple(column) for column in zip(*kept, strict=True)) if kept else ((), ())
+        )
+        self.removals += [Removal(at_s, num, cost, sessions, costs) for num, cost in chosen]
+
+
+@asynccontextmanager
+async def forwarded(namespace: str, pod: str, *ports: int) -> AsyncIterator[list[int]]:
+    """Ports of this machine that lead to a pod's."""
+    process = await asyncio.create_subprocess_exec(
+        *("kubectl", "-n", namespace, "port-forward", pod, *(f":{port}" for port in ports)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    found: dict[int, int] = {}
+    try:
+        while set(found) != set(ports):
+            line = await asyncio.wait_for(process.stdout.readline(), 30)
+            assert line, "kubectl port-forward has ended"
+            if match := _FORWARDED.search(line):
+                found[int(match[2])] = int(match[1])
+        yield [found[port] for port in ports]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
