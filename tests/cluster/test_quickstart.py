@@ -1,0 +1,88 @@
+"""Every command of docs/kubernetes-quickstart.md, in order, in a namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.installed import ROOT, kubectl, why_not
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+PAGE = ROOT / "docs/kubernetes-quickstart.md"
+BLOCKS = re.findall(r"^```bash *(\w*)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+NUM_STEPS = 10
+"""Of the run; the whole one is test_run.py's."""
+
+
+@dataclass
+class Walk:
+    """What becomes of the page's namespace, and the command that failed."""
+
+    namespace: str = field(default_factory=lambda: f"ludus-test-{secrets.token_hex(3)}")
+    failed: str = ""
+
+    def run(self, block: str) -> None:
+        """Run a command of the page as a reader does."""
+        beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        begun = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.replace("arena", self.namespace)],
+            cwd=ROOT,
+            env=os.environ | {"PATH": beside},
+            capture_output=True,
+            text=True,
+        )
+        sys.stdout.write(f"\n$ {block}{done.stdout}({time.monotonic() - begun:.1f} s)\n")
+        if done.returncode:
+            self.failed = block
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def walk() -> Iterator[Walk]:
+    walk = Walk()
+    yield walk
+    kubectl("delete", "namespace", walk.namespace, "--ignore-not-found", "--wait=false")
+
+
+def why_left_out(kind: str, block: str) -> str:
+    """Why a command of this kind is not run here; empty where it is."""
+    if kind == "setup":
+        return "SKIPPED, NOT PASSED: `make cluster-test` has begun with it"
+    if kind == "cluster":
+        return "SKIPPED, NOT PASSED: the cluster is there already"
+    if kind == "operator" and "rayjobs.ray.io" in kubectl("get", "crd", "-o", "name"):
+        return "SKIPPED, NOT PASSED: the cluster has KubeRay already"
+    if kind == "images":
+        words = re.search(r'ARGS="(.*)"', block)
+        assert words and words[1] in (ROOT / "dev/cluster_test.sh").read_text(encoding="utf-8")
+        return "SKIPPED, NOT PASSED: dev/cluster_test.sh has run it before the tests"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"), BLOCKS, ids=[f"{i}-{kind}" for i, (kind, _) in enumerate(BLOCKS, 1)]
+)
+def test_a_command_of_the_page(walk: Walk, kind: str, block: str, tmp_path: Path) -> None:
+    assert not walk.failed, f"failed before: {walk.failed}"
+    if why := why_left_out(kind, block):
+        pytest.skip(why)
+    if kind == "submit":
+        walk.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")
+        block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} --folder {tmp_path}\n"
+    if kind in ("logs", "fetch"):
+        block = f"{block.rstrip()} --folder {tmp_path}\n"
+    walk.run(block)
