@@ -24,7 +24,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -176,7 +176,6 @@ class SandboxSource:
         )
         self._claims: dict[str, SandboxClaim] = {}
         self._creating: set[str] = set()
-        self._ending: set[str] = set()
         self._is_listed = False
         self._published: list[Endpoint] | None = None
         self._publish: Publish | None = None
@@ -197,8 +196,8 @@ class SandboxSource:
         waiting = [one for one in self._spare() if not one.is_ready]
         said = next((one.reason for one in waiting if one.reason), "nothing said why")
         return (
-            f"expected a sandbox of warm pool '{self._pool}' in time, {len(waiting)} claims still"
-            f" wait for one ({said}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
+            f"expected a sandbox of warm pool '{self._pool}' in time, got none (claims that wait:"
+            f" {len(waiting)}; {said}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
         )
 
     async def watch(self, publish: Publish) -> None:
@@ -225,9 +224,8 @@ class SandboxSource:
 
     def _take_list(self, items: Sequence[JsonObject]) -> None:
         found = [one for one in map(self._read, items) if one is not None]
-        coming = {name: self._claims[name] for name in self._creating}
+        coming = {name: one for name, one in self._claims.items() if name in self._creating}
         self._claims = coming | {one.name: one for one in found}
-        self._ending &= set(self._claims)
         self._is_listed, self._problem = True, ""
         self._publish_changes()
 
@@ -237,9 +235,10 @@ class SandboxSource:
             return
         if event.type == EventType.DELETED:
             self._claims.pop(claim.name, None)
-            self._ending.discard(claim.name)
         else:
-            self._claims[claim.name] = claim
+            before = self._claims.get(claim.name)
+            is_ending = claim.is_ending or (before is not None and before.is_ending)
+            self._claims[claim.name] = replace(claim, is_ending=is_ending)
         self._publish_changes()
 
     def _read(self, found: JsonObject) -> SandboxClaim | None:
@@ -286,15 +285,12 @@ class SandboxSource:
         return [
             one
             for one in self._claims.values()
-            if one.is_own and not self._is_ending(one) and not _is_used(self._link_of(one.name))
+            if one.is_own and not one.is_ending and not _is_used(self._link_of(one.name))
         ]
-
-    def _is_ending(self, claim: SandboxClaim) -> bool:
-        return claim.is_ending or claim.name in self._ending
 
     def _is_over(self, claim: SandboxClaim) -> bool:
         link = self._link_of(claim.name)
-        if link is None or self._is_ending(claim):
+        if link is None or claim.is_ending:
             return False
         if link.has_ended:
             return True
@@ -353,16 +349,18 @@ class SandboxSource:
 
     def _end(self, claims: Iterable[SandboxClaim]) -> None:
         for claim in claims:
-            self._ending.add(claim.name)
-            self._start(self._delete(claim.name))
+            self._claims[claim.name] = replace(claim, is_ending=True)
+            self._start(self._delete(claim))
+        self._publish_changes()  # nothing is placed there any more
 
-    async def _delete(self, name: str) -> None:
+    async def _delete(self, claim: SandboxClaim) -> None:
         try:
             async with self._requests:
-                await self._api.delete(f"{self._path}/{name}")
+                await self._api.delete(f"{self._path}/{claim.name}")
         except ClusterError as error:
             if error.status != _NOT_FOUND:
-                self._ending.discard(name)
+                if claim.name in self._claims:
+                    self._claims[claim.name] = claim
                 self._note_refusal(error, ())
 
     def _note_refusal(self, error: ClusterError, names: Iterable[str]) -> None:

@@ -95,6 +95,7 @@ class GatewaySessions:
         )
         self.fleet = self.admission.fleet
         self._linger_s = limits.linger_s
+        self._max_group_size = limits.max_group_size
         self._opener = SessionOpener(environment, context.key, self.admission, limits.id_lifetime_s)
         self._routes = context.routes
         self._quotas = context.quotas
@@ -122,7 +123,7 @@ class GatewaySessions:
             )
         return dataclasses.replace(
             description,
-            max_sessions=self.environment_load.capacity,
+            max_sessions=self.load.max_sessions,
             server_id="gateway",
             linger_s=self._linger_s,
         )
@@ -131,9 +132,10 @@ class GatewaySessions:
     def load(self) -> Load:
         """How full the servers are that take sessions."""
         load = self.environment_load
+        is_supplied = self.admission.supply is not None
         return Load(
             num_sessions=load.num_active,
-            max_sessions=load.capacity,
+            max_sessions=self._max_group_size if is_supplied else load.capacity,
             num_waiting=load.num_pending,
             is_draining=self.admission.is_draining,
         )
@@ -150,7 +152,8 @@ class GatewaySessions:
             num_pending=self.admission.num_waiting,
             num_active=sum(link.num_sessions for link in active),
             num_draining=sum(link.num_sessions for link in draining),
-            capacity=sum(link.max_sessions for link in active),
+            # Of servers that come with their sessions none is full.
+            capacity=0 if self.admission.supply else sum(link.max_sessions for link in active),
             num_servers=len(active),
             num_draining_servers=len(draining),
             num_unreachable_servers=num_unreachable,

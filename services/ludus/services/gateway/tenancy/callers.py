@@ -28,7 +28,7 @@ class EnvironmentLoad:
     num_draining: int
     """Sessions on servers that take none."""
     capacity: int
-    """Sessions that the servers which take new ones can hold."""
+    """Sessions that the servers which take new ones can hold; 0 where each session gets its own."""
     num_servers: int
     """Connected servers that take new sessions."""
     num_draining_servers: int = 0
