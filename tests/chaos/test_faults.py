@@ -134,8 +134,10 @@ def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
 
 
 def test_a_killed_driver_leaves_no_process_and_its_run_continues_from_the_checkpoint(
-    tmp_path: Path, marker: str
+    tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So long do agents of Ray's own try to tell a head node that is gone of its end; else 60 s.
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     with start_run(tmp_path, *SETTINGS) as run:
         run.wait_until(lambda: run.last_step >= 7)
         run.process.send_signal(signal.SIGKILL)
