@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,6 +26,27 @@ settings.load_profile("repeatable")
 
 WHOLE_RUNS = ("tests/e2e/", "tests/chaos/test_faults.py")
 """Tests that take long and share no fixture: each may go to another process than its neighbours."""
+
+
+WHOLLY_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that have slow tests alone: each process would import what they need."""
+    if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
+
+
+def pytest_configure() -> None:
+    # An import makes objects that stay; to look through them again and again finds nothing.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but none of what the imports have made."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,8 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def catch_address() -> Iterator[str]:
@@ -23,7 +25,6 @@ def catch_address() -> Iterator[str]:
     server.stop()
 
 
-@pytest.mark.slow
 def test_serve_serves_until_it_is_interrupted() -> None:
     server = subprocess.Popen(
         [
@@ -49,7 +50,6 @@ def test_serve_serves_until_it_is_interrupted() -> None:
     assert server.returncode == 0
 
 
-@pytest.mark.slow
 def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:
     result = ludus("env", "bench", "openspiel_env", "--option", "game=blackjack", "--games", "200")
     assert result.code == 0, result.err
@@ -60,7 +60,6 @@ def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:
     assert "−0.0428" in result.out
 
 
-@pytest.mark.slow
 def test_bench_measures_what_is_known_exactly(ludus: RunCli, catch_address: str) -> None:
     arguments = ("--address", catch_address, "--policy", "follow_ball", "--games", "60")
     result = ludus("env", "bench", *arguments)
@@ -78,7 +77,6 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(
     assert "--policy expected one of random, follow_ball, got 'follow_bal'" in result.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
 def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspeil_env")
@@ -88,7 +86,6 @@ def test_an_unknown_package_is_refused_with_the_closest_one(ludus: RunCli, comma
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["serve", "bench", "check"])
 def test_an_unknown_game_is_refused_with_the_closest_one(ludus: RunCli, command: str) -> None:
     result = ludus("env", command, "openspiel_env", "--option", "game=blackjak")
@@ -122,7 +119,6 @@ def test_a_port_in_use_is_named(ludus: RunCli) -> None:
     assert "Traceback" not in result.err
 
 
-@pytest.mark.slow
 def test_an_address_where_nothing_listens_is_named(ludus: RunCli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
@@ -151,7 +147,6 @@ def test_options_and_an_address_exclude_each_other(ludus: RunCli) -> None:
     assert "got both" in result.err
 
 
-@pytest.mark.slow
 def test_list_names_installed_packages(ludus: RunCli) -> None:
     result = ludus("env", "list")
     assert result.code == 0
@@ -159,7 +154,6 @@ def test_list_names_installed_packages(ludus: RunCli) -> None:
     assert "OpenSpiel game" in result.out
 
 
-@pytest.mark.slow
 def test_check_shows_every_rule(ludus: RunCli) -> None:
     result = ludus("env", "check", "openspiel_env", "--option", "game=catch")
     assert result.code == 0, result.out
@@ -167,7 +161,6 @@ def test_check_shows_every_rule(ludus: RunCli) -> None:
     assert "broken" not in result.out
 
 
-@pytest.mark.slow
 def test_a_broken_rule_makes_check_end_with_1(
     ludus: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

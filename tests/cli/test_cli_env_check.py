@@ -8,6 +8,8 @@ import pytest
 from ludus.env.serving.subprocess import LocalServer, ServerAddresses
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def catch() -> Iterator[ServerAddresses]:
@@ -16,7 +18,6 @@ def catch() -> Iterator[ServerAddresses]:
     server.stop()
 
 
-@pytest.mark.slow
 def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
     result = ludus("env", "check", "gymnasium:FrozenLake-v1", "--seeds", "4", "--steps", "10")
     assert result.code == 0, result.out
@@ -26,7 +27,6 @@ def test_a_target_is_checked_in_process_and_on_the_wire(ludus: RunCli) -> None:
     assert ["wire", "a_full_server_refuses_with_a_code", "ok"] in rows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["http", "grpc"])
 def test_a_running_server_is_checked_and_left_as_it_was(
     ludus: RunCli, catch: ServerAddresses, wire: str
@@ -59,7 +59,6 @@ def test_a_broken_rule_is_in_the_json_with_what_was_found(
     assert ("wire", "same_seed_and_actions_give_the_same_episode") in broken
 
 
-@pytest.mark.slow
 def test_an_address_where_nothing_answers_is_named(ludus: RunCli) -> None:
     result = ludus("env", "check", "grpc://127.0.0.1:1")
     assert result.code == 2
@@ -91,7 +90,6 @@ def test_every_command_names_what_is_wrong_with_a_target(
     assert said in result.err
 
 
-@pytest.mark.slow
 def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> None:
     result = ludus("env", "bench", "gymnasium:Blackjack-v1", "--games", "100")
     assert result.code == 0, result.err

@@ -16,6 +16,8 @@ from ludus.env.serving.options import DEFAULT_PORT
 from ludus.services.cli.env_serve import serve
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> None:
     flags = {
@@ -29,7 +31,6 @@ def test_every_option_of_a_server_is_an_option_of_the_command(ludus: RunCli) -> 
     assert len(inspect.signature(serve).parameters) == len(flags) + 1  # less --help
 
 
-@pytest.mark.slow
 def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c", "from ludus.services.cli.app import main; main()"),

@@ -7,6 +7,8 @@ import pytest
 
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = [
     ("train",),
     ("eval",),
@@ -50,7 +52,6 @@ def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(
     assert result.out == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

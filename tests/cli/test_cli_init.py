@@ -10,6 +10,8 @@ import yaml
 
 from tests.cli.commands import RunCli
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {
     "README.md",
     "__init__.py",
@@ -60,7 +62,6 @@ def test_the_folder_has_openenvs_shape(grid_maze: Path) -> None:
             assert not any(token in path.read_text() for token in ("__NAME__", "__CLASS__"))
 
 
-@pytest.mark.slow
 def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
     ruff = Path(sys.executable).parent / "ruff"
     for command in (("check",), ("format", "--check")):
@@ -75,7 +76,6 @@ def test_it_passes_lint_its_own_test_and_every_check(grid_maze: Path) -> None:
     assert "broken" not in checked.stdout
 
 
-@pytest.mark.slow
 def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")

@@ -41,7 +41,7 @@ def test_a_dry_run_prints_what_would_be_created_and_creates_nothing(
 ) -> None:
     shown = ludus("submit", "run.toml", "--dry-run", "-o", "yaml", "--set", "training.num_steps=7")
     assert shown.code == 0, shown.err
-    config_map, job = yaml.safe_load_all(shown.out)
+    config_map, job = yaml.load_all(shown.out, yaml.CSafeLoader)
     assert [config_map["kind"], job["kind"]] == ["ConfigMap", "RayJob"]
     assert json.loads(config_map["data"]["run.json"])["training"]["num_steps"] == 7
     as_json = json.loads(ludus("submit", "run.toml", "--dry-run", "-o", "json").out)
@@ -56,7 +56,10 @@ def test_a_dry_run_needs_no_cluster_where_helm_wrote_the_release(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     (tmp_path / "rendered.yaml").write_text(yaml.safe_dump(config_map()))
     shown = ludus("submit", "run.toml", "--dry-run", "--release-file", "rendered.yaml")
-    assert [one["kind"] for one in yaml.safe_load_all(shown.out)] == ["ConfigMap", "RayJob"]
+    assert [one["kind"] for one in yaml.load_all(shown.out, yaml.CSafeLoader)] == [
+        "ConfigMap",
+        "RayJob",
+    ]
     said = one_error(ludus("submit", "run.toml", "--release-file", "rendered.yaml"))
     assert "--release-file goes with --dry-run" in said
 

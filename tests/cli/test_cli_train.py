@@ -16,6 +16,8 @@ from ludus.proto.runs import Evaluation
 from ludus.services.cli import trainer_process
 from tests.cli.commands import FAKE_TRAINER, RunCli
 
+pytestmark = pytest.mark.slow
+
 UseFake = Callable[[str], None]
 
 
@@ -52,7 +54,6 @@ def test_a_configuration_that_cannot_work_is_refused_with_field_value_and_way_ou
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -84,7 +85,6 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
         assert "got both" in result.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "passed_on"),
     [
@@ -112,7 +112,6 @@ def test_another_way_to_resume_is_refused(ludus: RunCli) -> None:
     assert "perhaps" in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.slow
 def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
@@ -140,7 +139,6 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
     assert (tmp_path / "runs/demo/report.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.slow
 def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_trainer: UseFake) -> None:
     fake_trainer("refuses")
     result = ludus("train")
@@ -151,7 +149,6 @@ def test_the_trainers_refusal_is_shown_once_and_whole(ludus: RunCli, fake_traine
     assert "end" not in result.err.splitlines()
 
 
-@pytest.mark.slow
 def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
     ludus: RunCli, fake_trainer: UseFake
 ) -> None:
@@ -162,7 +159,6 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
     assert "the trainer ended with exit code 1" in result.err
 
 
-@pytest.mark.slow
 def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer: UseFake) -> None:
     fake_trainer("dies")
     result = ludus("train")
@@ -170,7 +166,6 @@ def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer
     assert "the trainer ended with signal 9" in result.err
 
 
-@pytest.mark.slow
 def test_eval_passes_its_choices_on_and_shows_the_report(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
@@ -185,7 +180,6 @@ def test_eval_passes_its_choices_on_and_shows_the_report(
     assert evaluation.environments["openspiel"].temperature == 0
 
 
-@pytest.mark.slow
 def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
@@ -249,7 +243,6 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
@@ -270,7 +263,6 @@ def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
     assert not any(is_running(pid) for pid in trainer_pids)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -> None:
     cli = start_cli(tmp_path, "never_stops", grace_s=0.5)

@@ -14,6 +14,8 @@ from tests.env.counting_env import CountingEnv
 from tests.env.served_app import core_of
 from tests.env.tool_env import ToolEnv
 
+pytestmark = pytest.mark.slow
+
 
 class PatientEnv(CountingEnv):
     """Raises at nothing and sleeps at nothing."""
@@ -70,7 +72,6 @@ def client():
         yield client, core
 
 
-@pytest.mark.slow
 @given(
     path=st.sampled_from(PATHS),
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),

@@ -17,7 +17,7 @@ from ludus.proto.errors import (
 )
 from tests.env.legacy_server import legacy_server
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
 
 @pytest.fixture

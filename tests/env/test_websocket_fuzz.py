@@ -22,6 +22,8 @@ from tests.env.served import running
 from tests.env.served_app import core_of, serving
 from tests.env.tool_env import ToolEnv
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "hush-hush-do-not-tell"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
@@ -142,7 +144,6 @@ async def converse(server, path: str, sent: list[str | bytes]) -> None:
             assert TOKEN not in socket.close_reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/ws", "/ws?ludus=1", "/mcp"])
 @given(sent=st.lists(frames, min_size=1, max_size=6))
 @fuzzing
@@ -171,7 +172,6 @@ def caplog_at_error(caplog):
     return caplog
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frame", ODD_FRAMES, ids=range(len(ODD_FRAMES)))
 async def test_an_odd_frame_ends_at_most_its_own_connection(frame):
     core = core_of(CountingEnv)
@@ -237,7 +237,6 @@ async def drop_a_stream(stub, generator: random.Random) -> None:
     stream.cancel()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_drops", [500, 5_000])
 async def test_no_session_is_left_after_thousands_of_unclean_disconnects(num_drops):

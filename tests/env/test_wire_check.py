@@ -37,6 +37,7 @@ async def test_a_sound_server_keeps_every_rule(factory, wire):
     assert [check.verdict for check in report.checks] == ["ok"] * 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
     report = await report_of(wire=wire, max_sessions=1)
@@ -48,6 +49,7 @@ async def test_what_a_server_of_one_session_cannot_show_is_not_offered(wire):
     assert broken(report) == {}
 
 
+@pytest.mark.slow
 async def test_a_large_server_is_not_filled():
     report = await report_of(max_sessions=200)
     assert report.ok

@@ -26,7 +26,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def builds(upstream, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What was built, in place of building it."""
     built: list[list[str]] = []
-    begun = threading.Barrier(2, timeout=1)
+    begun = threading.Barrier(2, timeout=0.2)
 
     def build(folder: Path, python: Path, requirements: list[str]) -> None:
         with pytest.raises(threading.BrokenBarrierError):
@@ -65,6 +65,7 @@ def test_other_packages_beside_it_make_another_environment(upstream, builds) -> 
     assert builds[1] == ["openenv==0.10.0", "open_spiel==2.0.2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["openenv", "openenv>=0.10", "-e .", "openenv==0.10 --pre"])
 def test_a_requirement_without_a_version_is_refused(requirement: str) -> None:
     ended = subprocess.run(

@@ -69,6 +69,7 @@ def test_packing_prefixes_into_trees_changes_nothing_but_the_work(
     assert tree.num_tokens_forwarded < pad.num_tokens_forwarded < tree.num_tokens_in_batch
 
 
+@pytest.mark.slow
 def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: str) -> None:
     """What the sampler's log-probs hold at unsampled places cannot reach the loss."""
     batch = make_batch()
@@ -88,6 +89,7 @@ def test_text_of_the_environment_has_no_influence_beyond_being_read(model_path: 
     assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_counting_an_environment_token_as_sampled_changes_the_update(model_path: str) -> None:
     """The check above would catch a leak: with one in the mask the update differs."""
     batch = make_batch()
@@ -108,6 +110,7 @@ def test_zero_advantages_and_no_bonus_move_nothing(model_path: str) -> None:
     assert all(torch.equal(before[name], after) for name, after in learner.full_state().items())
 
 
+@pytest.mark.slow
 def test_minibatches_after_the_first_are_anchored_at_the_start_of_the_step(
     model_path: str,
 ) -> None:

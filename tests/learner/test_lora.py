@@ -12,12 +12,13 @@ from ludus.proto.config import GrpoConfig, LoraConfig
 from ludus.trainer.types import CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(rank=4, alpha=8.0)
 TETHERED = GrpoConfig(kl_coef=0.1, geometric_mask=None)
 STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_alone_are_published_and_move(model_path: str, dtype: str) -> None:
     """In bfloat16 the model is sharded, also on one rank."""
@@ -51,7 +52,6 @@ def test_an_exported_model_holds_the_adapters(model_path: str, tmp_path: Path) -
     assert learner.answer_logprobs([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_stop_and_resume_with_adapters_is_exact_and_leaves_the_base_out(
     model_path: str, tmp_path: Path
 ) -> None:

@@ -215,6 +215,7 @@ def test_reference_numbers_of_small_games(game, seat, random_return, optimal_ret
     assert exact["optimal"].expected_return == pytest.approx(optimal_return, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["catch", "tic_tac_toe", "kuhn_poker"])
 def test_random_play_returns_what_was_computed(game: str) -> None:
     returns = final_returns({"game": game}, 1500, play_random)

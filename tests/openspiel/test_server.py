@@ -23,6 +23,8 @@ from openspiel_env.policies import fixed_policies
 from openspiel_env.server import app
 from tests.openspiel.seats import HIT, STAND, episode
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -105,7 +107,6 @@ env.close()
 """
 
 
-@pytest.mark.slow
 def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -> None:
     output = run_script(TUTORIAL.replace("http://localhost:8004", blackjack_server.http))
     assert output.splitlines() == [
@@ -116,7 +117,6 @@ def test_the_tutorial_works_from_the_repository_root(blackjack_server: Server) -
     ]
 
 
-@pytest.mark.slow
 def test_importing_the_client_loads_no_openspiel() -> None:
     code = "import sys, envs.openspiel_env, openspiel_env; print('pyspiel' in sys.modules)"
     assert run_script(code).strip() == "False"
@@ -125,7 +125,6 @@ def test_importing_the_client_loads_no_openspiel() -> None:
 # -- the client ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["http", "grpc"])
 def test_an_episode_over_a_wire_is_the_episode_in_process(
     wire: str, blackjack_server: Server
@@ -183,7 +182,6 @@ async def test_fixed_policies_play_over_a_wire(blackjack_server: Server) -> None
 # -- the command -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_options_override_environment_variables(tmp_path: Path) -> None:
     variables = {
         "OPENSPIEL_GAME": "blackjack",
@@ -210,7 +208,6 @@ def _describe(server: Server) -> dict:
         return json.load(response)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
@@ -232,7 +229,6 @@ def test_bad_input_ends_with_one_message_and_code_2(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_the_application_can_be_served_by_any_asgi_server(monkeypatch) -> None:
     monkeypatch.setenv("OPENSPIEL_GAME", "tic_tac_toe")
     assert isinstance(app.app, FastAPI)

@@ -8,6 +8,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.trainer.models.flops import TrainingWork, known_peak, peak_flops
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LAYERS, WIDTH, VOCAB, INTERMEDIATE = 2, 32, 100, 64
 

@@ -19,6 +19,8 @@ from tests.report.synthetic_run import (
     metrics_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -69,6 +69,7 @@ def test_an_answer_ends_with_the_end_token_or_at_its_limit(pair: EnginePair) -> 
         assert len(output.logprobs) == len(output.token_ids)
 
 
+@pytest.mark.slow
 def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> None:
     requests = make_requests(30)
     assert not pair.engine.has_work

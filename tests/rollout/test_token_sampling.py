@@ -43,6 +43,7 @@ def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
     assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_last_token_of_a_large_vocabulary_is_never_overshot() -> None:
     logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))
     logits[:, -1000:] = -torch.inf

@@ -26,6 +26,8 @@ from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv
 from tests.rollout.chat_templates import QWEN3, QWEN25, tokenizer_of
 
+pytestmark = pytest.mark.slow
+
 LIMITS = RolloutConfig(max_completion_tokens=400, max_tokens=20_000, max_turns=8)
 SAMPLING = Sampling(1.0, 1)
 

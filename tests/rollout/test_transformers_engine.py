@@ -11,6 +11,8 @@ from ludus.trainer.interfaces import EngineRequest
 from ludus.trainer.types import Sampling
 from tests.rollout.engine_pair import answer, make_folder, make_transformers_engine
 
+pytestmark = pytest.mark.slow
+
 SHARED_PROMPTS = [[8, 60, 33], [9, 14, 77], [8, 60, 33], [8, 60, 33], [41, 5, 6], [9, 14, 77]]
 
 

@@ -129,7 +129,7 @@ def config_map(job: Json | None = None, **changed: Any) -> Json:
             "labels": {"ludus.dev/runs": "true"},
         },
         "data": {
-            "rayjob.yaml": yaml.safe_dump(job or ray_job()),
+            "rayjob.yaml": yaml.dump(job or ray_job(), Dumper=yaml.CSafeDumper),
             "platform.json": json.dumps(said),
         },
     }

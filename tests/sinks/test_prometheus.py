@@ -17,6 +17,8 @@ from ludus.trainer.sinks import open_sinks
 from ludus.trainer.sinks.prometheus import PrometheusExporter, RunSeries
 from tests.sinks.mixed_run import eval_rows, event, phase, run_config, step_rows, weights_row
 
+pytestmark = pytest.mark.slow
+
 BLACKJACK = ("environment=blackjack", "opponent=environment")
 TIC_TAC_TOE = ("environment=tic_tac_toe", "opponent=first")
 OPTIONS = {"blackjack": {"game": "blackjack"}, "tic_tac_toe": {"opponent": "first"}}

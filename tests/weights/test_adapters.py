@@ -24,6 +24,8 @@ from ludus.trainer.learner.lora import (
 from ludus.trainer.prepare import prepare_model
 from ludus.trainer.weights.adapters import AdapterMerger
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LoraConfig(rank=4, alpha=24.0, targets=("q_proj", "v_proj", "down_proj"))
 IDS = torch.tensor([[5, 9, 2, 40, 7, 7, 1, 33]])
 
@@ -72,7 +74,6 @@ def logprobs(model: torch.nn.Module) -> torch.Tensor:
     return torch.log_softmax(model(input_ids=IDS).logits[0], dim=-1)
 
 
-@pytest.mark.slow
 def test_merged_weights_answer_as_the_model_with_adapters_does(base: Path) -> None:
     model = trained(base)
     engine = Qwen2ForCausalLM.from_pretrained(base).eval()

@@ -17,6 +17,8 @@ from ludus.trainer.weights.delta import apply_delta, decode_difference, encode_d
 from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers
 from tests.weights.states import assert_same, make_state
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

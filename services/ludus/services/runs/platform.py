@@ -92,7 +92,7 @@ def release_of(config_map: JsonObject) -> Release:
         raise _unusable(name, f"no key {missing[0]}")
     try:
         platform = Platform.model_validate_json(data[PLATFORM_KEY])
-        template = yaml.safe_load(data[TEMPLATE_KEY])
+        template = yaml.load(data[TEMPLATE_KEY], yaml.CSafeLoader)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -144,7 +144,7 @@ def release_in_file(path: Path, wanted: str | None) -> Release:
         ConfigError: the file cannot be read.
     """
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        documents = list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from None
     found = [one for one in documents if isinstance(one, dict) and _is_about_runs(one)]
