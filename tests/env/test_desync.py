@@ -111,6 +111,26 @@ async def test_step_many_survives_a_cut():
         cutting.cancel()
 
 
+@pytest.mark.slow
+async def test_sessions_that_nobody_calls_outlive_cut_after_cut():
+    async with (
+        running() as server,
+        FlakyProxy(server.grpc_address) as proxy,
+        await AsyncEnvClient.connect(proxy.address) as client,
+    ):
+        resting, _ = await client.open(options={"start": 7}, linger_s=3)
+        busy, _ = await client.open(options={"start": 1}, linger_s=3)
+        for number in range(1, 4):
+            num_connections = proxy.num_connections
+            proxy.cut()
+            [result] = await client.step_many([(busy, {"add": 1})])
+            assert result.observation["total"] == 1 + number
+            await asyncio.sleep(1.5)
+            assert proxy.num_connections == num_connections + 1
+        await asyncio.sleep(3)
+        assert (await resting.step({"add": 2})).observation["total"] == 9
+
+
 async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):
     async with (
         running() as server,

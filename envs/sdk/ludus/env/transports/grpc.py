@@ -4,7 +4,8 @@
                                   | breaks
                                   v
     sessions that survive: the call in flight is sent again, under the same step number,
-    on a new stream; all others end with SessionLostError
+    on a new stream; all others end with SessionLostError. A survivor that nobody calls is
+    asked for its state on the new stream before the server gives it up
 
 The server answers a repeated step number with its first answer, so nothing is done twice.
 """
@@ -39,6 +40,8 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
 _CLOSE_PATIENCE_S = 2.0
+_KEPT_AFTER = 1 / 3
+"""Of its linger, how long a session may be without a stream before it is given one unasked."""
 _RESEND_PAUSE_S = 0.05
 _LAST_RESEND_PAUSE_S = 1.0
 
@@ -63,6 +66,9 @@ class GrpcTransport:
         self._connecting = asyncio.Lock()
         self._granted_linger_s: float | None = None
         self._surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        self._stranded: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        """Survivors that were not called since their stream broke."""
+        self._keeping: asyncio.Task[None] | None = None
 
     async def connect(self, patience_s: float) -> None:
         """Wait for a stream to the server."""
@@ -113,6 +119,8 @@ class GrpcTransport:
             _, reply = await self.call_anywhere(fill, patience_s)
         except EnvError as error:
             return [error] * len(calls)
+        if self._stranded:
+            self._stranded.difference_update(session for session, _, _ in calls)
         return [_outcome(one) for one in reply.step_many.replies]
 
     async def close(self) -> None:
@@ -122,6 +130,8 @@ class GrpcTransport:
                 async with asyncio.timeout(_CLOSE_PATIENCE_S):
                     await self._close_surviving()
         stream, self._is_closed = self._stream, True
+        if self._keeping is not None:
+            self._keeping.cancel()
         if stream is not None:
             await stream.close()
         await self._port.close()
@@ -166,9 +176,9 @@ class GrpcTransport:
             return self._stream
 
     def _opened(self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs) -> OpenedWire:
-        survives = max(args.linger_s, self._granted_linger_s or 0.0) > 0
-        session = GrpcSession(self, stream, message.session_id, survives)
-        if survives:
+        linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
+        session = GrpcSession(self, stream, message.session_id, linger_s)
+        if session.survives_disconnect:
             self._surviving.add(session)
         return session, read_result(message.first) if message.HasField("first") else None
 
@@ -179,25 +189,60 @@ class GrpcTransport:
             str(self._options.address),
             timeout_s=self._options.timeout_s,
             max_calls_per_batch=self._options.max_calls_per_message,
+            on_broken=self._strand,
         )
+
+    def was_called(self, session: GrpcSession) -> None:
+        """Take note that a session is known on the live stream."""
+        self._stranded.discard(session)
+
+    def _strand(self, reason: str) -> None:
+        if self._is_closed or not self._surviving:
+            return
+        self._stranded.update(self._surviving)
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.get_running_loop().create_task(self._keep_stranded())
+
+    async def _keep_stranded(self) -> None:
+        """Call the sessions that nobody calls, before the server gives them up."""
+        with contextlib.suppress(EnvError):  # whoever calls them next is told
+            while self._stranded:
+                lingers_s = min((one.linger_s for one in self._stranded), default=0.0)
+                await asyncio.sleep(lingers_s * _KEPT_AFTER)
+                stream = await self.live_stream(self.reconnect_timeout_s)
+                waiting = [one.move_to(stream) for one in tuple(self._stranded)]
+                self._stranded.clear()
+                await asyncio.gather(*waiting, return_exceptions=True)
 
 
 class GrpcSession:
     """One session; it belongs to a stream unless it survives that."""
 
-    __slots__ = ("__weakref__", "_stream", "session_id", "survives_disconnect", "transport")
+    __slots__ = ("__weakref__", "_stream", "linger_s", "session_id", "transport")
 
     def __init__(
         self,
         transport: GrpcTransport,
         stream: CallStream,
         session_id: str,
-        survives_disconnect: bool,
+        linger_s: float,
     ) -> None:
         self.transport = transport
         self._stream = stream
         self.session_id = session_id
-        self.survives_disconnect = survives_disconnect
+        self.linger_s = linger_s
+
+    @property
+    def survives_disconnect(self) -> bool:
+        """Whether it outlives its stream."""
+        return self.linger_s > 0
+
+    def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
+        """The future of a call that makes it known on another stream."""
+        call, future = stream.begin()
+        call.state.session_id = self.session_id
+        self._stream = stream
+        return future
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
@@ -271,6 +316,7 @@ class GrpcSession:
         self._stream, reply = await self.transport.call_anywhere(
             fill, self.transport.reconnect_timeout_s
         )
+        self.transport.was_called(self)
         return reply
 
 
