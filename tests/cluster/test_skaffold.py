@@ -37,14 +37,18 @@ def test_skaffold_builds_and_installs_what_serves(tmp_path: Path) -> None:
     with namespace() as place, registry() as images:
         chosen = ("--profile", "buildah,serving", "--default-repo", images, "--namespace", place)
         environment = os.environ | {
-            "HOME": str(tmp_path),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SKAFFOLD_UPDATE_CHECK": "false",
         }
+        own = ("--config", str(tmp_path / "config"), "--cache-artifacts=false")
         log_file = tmp_path / "skaffold.log"
         with log_file.open("wb") as log:
             done = subprocess.run(
-                ["skaffold", "run", *chosen], cwd=ROOT, env=environment, stdout=log, stderr=log
+                ["skaffold", "run", *chosen, *own],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
         assert done.returncode == 0, log_file.read_text(encoding="utf-8", errors="replace")[-4000:]
         release = Installed("ludus", place)
