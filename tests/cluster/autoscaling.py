@@ -64,6 +64,9 @@ class Crowd:
     num_moved: int = 0
     """Sessions that ended well on a pod that was being removed."""
     void: list[str] = field(default_factory=list)
+    """Sessions that were lost, and why."""
+    refused: list[str] = field(default_factory=list)
+    """Players who got no session, and why."""
     longest_wait_s: float = 0.0
     leaving: set[str] = field(default_factory=set)
     """Servers whose pods are being removed."""
@@ -95,7 +98,7 @@ class Crowd:
         try:
             session, _ = await self.client.open()
         except EnvError as error:
-            self.void.append(f"open: {error}")
+            self.refused.append(str(error))
             return
         self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - began_s)
         server = session.id.split("~")[1]
@@ -103,7 +106,8 @@ class Crowd:
         try:
             await self._steps(session, time.monotonic() + seconds)
         except InfrastructureError as error:
-            self.void.append(f"{server}: {error}")
+            leaving = "that is removed" if server in self.leaving else "that stays"
+            self.void.append(f"on a pod {leaving}: {error}")
         else:
             self.num_finished += 1
             self.num_moved += server in self.leaving

@@ -44,8 +44,11 @@ MANY, FEW = 36, 10
 PODS_OF_MANY, PODS_OF_FEW = 6, 2
 """Six sessions to a pod."""
 LONG_SCALE_INS = 200
-LONG_MANY, LONG_PODS = 90, 15
+LONG_MANY, LONG_PODS = 54, 9
+GROUP, PODS_OF_GROUP = 20, 3
+"""Eight fit on a pod."""
 DRAIN_S = 60
+LONGER_THAN_QUEUE_S = 180.0
 ENVIRONMENTS = "app.kubernetes.io/component=environment"
 
 
@@ -69,7 +72,9 @@ async def watched(release: Installed) -> AsyncIterator[tuple[Crowd, Watch]]:
         KubernetesApi() as api,
     ):
         crowd = Crowd(
-            await AsyncEnvClient.connect(f"grpc://127.0.0.1:{grpc}/blackjack", token=token)
+            await AsyncEnvClient.connect(
+                f"grpc://127.0.0.1:{grpc}/blackjack", token=token, timeout_s=LONGER_THAN_QUEUE_S
+            )
         )
         metrics = f"http://127.0.0.1:{admin}/metrics"
         watch = Watch(api, release.namespace, DEPLOYMENT, metrics, crowd)
@@ -101,7 +106,7 @@ async def test_pods_follow_the_players_from_zero_and_back_without_losing_one(
         crowd.size = 0
         await eventually(lambda: watch.num_replicas == watch.num_ready == 0, "no pod")
     _record("autoscaling", release, crowd, watch)
-    assert crowd.void == []
+    assert crowd.void == crowd.refused == []
     assert turns(watch) == 1
     assert emptiest_first(watch.removals) >= 0.9
 
@@ -119,6 +124,18 @@ async def test_nobody_is_lost_in_two_hundred_scale_ins(release: Installed) -> No
             _record("autoscaling-long", release, crowd, watch)
     assert crowd.void == []
     assert emptiest_first(watch.removals) >= 0.9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_a_group_larger_than_a_pod_waits_for_all_the_pods_it_needs(
+    release: Installed,
+) -> None:
+    async with watched(release) as (crowd, watch):
+        opened = await crowd.client.open_group(GROUP)
+        await eventually(lambda: watch.num_ready >= PODS_OF_GROUP, "what was ready to be seen")
+        for session, _ in opened:
+            await session.close()
 
 
 @pytest.mark.long
@@ -170,7 +187,8 @@ def _record(name: str, release: Installed, crowd: Crowd, watch: Watch) -> None:
         "scaled_object": release.get("scaledobject", DEPLOYMENT)["spec"],
         "sessions": {
             "finished": crowd.num_finished,
-            "void": len(crowd.void),
+            "void": crowd.void,
+            "refused": len(crowd.refused),
             "moved": crowd.num_moved,
             "longest_wait_s": round(crowd.longest_wait_s, 1),
         },

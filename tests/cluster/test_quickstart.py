@@ -80,9 +80,10 @@ def test_a_command_of_the_page(walk: Walk, kind: str, block: str, tmp_path: Path
     assert not walk.failed, f"failed before: {walk.failed}"
     if why := why_left_out(kind, block):
         pytest.skip(why)
+    results = f"--folder {tmp_path}/results\n"
     if kind == "submit":
         walk.run(f"{block.rstrip()} --dry-run > {tmp_path}/run.yaml\n")
-        block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} --folder {tmp_path}\n"
+        block = f"{block.rstrip()} --set training.num_steps={NUM_STEPS} {results}"
     if kind in ("logs", "fetch"):
-        block = f"{block.rstrip()} --folder {tmp_path}\n"
+        block = f"{block.rstrip()} {results}"
     walk.run(block)

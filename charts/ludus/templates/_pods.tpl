@@ -33,7 +33,17 @@ imagePullSecrets:
 {{- with .part.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+tolerations:
+  {{- with .part.tolerations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- range list "not-ready" "unreachable" }}
+  - key: node.kubernetes.io/{{ . }}
+    operator: Exists
+    effect: NoExecute
+    tolerationSeconds: {{ $.root.Values.lostNodeSeconds }}
+  {{- end }}
+{{- range $field := list "nodeSelector" "affinity" "topologySpreadConstraints" }}
 {{- with get $.part $field }}
 {{ $field }}: {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -1,0 +1,170 @@
+"""Sessions from outside the cluster's network, over TLS that ends at a real edge.
+
+LUDUS_EDGE is NAMESPACE/SERVICE/CLASS/PORT of an edge that serves Ingress and the Gateway API: the
+name that both its classes have, and the port for TLS of a Gateway's listener. Where it is not
+set, a Traefik is looked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import yaml
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.errors import UnavailableError
+from tests.cluster.installed import CHART, Installed, installed, kubectl, why_not
+
+DEFAULT_EDGE = "traefik/traefik/traefik/8443"
+NAMESPACE, SERVICE, CLASS, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
+HOST, SECRET, GATEWAY = "localhost", "edge-tls", "edge"
+ROUTE = {"enabled": True, "parentRefs": [{"name": GATEWAY}], "hostnames": [HOST]}
+OF_EDGE = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}}
+INGRESS = {
+    "enabled": True,
+    "className": CLASS,
+    "host": HOST,
+    "tlsSecret": SECRET,
+    # Without it, Traefik takes a certificate and answers 404 to those who use it.
+    "annotations": {"traefik.ingress.kubernetes.io/router.tls": "true"},
+}
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+
+@pytest.fixture(scope="module")
+def release() -> Iterator[Installed]:
+    classes = kubectl("get", "ingressclass,gatewayclass", "-o", "name").split()
+    if [name.rpartition("/")[2] for name in classes].count(CLASS) < 2:
+        pytest.skip(f"SKIPPED, NOT PASSED: no ingress and gateway class '{CLASS}'; see LUDUS_EDGE")
+    with installed([CHART / "values-cpu.yaml"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The authority of the certificate that the edge shows."""
+    authority = trustme.CA()
+    issued = authority.issue_cert(HOST)
+    chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
+    files = {"tls.crt": chain, "tls.key": issued.private_key_pem.bytes()}
+    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    make(release, "v1", "Secret", SECRET, type="kubernetes.io/tls", data=data)
+    path = tmp_path_factory.mktemp("edge") / "ca.pem"
+    authority.cert_pem.write_to_path(str(path))
+    return path
+
+
+@pytest.fixture
+def idle_s(request: pytest.FixtureRequest) -> float:
+    """How long a session rests; edges close what they take for dead."""
+    return 600.0 if request.config.getoption("--all", default=False) else 30.0
+
+
+async def test_websocket_sessions_come_through_an_ingress(
+    release: Installed, ca_file: Path, tmp_path: Path, idle_s: float
+) -> None:
+    shaped(release, tmp_path, ingress=INGRESS)
+    with edge() as port:
+        await plays(f"https://{HOST}:{port}/envs/blackjack", release, ca_file, idle_s)
+
+
+async def test_websocket_and_grpc_sessions_come_through_routes(
+    release: Installed, ca_file: Path, tmp_path: Path, idle_s: float
+) -> None:
+    certificate = {"certificateRefs": [{"name": SECRET}]}
+    listener = {"name": "tls", "protocol": "HTTPS", "port": int(PORT), "tls": certificate}
+    spec = {"gatewayClassName": CLASS, "listeners": [listener]}
+    make(release, "gateway.networking.k8s.io/v1", "Gateway", GATEWAY, spec=spec)
+    shaped(release, tmp_path, httpRoute=ROUTE, grpcRoute=ROUTE)
+    with edge() as port:
+        async with asyncio.TaskGroup() as both:
+            for address in (
+                f"https://{HOST}:{port}/envs/blackjack",
+                f"grpcs://{HOST}:{port}/blackjack",
+            ):
+                both.create_task(plays(address, release, ca_file, idle_s))
+
+
+async def plays(address: str, release: Installed, ca_file: Path, idle_s: float) -> None:
+    """Play a session that rests for a while in the midst of an episode."""
+    secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
+    token = base64.b64decode(secret).decode()
+    client = await AsyncEnvClient.connect(address, token=token, ca_file=str(ca_file))
+    async with client:
+        await led_there(client)
+        for seed in range(20):
+            session, result = await client.open(seed=seed)
+            if not result.done:
+                break
+            await session.close()
+        before = await session.state()
+        await asyncio.sleep(idle_s)
+        assert await session.state() == before
+        while not result.done:
+            result = await session.step({"action_id": 1})
+        await session.close()
+
+
+async def led_there(client: AsyncEnvClient) -> None:
+    """Wait until the edge has heard of the route."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                session, _ = await client.open()
+                return await session.close()
+            except UnavailableError:
+                await asyncio.sleep(0.5)
+
+
+# What is made of the cluster.
+
+
+def shaped(release: Installed, folder: Path, **values: Any) -> None:
+    """Install the release again with these values, open to the edge."""
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump({"networkPolicy": {"clients": [OF_EDGE]}, **values}))
+    release.upgrade([CHART / "values-cpu.yaml", path])
+
+
+def make(release: Installed, version: str, kind: str, name: str, **fields: Any) -> None:
+    """Create an object in the release's namespace."""
+    metadata = {"name": name, "namespace": release.namespace}
+    given = json.dumps({"apiVersion": version, "kind": kind, "metadata": metadata, **fields})
+    kubectl("create", "-f", "-", given=given)
+
+
+@contextmanager
+def edge() -> Iterator[int]:
+    """The port of this machine that leads to the edge's port for TLS."""
+    words = ("port-forward", "--address", "127.0.0.1", f"service/{SERVICE}", ":443")
+    forward = subprocess.Popen(
+        ["kubectl", "-n", NAMESPACE, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert forward.stdout is not None
+        said = forward.stdout.readline()
+        found = re.search(r"127\.0\.0\.1:(\d+)", said)
+        assert found, f"kubectl {' '.join(words)} said {said!r}"
+        yield int(found[1])
+    finally:
+        forward.kill()
+        forward.wait()
