@@ -15,6 +15,7 @@ import pytest_asyncio
 from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.processes import SLOTS_PER_WORKER
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
 from tests.chaos.fleet import Fleet, fleet
@@ -40,11 +41,27 @@ async def around(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
         del os.environ["LUDUS_TEST_RUN"]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(around: Fleet) -> AsyncIterator[RolloutWorkers]:
+    workers = await RolloutWorkers.start(around.spec, around.buffer(), around.placement)
+    yield workers
+    await workers.close()
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def workers(around: Fleet) -> AsyncIterator[RolloutWorkers]:
-    started = await RolloutWorkers.start(around.spec, around.buffer(), around.placement)
-    yield started
-    await started.close()
+async def workers(started: RolloutWorkers) -> RolloutWorkers:
+    """One worker that is ready, which the tests share: each costs an import of torch."""
+    started.resize(1)
+    await eventually(
+        lambda: started.num_ready == len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S
+    )
+    return started
+
+
+async def counts_of(workers: RolloutWorkers) -> RolloutCounts:
+    """What their buffer has counted so far."""
+    state = await workers.buffer.state()
+    return state.counts.get("blackjack", RolloutCounts())
 
 
 def running(kind: str) -> list[int]:
@@ -58,7 +75,8 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     published = around.publish(3)
     [held] = await workers.load_weights(published, timeout_s=60)
     assert (held.version, held.ok) == (3, True)
-    slot = await workers.slot()
+    num_restarts, num_joined = workers.num_restarts, workers.num_joined
+    slot, before = await workers.slot(), await counts_of(workers)
     groups = around.groups(*range(64))
     await workers.buffer.begin([group.index for group in groups], 3)
     [pid] = running(ROLLOUT_WORKER)
@@ -68,17 +86,18 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     os.kill(pid, signal.SIGKILL)
     assert sorted(await playing) == list(range(64)), "all must be played again"
     await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
-    assert (workers.num_restarts, workers.num_joined) == (1, 2)
+    assert (workers.num_restarts, workers.num_joined) == (num_restarts + 1, num_joined + 1)
     [held] = workers.held_weights.values()
     assert (held.version, held.content_hash) == (3, published.manifest.content_hash)
-    state = await workers.buffer.state()
-    counts = state.counts["blackjack"]
-    assert counts.num_lost == counts.num_episodes == 64 * 4, "every episode is counted"
+    counts = await counts_of(workers)
+    assert counts.num_episodes - before.num_episodes == 64 * 4, "every episode is counted"
+    assert counts.num_lost - before.num_lost == 64 * 4
 
 
 async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
+    num_restarts, before = workers.num_restarts, await counts_of(workers)
     workers.resize(2)
     await eventually(lambda: workers.num_ready == 2, within_s=WITHIN_S)
     slots = [await workers.slot() for _ in range(2)]
@@ -92,10 +111,10 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     workers.resize(1)
     await asyncio.gather(*playing)
     await eventually(lambda: len(running(ROLLOUT_WORKER)) == 1, within_s=WITHIN_S)
-    assert (workers.num_ready, workers.num_restarts) == (1, 0)
-    state = await workers.buffer.state()
-    assert state.counts["blackjack"].num_lost == 0
-    assert state.counts["blackjack"].num_groups == 32
+    assert (workers.num_ready, workers.num_restarts) == (1, num_restarts)
+    counts = await counts_of(workers)
+    assert counts.num_lost == before.num_lost
+    assert counts.num_groups - before.num_groups == 32
 
 
 async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
@@ -104,7 +123,10 @@ async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) 
     await turns_of_the_loop()
     assert not waiting.done()
     workers.free(slots[0])
-    assert (await waiting).worker is slots[0].worker
+    slots[0] = await waiting
+    assert slots[0].worker is slots[1].worker
+    for slot in slots:
+        workers.free(slot)
 
 
 async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: RolloutWorkers) -> None:
@@ -124,6 +146,7 @@ async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: Rollo
 async def test_a_worker_with_other_weights_takes_no_traffic(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
+    """The last of those that share workers: nobody trusts these again."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
         await workers.load_weights(around.publish(4, logprob_error=0.5), timeout_s=60)
 
@@ -131,10 +154,11 @@ async def test_a_worker_with_other_weights_takes_no_traffic(
 async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tries(
     around: Fleet, tmp_path: Path
 ) -> None:
+    before = set(running(ROLLOUT_WORKER))
     spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
     with pytest.raises(WorkerStartError, match=r"3 times in a row.*no-model"):
         await RolloutWorkers.start(spec, around.buffer(), around.placement)
-    await eventually(lambda: not running(ROLLOUT_WORKER), within_s=WITHIN_S)
+    await eventually(lambda: set(running(ROLLOUT_WORKER)) <= before, within_s=WITHIN_S)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
