@@ -35,6 +35,10 @@ class Share:
     num_polls: int
     """Of the link, when they were set aside."""
 
+    def opened(self) -> None:
+        """Note that the sessions were opened."""
+        self.link.opened(self.num_sessions)
+
     def give_back(self) -> None:
         """Free the room: no session was opened there."""
         self.link.give_back(self.num_sessions, self.num_polls)

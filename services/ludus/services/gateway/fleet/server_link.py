@@ -89,6 +89,9 @@ class ServerLink:
         self._num_polled = 0
         self._num_since_poll = 0
         """Sessions that began less those that ended since the latest answered poll was sent."""
+        self._num_opening = 0
+        self._num_in_doubt = 0
+        """Opens on their way when the latest poll was sent: it may have counted them, or not."""
         self._is_full = False
         self._is_silent = False
         self._options = options
@@ -133,8 +136,8 @@ class ServerLink:
     def num_sessions(self) -> int:
         """Sessions on the server as far as is known, those that are being opened included.
 
-        A server counts a session from the moment its open arrives, so a poll knows of those
-        that were begun before it; what begins or ends while it is on its way may count twice.
+        A server counts a session from the moment its open arrives, so a poll is taken to know
+        of those that were begun before it; where sessions are placed, that is not relied on.
         """
         known = max(self._num_polled + self._num_since_poll, 0)
         return min(known, max(self.max_sessions, self._num_polled))
@@ -144,7 +147,7 @@ class ServerLink:
         """How many sessions may be placed here now."""
         if self._is_full or not self.takes_sessions:
             return 0
-        room = max(self.max_sessions - self.num_sessions, 0)
+        room = max(self.max_sessions - self.num_sessions - self._num_in_doubt, 0)
         max_opens = self.endpoint.max_opens
         return room if max_opens is None else min(room, max(max_opens - self.num_placed, 0))
 
@@ -154,16 +157,24 @@ class ServerLink:
         return 0 < self.num_placed <= self.num_ended
 
     def reserve(self, num_sessions: int) -> int:
-        """Sets room aside for sessions that are opened now; the value is for `give_back`."""
+        """Set room aside; `opened` or `give_back` ends that, which wants the value."""
         self._num_since_poll += num_sessions
+        self._num_opening += num_sessions
         self.num_placed += num_sessions
         return self._num_polls
 
+    def opened(self, num_sessions: int) -> None:
+        """Note that sessions were opened in room that was set aside."""
+        self._num_opening -= num_sessions
+
     def give_back(self, num_sessions: int, num_polls: int) -> None:
-        """Frees room that was set aside, unless a poll was sent since then: it knows better."""
+        """Free room that was set aside."""
+        self._num_opening -= num_sessions
         self.num_ended += num_sessions
         if num_polls == self._num_polls:
             self._num_since_poll -= num_sessions
+        else:  # a poll was sent since then, and knows better
+            self._num_in_doubt = max(self._num_in_doubt - num_sessions, 0)
 
     def closed(self, num_sessions: int) -> None:
         """Counts sessions that ended since the last poll."""
@@ -304,7 +315,7 @@ class ServerLink:
 
     async def _poll(self) -> None:
         self._num_polls += 1
-        num_before = self._num_since_poll
+        self._num_in_doubt, num_before = self._num_opening, self._num_since_poll
         status = await self._port.status()
         self._num_polled = status.num_sessions
         if status.num_sessions:

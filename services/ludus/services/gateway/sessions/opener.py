@@ -150,9 +150,11 @@ class SessionOpener:
         def settle(done: asyncio.Task[list[PlacedSession]]) -> None:
             self._tasks.discard(done)
             failed = done.cancelled() or done.exception() is not None
-            if failed:
-                for share in shares:
+            for share in shares:
+                if failed:
                     share.give_back()
+                else:
+                    share.opened()
             self._admission.advance()
 
         task.add_done_callback(settle)
