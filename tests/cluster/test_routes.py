@@ -72,8 +72,8 @@ def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def idle_s(request: pytest.FixtureRequest) -> float:
-    """How long a session rests; edges close what they take for dead."""
-    return 600.0 if request.config.getoption("--all", default=False) else 30.0
+    """How long a session rests; edges close what they take for dead, servers after 600 s."""
+    return 590.0 if request.config.getoption("--all", default=False) else 30.0
 
 
 async def test_websocket_sessions_come_through_an_ingress(
