@@ -328,17 +328,18 @@ async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isol
     async with worked(factory, isolation) as server, client_of(server) as client:
         host = host_of(server)
         seen: set[int] = set()
-        errors = []
+        factory_errors: list[EnvError] = []
         deadline_s = time.monotonic() + 1.5
-        while time.monotonic() < deadline_s:
+        # A busy machine may take longer than that for the first worker.
+        while time.monotonic() < deadline_s or not factory_errors:
             with contextlib.suppress(asyncio.TimeoutError):
                 with pytest.raises(EnvError) as caught:
                     await client.open(seed=1)
-                errors.append(caught.value)
+                if caught.value.code is ErrorCode.FACTORY_ERROR:
+                    factory_errors.append(caught.value)
             seen.update(host.pids)
             await asyncio.sleep(0.005)
         assert server.core.load.num_sessions == 0
-        factory_errors = [one for one in errors if one.code is ErrorCode.FACTORY_ERROR]
         assert "ended by itself with exit code 3" in factory_errors[-1].message
         assert len(seen) < 40
 
