@@ -38,6 +38,13 @@ def helm(*arguments: str) -> str:
     return _run([str(_program("helm")), *arguments])
 
 
+def create(api_version: str, kind: str, name: str, namespace: str = "default", **rest: Any) -> None:
+    """Create an object; where its kind belongs to no namespace, none is looked at."""
+    metadata = {"name": name, "namespace": namespace}
+    given = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **rest}
+    kubectl("create", "-f", "-", given=json.dumps(given))
+
+
 @dataclass(frozen=True)
 class Installed:
     """A release in its namespace."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cluster.installed import CHART, Installed, installed, kubectl, until, why_not
+from tests.cluster.installed import CHART, Installed, create, installed, kubectl, until, why_not
 from tests.cluster.training import submitted
 
 KUEUE = "kueue.x-k8s.io/v1beta1"
@@ -54,18 +52,11 @@ def room_for_one_run(release: Installed) -> Iterator[None]:
     flavors = [{"name": name, "resources": resources}]
     group = {"coveredResources": list(quota), "flavors": flavors}
     cluster_queue = {"namespaceSelector": {}, "resourceGroups": [group]}
-    make("ResourceFlavor", name)
-    make("ClusterQueue", name, spec=cluster_queue)
-    make("LocalQueue", QUEUE, release.namespace, spec={"clusterQueue": name})
+    create(KUEUE, "ResourceFlavor", name)
+    create(KUEUE, "ClusterQueue", name, spec=cluster_queue)
+    create(KUEUE, "LocalQueue", QUEUE, release.namespace, spec={"clusterQueue": name})
     try:
         yield
     finally:
         kubectl("-n", release.namespace, "delete", "localqueue", QUEUE)
         kubectl("delete", "clusterqueue,resourceflavor", name, "--wait=false")
-
-
-def make(kind: str, name: str, namespace: str = "default", **fields: Any) -> None:
-    """Create one of Kueue's objects."""
-    metadata = {"name": name, "namespace": namespace}
-    given = json.dumps({"apiVersion": KUEUE, "kind": kind, "metadata": metadata, **fields})
-    kubectl("create", "-f", "-", given=given)

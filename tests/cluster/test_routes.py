@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ import yaml
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import UnavailableError
-from tests.cluster.installed import CHART, Installed, installed, kubectl, why_not
+from tests.cluster.installed import CHART, Installed, create, installed, kubectl, why_not
 
 DEFAULT_EDGE = "traefik/traefik/traefik/8443"
 NAMESPACE, SERVICE, CLASS, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
@@ -64,7 +63,7 @@ def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
     chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
     files = {"tls.crt": chain, "tls.key": issued.private_key_pem.bytes()}
     data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-    make(release, "v1", "Secret", SECRET, type="kubernetes.io/tls", data=data)
+    create("v1", "Secret", SECRET, release.namespace, type="kubernetes.io/tls", data=data)
     path = tmp_path_factory.mktemp("edge") / "ca.pem"
     authority.cert_pem.write_to_path(str(path))
     return path
@@ -90,7 +89,7 @@ async def test_websocket_and_grpc_sessions_come_through_routes(
     certificate = {"certificateRefs": [{"name": SECRET}]}
     listener = {"name": "tls", "protocol": "HTTPS", "port": int(PORT), "tls": certificate}
     spec = {"gatewayClassName": CLASS, "listeners": [listener]}
-    make(release, "gateway.networking.k8s.io/v1", "Gateway", GATEWAY, spec=spec)
+    create("gateway.networking.k8s.io/v1", "Gateway", GATEWAY, release.namespace, spec=spec)
     shaped(release, tmp_path, httpRoute=ROUTE, grpcRoute=ROUTE)
     with edge() as port:
         async with asyncio.TaskGroup() as both:
@@ -140,13 +139,6 @@ def shaped(release: Installed, folder: Path, **values: Any) -> None:
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump({"networkPolicy": {"clients": [OF_EDGE]}, **values}))
     release.upgrade([CHART / "values-cpu.yaml", path])
-
-
-def make(release: Installed, version: str, kind: str, name: str, **fields: Any) -> None:
-    """Create an object in the release's namespace."""
-    metadata = {"name": name, "namespace": release.namespace}
-    given = json.dumps({"apiVersion": version, "kind": kind, "metadata": metadata, **fields})
-    kubectl("create", "-f", "-", given=given)
 
 
 @contextmanager
