@@ -24,7 +24,7 @@ from ludus.trainer.sinks.prometheus import PrometheusExporter
 from tests.charts.promtool import program
 from tests.sinks.mixed_run import phase, run_config, weights_row
 
-SCRAPE_INTERVAL = "200ms"
+SCRAPE_INTERVAL = "2s"
 NAMESPACE = "ludus"
 _COUNTS = {
     TrainMetric.NUM_WINS: 10.0,
@@ -91,7 +91,7 @@ def prometheus(
         yield f"http://127.0.0.1:{_port_of(process.pid, log)}"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def ask(address: str, query: str) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ def started_exporter() -> PrometheusExporter:
 
 def _port_of(pid: int, log: Path) -> int:
     """Where the process listens; asked of the kernel, since it logs the port it was given."""
-    deadline_s = time.monotonic() + 30.0
+    deadline_s = time.monotonic() + 120.0
     while time.monotonic() < deadline_s:
         sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
         for table in ("tcp", "tcp6"):
