@@ -32,7 +32,8 @@ def test_a_running_server_is_checked_and_left_as_it_was(
     ludus: RunCli, catch: ServerAddresses, wire: str
 ) -> None:
     for _ in range(2):
-        result = ludus("env", "check", getattr(catch, wire), "--json", "--seeds", "3")
+        address = getattr(catch, wire)
+        result = ludus("env", "check", address, "--json", "--seeds", "3", "--wait", "30")
         assert result.code == 0, result.out
         found = json.loads(result.out)
         assert found["ok"]
@@ -60,7 +61,7 @@ def test_a_broken_rule_is_in_the_json_with_what_was_found(
 
 
 def test_an_address_where_nothing_answers_is_named(ludus: RunCli) -> None:
-    result = ludus("env", "check", "grpc://127.0.0.1:1")
+    result = ludus("env", "check", "grpc://127.0.0.1:1", "--wait", "0.2")
     assert result.code == 2
     assert result.err.startswith("error: ")
     assert "ludus env serve" in result.err

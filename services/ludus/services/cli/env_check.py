@@ -43,6 +43,7 @@ class CheckPlan:
     seeds: range
     num_steps: int
     timeout_s: float
+    wait_s: float
 
 
 def check(
@@ -51,6 +52,13 @@ def check(
     steps: Annotated[int, typer.Option(min=1, help="Steps of an episode, at most.")] = 50,
     seeds: Annotated[int, typer.Option(min=1, help="Episodes for each rule.")] = 8,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one rule.")] = 60.0,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds until an address must open a session; it may have to start a server.",
+        ),
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
@@ -62,10 +70,12 @@ def check(
     Example: `ludus env check openspiel_env --option game=tic_tac_toe`
 
     Example: `ludus env check http://127.0.0.1:8000`
+
+    Example: `ludus env check grpc://gateway:18000/blackjack --wait 120`
     """
     chosen = parse_options(options or ())
     require_options_only_for_targets(place, chosen)
-    plan = CheckPlan(range(seeds), steps, timeout)
+    plan = CheckPlan(range(seeds), steps, timeout, wait)
     if "://" in place:
         rows = _rows(_check_address(place, plan, os.environ.get(token_env)), _ON_THE_WIRE)
     else:
@@ -103,7 +113,7 @@ def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckRep
     from ludus.env.serving.loopback import PlayOptions
 
     with _status(f"checking {address}"):
-        play_options = PlayOptions(token=token, timeout_s=plan.timeout_s)
+        play_options = PlayOptions(token=token, timeout_s=plan.timeout_s, wait_s=plan.wait_s)
         return asyncio.run(_check_on_wire(address, plan, play_options))
 
 

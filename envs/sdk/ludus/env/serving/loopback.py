@@ -6,6 +6,7 @@ address ------------------------------------------------------------------------
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.options import Isolation, ServerOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
+from ludus.env.transports.interface import retry_until
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -27,6 +29,8 @@ class PlayOptions:
     """For an address that asks for one."""
     timeout_s: float = 60.0
     """For one call."""
+    wait_s: float = 0.0
+    """How long an address may take until a session can be opened there; 0 asks for none."""
     max_sessions: int = 64
     """Of a server that is started here."""
     isolation: Isolation = "inline"
@@ -40,7 +44,7 @@ async def connected(
     """A client of the server at an address, or of one that is started for a factory.
 
     Raises:
-        NotFoundError: nothing answers at the address.
+        NotFoundError: nothing answers at the address, or it opens no session in time.
     """
     options = options or PlayOptions()
     async with contextlib.AsyncExitStack() as stack:
@@ -53,6 +57,8 @@ async def connected(
             server = await stack.enter_async_context(EnvServer(place, server_options))
             address, token = server.grpc_address, None
         try:
+            if isinstance(place, str) and options.wait_s > 0:
+                await _wait_for_a_session(address, token, options.wait_s)
             client = await AsyncEnvClient.connect(
                 address,
                 token=token,
@@ -65,3 +71,27 @@ async def connected(
                 f"{error}; start a server with `ludus env serve`, or name a target"
             ) from None
         yield await stack.enter_async_context(client)
+
+
+async def _wait_for_a_session(address: str, token: str | None, wait_s: float) -> None:
+    """Wait until a session can be opened, which starts a server where there is none.
+
+    Raises:
+        UnavailableError: it could not within `wait_s`.
+    """
+
+    async def attempt() -> None:
+        connecting = AsyncEnvClient.connect(
+            address, token=token, timeout_s=wait_s, connect_timeout_s=wait_s
+        )
+        async with await connecting as client:
+            session, _ = await client.open(wait_s=wait_s)
+            await session.close()
+
+    try:
+        async with asyncio.timeout(wait_s):
+            await retry_until(attempt, wait_s)
+    except TimeoutError:
+        raise UnavailableError(
+            f"expected {address} to open a session within {wait_s:g} s, it opened none"
+        ) from None
