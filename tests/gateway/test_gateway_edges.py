@@ -20,6 +20,7 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
+    FAST,
     NAME,
     client_of,
     config_of,
@@ -98,6 +99,26 @@ async def test_an_unused_session_of_one_tenant_makes_room_for_another(tenants):
                 answer = await http.post(reset, json={"seed": 1}, headers=bearer(token))
                 assert answer.status_code == 200, answer.text
                 assert num_sessions(servers) == 1
+
+
+async def test_an_unused_session_makes_room_where_the_gateway_did_not_know_that_there_is_none():
+    two = {"max_sessions": 2}
+    async with (
+        served(server_options=two, servers={**FAST, "poll_interval_s": 3600}) as (
+            gateway,
+            [server],
+        ),
+        http_of(gateway) as one,
+        http_of(gateway) as another,
+    ):
+        reset = f"/envs/{NAME}/reset"
+        assert (await one.post(reset, json={})).status_code == 200
+        async with client_of(server.grpc_address) as direct:
+            await direct.open()
+            assert num_sessions([server]) == 2
+            answer = await another.post(reset, json={})
+            assert answer.status_code == 200, answer.text
+            assert num_sessions([server]) == 2
 
 
 async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on(monkeypatch):

@@ -73,7 +73,7 @@ class EvictableSessions:
         self._sessions = sessions
         self._unused: dict[str, None] = {}  # keeps their order
         sessions.events.on_end.append(lambda session_id, why: self.used(session_id))
-        sessions.events.before_open.append(self._make_room)
+        sessions.events.on_shortage.append(self._make_room)
 
     def add(self, session_id: str) -> None:
         """Mark a session as one that can be spared until it is used."""
@@ -83,11 +83,8 @@ class EvictableSessions:
         """Mark a session as one that somebody needs."""
         self._unused.pop(session_id, None)
 
-    async def _make_room(self, size: int) -> None:
-        """End as many unused sessions as a full server needs for new ones."""
-        load = self._sessions.load
-        excess = load.num_sessions + load.num_waiting + size - load.max_sessions
-        for session_id in list(itertools.islice(self._unused, max(excess, 0))):
+    async def _make_room(self, num_missing: int) -> None:
+        for session_id in list(itertools.islice(self._unused, num_missing)):
             self.used(session_id)
             await self._sessions.close(session_id)
 

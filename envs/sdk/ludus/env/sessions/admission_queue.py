@@ -128,7 +128,7 @@ class SessionSlots:
             UnavailableError: the server drains.
         """
         self._refuse_while_draining()
-        await self._events.make_room(size)
+        await self._events.make_room(self._num_taken + len(self._queue) + size - self._capacity)
         self._refuse_while_draining()
         if size > self._capacity:
             raise InvalidCallError(

@@ -34,18 +34,19 @@ class SessionEvents:
 
     on_end: list[Callable[[str, Ended], None]] = field(default_factory=list)
     """Called with the id and why, when a session has ended, whoever ended it."""
-    before_open: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
-    """Called with how many sessions are wanted; may end sessions that can be spared."""
+    on_shortage: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
+    """Called with how many sessions too many are wanted; may end some that can be spared."""
 
     def ended(self, session_id: str, why: Ended) -> None:
         """Tell that a session has ended."""
         for tell in self.on_end:
             tell(session_id, why)
 
-    async def make_room(self, size: int) -> None:
-        """End what can be spared for `size` new sessions."""
-        for spare in self.before_open:
-            await spare(size)
+    async def make_room(self, num_missing: int) -> None:
+        """End as many sessions that can be spared as new ones find no room."""
+        if num_missing > 0:
+            for spare in self.on_shortage:
+                await spare(num_missing)
 
 
 @dataclass(frozen=True, slots=True)

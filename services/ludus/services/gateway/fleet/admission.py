@@ -76,6 +76,11 @@ class Admission:
         """Sessions that opens wait for, and one for those who wait for the first server of all."""
         return self._line.size + bool(self.num_undescribed)
 
+    def num_missing(self, size: int) -> int:
+        """How many of `size` sessions, and of those that wait before them, find no room now."""
+        missing = self.fleet.num_missing(size)
+        return missing and missing + self._line.size
+
     def advance(self) -> None:
         """Admit who waits; call it when a session has ended."""
         self._line.advance()
@@ -170,7 +175,7 @@ class Admission:
         if self.supply is not None:
             return UnavailableError(self.supply.shortage(), retry_after_s=RETRY_AFTER_S)
         links = [link for link in self.fleet.links if link.takes_sessions]
-        num_sessions = sum(link.num_sessions for link in links)
+        num_taken = sum(link.max_sessions - link.room for link in links)
         capacity = sum(link.max_sessions for link in links)
         if not capacity:
             return CapacityError(
@@ -179,7 +184,7 @@ class Admission:
                 retry_after_s=RETRY_AFTER_S,
             )
         return CapacityError(
-            f"Server at capacity: {num_sessions}/{capacity} sessions active."
+            f"Server at capacity: {num_taken}/{capacity} sessions active."
             " Cannot accept new connections.",
             retry_after_s=RETRY_AFTER_S,
         )

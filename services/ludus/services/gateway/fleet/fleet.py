@@ -146,9 +146,11 @@ class Fleet:
             parts = _split(size, [one for one in self._order if one not in excluded])
         return [Share(one, num, one.reserve(num)) for one, num in parts.items()] or None
 
-    def has_room(self, size: int) -> bool:
-        """True when so many sessions could be placed now."""
-        return self._find(size, ()) is not None or bool(_split(size, self._order))
+    def num_missing(self, size: int) -> int:
+        """How many of `size` sessions could not be placed now."""
+        if self._find(size, ()) is not None:
+            return 0
+        return max(size - sum(link.room for link in self._order), 0)
 
     def may_have(self, server_id: str) -> bool:
         """True while a server that was never reached might be this one."""

@@ -91,7 +91,8 @@ class ServerLink:
         """Sessions that began less those that ended since the latest answered poll was sent."""
         self._num_opening = 0
         self._num_in_doubt = 0
-        """Opens on their way when the latest poll was sent: it may have counted them, or not."""
+        """Opens and ends that were under way with the latest poll: it may count them, or not."""
+        self._is_polling = False
         self._is_full = False
         self._is_silent = False
         self._options = options
@@ -179,6 +180,8 @@ class ServerLink:
     def closed(self, num_sessions: int) -> None:
         """Counts sessions that ended since the last poll."""
         self._num_since_poll -= num_sessions
+        if self._is_polling:
+            self._num_in_doubt += num_sessions
         self.num_ended += num_sessions
         self._is_full = False
 
@@ -316,7 +319,11 @@ class ServerLink:
     async def _poll(self) -> None:
         self._num_polls += 1
         self._num_in_doubt, num_before = self._num_opening, self._num_since_poll
-        status = await self._port.status()
+        self._is_polling = True
+        try:
+            status = await self._port.status()
+        finally:
+            self._is_polling = False
         self._num_polled = status.num_sessions
         if status.num_sessions:
             self.used_s = asyncio.get_running_loop().time()

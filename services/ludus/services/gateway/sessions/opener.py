@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +49,22 @@ class SessionOpener:
     """Opens sessions of one environment.
 
     Args:
+        make_room: told how many sessions are wanted that a server had no room for after all.
         id_lifetime_s: how long the ids can be used.
     """
 
     def __init__(
-        self, environment: str, key: SessionKey, admission: Admission, id_lifetime_s: float
+        self,
+        environment: str,
+        key: SessionKey,
+        admission: Admission,
+        make_room: Callable[[int], Awaitable[None]],
+        id_lifetime_s: float,
     ) -> None:
         self._environment = environment
         self._key = key
         self._admission = admission
+        self._make_room = make_room
         self._id_lifetime_s = id_lifetime_s
         self._seeds = DefaultSeeds()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -89,6 +96,7 @@ class SessionOpener:
             except (CapacityError, UnavailableError, SessionLostError, AuthenticationError):
                 refused.update(share.link for share in shares)
             self._admission.check_keys()
+            await self._make_room(size)
         raise self._admission.full()
 
     def sign(self, link: ServerLink, tenant: Tenant) -> str:

@@ -96,7 +96,9 @@ class GatewaySessions:
         self.fleet = self.admission.fleet
         self._linger_s = limits.linger_s
         self._max_group_size = limits.max_group_size
-        self._opener = SessionOpener(environment, context.key, self.admission, limits.id_lifetime_s)
+        self._opener = SessionOpener(
+            environment, context.key, self.admission, self._make_room, limits.id_lifetime_s
+        )
         self._routes = context.routes
         self._quotas = context.quotas
         self._metrics = context.metrics
@@ -189,8 +191,7 @@ class GatewaySessions:
         self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool
     ) -> list[Opened]:
         tenant = self._enter()
-        if self.events.before_open and not self.fleet.has_room(size):
-            await self._spare(size)
+        await self._make_room(size)
         linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
         self._take_quota(tenant, size)
@@ -452,11 +453,14 @@ class GatewaySessions:
         tenant.require(Scope.STEP)
         return tenant
 
-    async def _spare(self, size: int) -> None:
-        """End sessions that can be spared, whoever's they are."""
+    async def _make_room(self, size: int) -> None:
+        """End sessions that can be spared, whoever's they are, where so many find no room."""
+        num_missing = self.admission.num_missing(size)
+        if not num_missing:
+            return
         context = copy_context()
         context.run(enter_tenant, ITSELF)
-        await self._loop.create_task(self.events.make_room(size), context=context)
+        await self._loop.create_task(self.events.make_room(num_missing), context=context)
 
     def _known_link(self, session_id: str) -> ServerLink | None:
         try:
