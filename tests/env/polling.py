@@ -30,3 +30,8 @@ async def turns_of_the_loop(num_turns: int = 20) -> None:
     """Let every task run that can; what has not happened then waits for something."""
     for _ in range(num_turns):
         await asyncio.sleep(0)
+
+
+def detached(core: SessionCore) -> set[str]:
+    """Sessions that outlived their connections and end after their linger."""
+    return {one.id for one in core._entries.values() if one.detached_s is not None}

@@ -26,6 +26,7 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
+from tests.env.polling import detached
 
 pytestmark = pytest.mark.asyncio
 
@@ -212,12 +213,12 @@ async def test_a_detached_session_that_is_attached_lingers_again_after_its_secon
     first, second = Connection(), Connection()
     session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
     core.release(first)
-    assert core.detached == {session_id}
+    assert detached(core) == {session_id}
     core.attach([session_id], second)
-    assert (core.detached, second.session_ids) == (set(), {session_id})
+    assert (detached(core), second.session_ids) == (set(), {session_id})
     await core.step(session_id, ADD_1, 1)
     core.release(second)
-    assert core.detached == {session_id}
+    assert detached(core) == {session_id}
     sweeper = asyncio.create_task(core.close_idle_forever())
     async with asyncio.timeout(5):
         while core.load.num_sessions:
@@ -225,24 +226,39 @@ async def test_a_detached_session_that_is_attached_lingers_again_after_its_secon
     sweeper.cancel()
     with pytest.raises(SessionLostError, match=r"connection that opened it ended 0\.01 s ago"):
         await core.step(session_id, ADD_1, 2)
-    assert core.detached == set()
+    assert detached(core) == set()
 
 
-async def test_nobody_attaches_what_is_not_detached():
+async def test_nobody_attaches_what_does_not_linger():
     core = core_of(CountingEnv)
     first, second, gone = Connection(), Connection(), Connection()
     owned_id, _ = await open_in(core, connection=first, linger_s=9)
     unowned_id, _ = await open_in(core)
-    for session_id in (owned_id, unowned_id, "unknown"):
-        core.attach([session_id], second)
+    fleeting_id, _ = await open_in(core, connection=first)
+    core.attach([unowned_id, fleeting_id, "unknown"], second)
     assert second.session_ids == set()
-    await core.detach(owned_id)
+    await core.detach(fleeting_id, second)
+    assert core.load.num_sessions == 3
+    await core.detach(owned_id, first)
     core.release(gone)
     core.attach([owned_id], gone)
-    assert (core.detached, gone.session_ids) == ({owned_id}, set())
+    assert (detached(core), gone.session_ids) == ({owned_id}, set())
     core.attach([owned_id], second)
     await core.close(owned_id)
-    assert (core.detached, second.session_ids) == (set(), set())
+    assert (detached(core), second.session_ids) == (set(), set())
+
+
+async def test_a_session_lingers_when_the_last_connection_that_called_it_has_ended():
+    core = core_of(CountingEnv)
+    first, second, third = Connection(), Connection(), Connection()
+    session_id, _ = await open_in(core, connection=first, linger_s=9)
+    core.attach([session_id], second)
+    core.release(first)
+    assert (detached(core), second.session_ids) == (set(), {session_id})
+    await core.detach(session_id, third)
+    assert detached(core) == set()
+    await core.detach(session_id, second)
+    assert (detached(core), second.session_ids) == ({session_id}, set())
 
 
 async def test_calls_of_one_session_never_overlap():

@@ -164,10 +164,10 @@ async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_bro
             num_detached = 0
             detach = server.core.detach
 
-            async def count(session_id: str) -> None:
+            async def count(session_id: str, connection: Connection) -> None:
                 nonlocal num_detached
                 num_detached += 1
-                await detach(session_id)
+                await detach(session_id, connection)
 
             monkeypatch.setattr(server.core, "detach", count)
             cable.cut()

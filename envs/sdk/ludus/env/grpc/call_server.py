@@ -220,7 +220,7 @@ class CallServer:
                 case "step_many":
                     await self._step_many(call.step_many, reply.step_many)
                 case "close" | "detach":
-                    await self._end(call, reply)
+                    await self._end(call, reply, connection)
                 case _:
                     raise InvalidCallError(
                         "expected one of open, open_group, reset, step, step_many, state,"
@@ -230,11 +230,11 @@ class CallServer:
         except EnvError as error:
             fill_error(reply.error, error, session_of(call))
 
-    async def _end(self, call: pb.Call, reply: pb.Reply) -> None:
+    async def _end(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         if call.HasField("close"):
             await self._sessions.close(call.close.session_id)
         else:
-            await self._sessions.detach(call.detach.session_id)
+            await self._sessions.detach(call.detach.session_id, connection)
         reply.close.SetInParent()
 
     async def _step_many(self, request: pb.StepManyRequest, response: pb.StepManyResponse) -> None:
@@ -268,11 +268,14 @@ def _step_now(
 
 
 def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
-    """The ids of the sessions that exist already and are called."""
+    """The ids of the sessions that exist already and are called, not to let go of them."""
     for call in calls:
-        if call.HasField("step_many"):
+        kind = call.WhichOneof("call")
+        if kind == "step":
+            yield call.step.session_id
+        elif kind == "step_many":
             yield from (step.session_id for step in call.step_many.steps)
-        elif not call.HasField("open"):
+        elif kind not in ("open", "detach"):
             yield session_of(call)
 
 

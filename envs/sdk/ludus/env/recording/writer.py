@@ -227,12 +227,12 @@ class RecordingSessions:
         await self._inner.close(session_id)
         self._end(session_id, "closed")
 
-    async def detach(self, session_id: str) -> None:
+    async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         """End a session after its `linger_s` unless it is called again before."""
-        await self._inner.detach(session_id)
+        await self._inner.detach(session_id, connection)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Give the detached among these sessions to a connection."""
+        """Let those among these sessions that linger go with a connection."""
         self._inner.attach(session_ids, connection)
 
     def release(self, connection: Connection) -> None:

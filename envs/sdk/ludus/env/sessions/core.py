@@ -5,9 +5,9 @@
 Who waits for whom: an open waits for a free session at most `wait_for_slot_s`, in order of
 arrival; calls of one session run one after another, and only a session's own earlier call
 keeps a call waiting. A session leaves by `close`, by the end of its episode
-(`close_when_done`), with the connection that opened it (after `linger_s`), after
-`idle_timeout_s` without a call, when a step takes longer than `step_timeout_s`, or with the
-worker it ran in. Its last answer stays available for repeats.
+(`close_when_done`), with the connection that opened it (where it lingers, `linger_s` after the
+last one that called it), after `idle_timeout_s` without a call, when a step takes longer than
+`step_timeout_s`, or with the worker it ran in. Its last answer stays available for repeats.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class _Entry:
     hosted: HostedSession
     session: Session | None
     """What to call directly, where sessions run on the event loop."""
-    connection: Connection | None
     close_when_done: bool
     linger_s: float
     last_used_s: float
+    connections: set[Connection] = field(default_factory=set)
+    """Those it goes with; it ends with the last of them."""
     detached_s: float | None = None
-    """When its connection ended; a later call makes that good again."""
+    """When the last of them ended; a later call makes that good again."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call of this session runs off the event loop."""
 
@@ -81,10 +82,10 @@ class SessionCore:
         self.options = options or CoreOptions()
         self.events = SessionEvents()
         self.counts = SessionCounts()
-        self.detached: set[str] = set()
-        """Sessions that outlived their connection."""
         self._host = host
         self._entries: dict[str, _Entry] = {}
+        self._lingering: set[str] = set()
+        """Sessions that outlive a connection: they also go with others that call them."""
         self._slots = SessionSlots(self.options, self.events)
         self._tombstones = Tombstones()
         self._ids = SessionIdIssuer(self.options.server_id, self.options.key)
@@ -226,26 +227,27 @@ class SessionCore:
         if entry := self._entries.get(session_id):
             self._end(entry, _CLOSED)
 
-    async def detach(self, session_id: str) -> None:
-        """End a session after its `linger_s` unless it is called again before."""
+    async def detach(self, session_id: str, connection: Connection | None = None) -> None:
+        """Take a session from a connection; see `Sessions`."""
         if entry := self._entries.get(session_id):
-            self._detach(entry)
+            self._detach(entry, connection)
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Give the detached among these sessions to a connection; see `Sessions`."""
-        if not self.detached or connection.ended.is_set():
+        """Let those among these sessions that linger go with a connection; see `Sessions`."""
+        has_all = len(connection.session_ids) == len(self._entries)
+        if has_all or not self._lingering or connection.ended.is_set():
             return
-        for session_id in self.detached.intersection(session_ids):
-            self.detached.discard(session_id)
+        for session_id in self._lingering.intersection(session_ids) - connection.session_ids:
             entry = self._entries[session_id]
-            entry.connection, entry.detached_s = connection, None
+            entry.connections.add(connection)
+            entry.detached_s = None
             connection.session_ids.add(session_id)
 
     def release(self, connection: Connection) -> None:
         """End or detach what goes with a connection that ended, also what is being built."""
         connection.ended.set()
         for session_id in list(connection.session_ids):
-            self._detach(self._entries[session_id])
+            self._detach(self._entries[session_id], connection)
 
     def drain(self) -> None:
         """Take no new sessions from now on; those that are open continue."""
@@ -354,16 +356,18 @@ class SessionCore:
             id=session_id,
             hosted=hosted,
             session=hosted.direct,
-            connection=connection,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
             last_used_s=time.monotonic(),
         )
         self._entries[session_id] = entry
+        if args.linger_s > 0:
+            self._lingering.add(session_id)
         if connection is not None:
+            entry.connections.add(connection)
             connection.session_ids.add(session_id)
             if connection.ended.is_set():
-                self._detach(entry)
+                self._detach(entry, connection)
 
     def _seeded(self, args: ResetArgs) -> ResetArgs:
         return args if self.options.first_seed is None else self._seeds.fill(args)
@@ -377,18 +381,16 @@ class SessionCore:
         entry.last_used_s = time.monotonic()
         return entry
 
-    def _detach(self, entry: _Entry) -> None:
-        self._leave_connection(entry)
+    def _detach(self, entry: _Entry, connection: Connection | None) -> None:
+        if connection is not None:
+            entry.connections.discard(connection)
+            connection.session_ids.discard(entry.id)
+        if entry.connections:
+            return
         if entry.linger_s > 0:
             entry.detached_s = time.monotonic()
-            self.detached.add(entry.id)
         else:
             self._end(entry, _CONNECTION_ENDED)
-
-    def _leave_connection(self, entry: _Entry) -> None:
-        if entry.connection is not None:
-            entry.connection.session_ids.discard(entry.id)
-            entry.connection = None
 
     def _on_lost(self, session_id: str, reason: str) -> None:
         lost = Ended(SessionEnd.LOST, reason)
@@ -408,8 +410,9 @@ class SessionCore:
     def _remove(self, entry: _Entry, why: Ended) -> bool:
         if self._entries.pop(entry.id, None) is None:
             return False
-        self.detached.discard(entry.id)
-        self._leave_connection(entry)
+        self._lingering.discard(entry.id)
+        for connection in entry.connections:
+            connection.session_ids.discard(entry.id)
         self._tombstones.remember(entry.id, why, entry.hosted.last)
         self.counts.num_ends[why.kind] += 1
         self.events.ended(entry.id, why)

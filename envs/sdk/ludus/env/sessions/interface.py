@@ -180,14 +180,18 @@ class Sessions(Protocol):
     async def close(self, session_id: str) -> None:
         """End a session; one that is gone already is no error."""
 
-    async def detach(self, session_id: str) -> None:
-        """End a session after its `linger_s` unless it is called again before."""
+    async def detach(self, session_id: str, connection: Connection | None = None) -> None:
+        """End a session after its `linger_s` unless it is called again before.
+
+        Where it goes with other connections than the one that says so, it stays with those:
+        the end of an old connection may be heard of after the session was called on a new one.
+        """
 
     def attach(self, session_ids: Iterable[str], connection: Connection) -> None:
-        """Give the detached among these sessions to the connection that calls them now.
+        """Let those among these sessions that linger go with the connection that calls them, too.
 
-        Without that they would not end with it, only when idle. Other sessions stay whose
-        they are.
+        They linger when the last of their connections has ended; all other sessions end with
+        the connection that opened them.
         """
 
     def release(self, connection: Connection) -> None:

@@ -224,12 +224,11 @@ class GatewaySessions:
         tracked = TrackedSession(
             link=placed.link,
             tenant=tenant,
-            connection=connection,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
             used_s=self._loop.time(),
         )
-        self._tracked.add(placed.opened.session_id, tracked)
+        self._tracked.add(placed.opened.session_id, tracked, connection)
 
     # -- calls -------------------------------------------------------------------------
 
@@ -308,8 +307,10 @@ class GatewaySessions:
                 tracked.link.closed(1)
             self.admission.advance()
 
-    async def detach(self, session_id: str) -> None:
-        """End a session after its linger unless it is called again before."""
+    async def detach(self, session_id: str, connection: Connection | None = None) -> None:
+        """End a session after its linger unless it is called again before; see `Sessions`."""
+        if not self._tracked.let_go(session_id, connection):
+            return
 
         def write(call: pb.Call) -> None:
             call.detach.session_id = session_id
@@ -326,9 +327,11 @@ class GatewaySessions:
             self._tracked.attach(session_id, connection)
 
     def release(self, connection: Connection) -> None:
-        """Detach what the connection opened or called; where nothing lingers it is closed."""
+        """Detach what the connection alone opened or called; what does not linger is closed."""
         connection.ended.set()
         for session_id in list(connection.session_ids):
+            if not self._tracked.let_go(session_id, connection):
+                continue
             tracked = self._tracked.get(session_id)
             link = tracked.link if tracked is not None else self._known_link(session_id)
             if link is None or self._is_leaving:
@@ -340,7 +343,6 @@ class GatewaySessions:
                 continue
             link.send_detach(session_id)
             self._tracked.disown(session_id)
-        connection.session_ids.clear()
         self.admission.advance()
 
     # -- for the gateway's own wires ---------------------------------------------------

@@ -1,7 +1,7 @@
 """The sessions that were opened through this gateway: whose they are, and until when.
 
     opened --add--> tracked --touch at each call--> ... --forget--> quota and events are told
-                         |  its connection ends
+                         |  the last connection that called it lets go of it
                          +--disown--> lingers; the next call attaches it to its caller
 
 Routing needs none of this. The sweep forgets sessions that their servers ended without a
@@ -32,13 +32,12 @@ class TrackedSession:
 
     link: ServerLink
     tenant: Tenant
-    connection: Connection | None
     close_when_done: bool
     linger_s: float
     used_s: float
     """Event loop time of its last call."""
     detached_s: float = 0.0
-    """When its connection ended; a later call makes that good again."""
+    """When its last connection ended; a later call makes that good again."""
 
 
 class TrackedSessions:
@@ -57,6 +56,8 @@ class TrackedSessions:
         self._idle_timeout_s = idle_timeout_s
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
         self._by_id: dict[str, TrackedSession] = {}
+        self._connections: dict[str, set[Connection]] = {}
+        """Those that a session goes with, also one that was opened elsewhere."""
         self._loop = asyncio.get_running_loop()
         self._sweeping = self._loop.create_task(self._sweep_forever())
 
@@ -67,53 +68,59 @@ class TrackedSessions:
         """What is known of a session; None of one that was opened elsewhere or is gone."""
         return self._by_id.get(session_id)
 
-    def add(self, session_id: str, tracked: TrackedSession) -> None:
+    def add(self, session_id: str, tracked: TrackedSession, connection: Connection | None) -> None:
         """Track a new session."""
         self._by_id[session_id] = tracked
-        if tracked.connection is not None:
-            tracked.connection.session_ids.add(session_id)
+        if connection is not None:
+            self._join(session_id, connection)
 
     def attach(self, session_id: str, connection: Connection) -> None:
-        """Note a call; a session whose own connection ended goes with the caller's now."""
-        tracked = self._by_id.get(session_id)
-        if tracked is None:
-            connection.session_ids.add(session_id)
-            return
-        tracked.used_s, tracked.detached_s = self._loop.time(), 0.0
-        if tracked.connection is None:
-            tracked.connection = connection
-            connection.session_ids.add(session_id)
+        """Note a call; a session that lingers goes with the caller's connection now, too."""
+        tracked = self.touch(session_id)
+        if session_id not in connection.session_ids and (tracked is None or tracked.linger_s > 0):
+            self._join(session_id, connection)
 
-    def touch(self, session_id: str) -> None:
-        """Note a call that came outside any stream."""
+    def touch(self, session_id: str) -> TrackedSession | None:
+        """Note a call, and give what is known of the session."""
         tracked = self._by_id.get(session_id)
         if tracked is not None:
             tracked.used_s, tracked.detached_s = self._loop.time(), 0.0
+        return tracked
+
+    def let_go(self, session_id: str, connection: Connection | None) -> bool:
+        """Take a session from a connection; True when it goes with no other."""
+        connections = self._connections.get(session_id, set())
+        if connection is not None:
+            connections.discard(connection)
+            connection.session_ids.discard(session_id)
+        if not connections:
+            self._connections.pop(session_id, None)
+        return not connections
 
     def disown(self, session_id: str) -> None:
-        """Note that the session's connection has ended."""
+        """Note that the last of the session's connections has ended."""
         tracked = self._by_id.get(session_id)
-        if tracked is None:
-            return
-        tracked.detached_s = self._loop.time()
-        if tracked.connection is not None:
-            tracked.connection.session_ids.discard(session_id)
-            tracked.connection = None
+        if tracked is not None:
+            tracked.detached_s = self._loop.time()
 
     def forget(self, session_id: str, why: Ended) -> TrackedSession | None:
         """What was known of a session that has ended, None where that was nothing."""
+        for connection in self._connections.pop(session_id, ()):
+            connection.session_ids.discard(session_id)
         tracked = self._by_id.pop(session_id, None)
         if tracked is None:
             return None
         self._quotas.closed(tracked.tenant, 1)
-        if tracked.connection is not None:
-            tracked.connection.session_ids.discard(session_id)
         self._events.ended(session_id, why)
         return tracked
 
     def close(self) -> None:
         """End the sweep."""
         self._sweeping.cancel()
+
+    def _join(self, session_id: str, connection: Connection) -> None:
+        connection.session_ids.add(session_id)
+        self._connections.setdefault(session_id, set()).add(connection)
 
     async def _sweep_forever(self) -> None:
         """Sweep until cancelled."""

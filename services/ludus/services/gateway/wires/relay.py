@@ -102,7 +102,7 @@ class CallRelay:
                 await self._sessions.close(call.close.session_id)
                 reply.close.SetInParent()
             case "detach":
-                await self._sessions.detach(call.detach.session_id)
+                await self._sessions.detach(call.detach.session_id, connection)
                 reply.close.SetInParent()
             case "step_many":
                 self.count_steps(len(call.step_many.steps))
