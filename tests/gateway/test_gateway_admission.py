@@ -321,6 +321,22 @@ async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger
         await eventually(lambda: num_sessions(servers) == 0)
 
 
+async def test_a_session_counts_as_idle_when_its_own_server_ends_it():
+    async with env_server(idle_timeout_s=3600) as patient, env_server(idle_timeout_s=60) as other:
+        source = ListedServers(endpoint_of(patient), endpoint_of(other))
+        config = config_of("grpc://unused:1", sessions={"linger_s": 0.3})
+        async with Gateway(config, {NAME: source}) as gateway:
+            sessions = sessions_of(gateway)
+            await eventually(lambda: sessions.environment_load.num_servers == 2)
+            opened = [await sessions.open(SEEDED) for _ in range(10)]
+            num_patient = patient.core.load.num_sessions
+            assert 0 < num_patient < 10
+            for one in opened:
+                sessions._tracked.get(one.session_id).used_s -= 700
+            await eventually(lambda: gateway.num_sessions < 10)
+            assert gateway.num_sessions == num_patient
+
+
 async def test_without_linger_sessions_end_with_their_connection():
     async with served(2, sessions={"linger_s": 0.0}) as (gateway, servers):
         sessions = sessions_of(gateway)

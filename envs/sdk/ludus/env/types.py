@@ -158,6 +158,8 @@ class EnvironmentDescription:
     """The server process (or pod) that answers."""
     linger_s: float = 0.0
     """Sessions outlive the connection that opened them by so long without asking for it."""
+    idle_timeout_s: float = 0.0
+    """Sessions without a call for so long are ended; 0 where that is not known."""
 
     def takes_option(self, name: str) -> bool:
         """True when `reset` takes an option of that name."""

@@ -198,6 +198,7 @@ def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
         "is_deterministic": description.is_deterministic,
         "tools": [asdict(tool) for tool in description.tools],
         "server_id": description.server_id,
+        "idle_timeout_s": description.idle_timeout_s,
     }
 
 

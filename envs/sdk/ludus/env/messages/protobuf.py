@@ -189,6 +189,7 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         tools_json=orjson.dumps([asdict(tool) for tool in description.tools]),
         server_id=description.server_id,
         linger_s=description.linger_s,
+        idle_timeout_s=description.idle_timeout_s,
     )
 
 
@@ -209,6 +210,7 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         tools=[Tool(**tool) for tool in orjson.loads(message.tools_json or b"[]")],
         server_id=message.server_id,
         linger_s=message.linger_s,
+        idle_timeout_s=message.idle_timeout_s,
     )
 
 

@@ -96,6 +96,7 @@ class SessionCore:
             max_sessions=self.options.max_sessions,
             is_deterministic=self.options.is_deterministic,
             server_id=self.options.server_id,
+            idle_timeout_s=self.options.idle_timeout_s,
         )
 
     @property

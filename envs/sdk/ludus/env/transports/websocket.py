@@ -81,6 +81,7 @@ class WebSocketTransport:
             is_deterministic=ludus.get("is_deterministic", False),
             tools=[Tool(**tool) for tool in ludus.get("tools", [])],
             server_id=ludus.get("server_id", ""),
+            idle_timeout_s=ludus.get("idle_timeout_s", 0.0),
         )
 
     async def open(self, args: OpenArgs) -> OpenedWire:

@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class DescribeResponse(_message.Message):
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     LINGER_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -62,7 +63,8 @@ class DescribeResponse(_message.Message):
     tools_json: bytes
     server_id: str
     linger_s: float
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ...) -> None: ...
+    idle_timeout_s: float
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")

@@ -55,8 +55,6 @@ from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
 _MAX_LINGER_S = 600.0
 """The most that a client may ask for."""
-_IDLE_TIMEOUT_S = 600.0
-"""A session without a call for so long counts as ended; what the servers do."""
 _SETTLE_TIMEOUT_S = 5.0
 """How long a call waits after a start for the first list of servers."""
 _CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
@@ -102,9 +100,7 @@ class GatewaySessions:
         self._routes = context.routes
         self._quotas = context.quotas
         self._metrics = context.metrics
-        self._tracked = TrackedSessions(
-            context.quotas, self.events, _IDLE_TIMEOUT_S, limits.linger_s
-        )
+        self._tracked = TrackedSessions(context.quotas, self.events, limits.linger_s)
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
 

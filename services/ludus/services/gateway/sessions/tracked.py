@@ -23,6 +23,8 @@ from ludus.services.gateway.tenancy.tenants import Tenant
 
 _MIN_SWEEP_S = 0.1
 _MAX_SWEEP_S = 5.0
+_IDLE_TIMEOUT_S = 600.0
+"""Of servers that do not say theirs."""
 _UNCALLED = Ended(SessionEnd.IDLE, "nobody called it any more")
 
 
@@ -39,21 +41,23 @@ class TrackedSession:
     detached_s: float = 0.0
     """When its last connection ended; a later call makes that good again."""
 
+    @property
+    def idle_timeout_s(self) -> float:
+        """Without a call for so long its server has ended it."""
+        description = self.link.description
+        return (description.idle_timeout_s if description is not None else 0) or _IDLE_TIMEOUT_S
+
 
 class TrackedSessions:
     """Sessions by id, as far as this gateway knows of them.
 
     Args:
-        idle_timeout_s: a session without a call for so long counts as ended.
         linger_s: how long sessions outlive a broken link; sets the pace of the sweep.
     """
 
-    def __init__(
-        self, quotas: Quotas, events: SessionEvents, idle_timeout_s: float, linger_s: float
-    ) -> None:
+    def __init__(self, quotas: Quotas, events: SessionEvents, linger_s: float) -> None:
         self._quotas = quotas
         self._events = events
-        self._idle_timeout_s = idle_timeout_s
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
         self._by_id: dict[str, TrackedSession] = {}
         self._connections: dict[str, set[Connection]] = {}
@@ -129,7 +133,7 @@ class TrackedSessions:
             now_s = self._loop.time()
             for session_id, tracked in list(self._by_id.items()):
                 lingered = tracked.detached_s and tracked.detached_s + tracked.linger_s < now_s
-                if lingered or tracked.used_s + self._idle_timeout_s < now_s:
+                if lingered or tracked.used_s + tracked.idle_timeout_s < now_s:
                     self.forget(session_id, _UNCALLED)
                 elif not tracked.detached_s and tracked.used_s < tracked.link.connected_s:
                     tracked.link.send_detach(session_id)
