@@ -23,11 +23,11 @@ from tests.env.polling import eventually, turns_of_the_loop
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-WITHIN_S = 120.0
-"""In which a process starts or ends, on a machine that does much else."""
+WITHIN_S = 600.0
+"""In which a process starts or ends, on a machine that does much else; guards against hangs."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -73,7 +73,7 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
     published = around.publish(3)
-    [held] = await workers.load_weights(published, timeout_s=60)
+    [held] = await workers.load_weights(published, timeout_s=WITHIN_S)
     assert (held.version, held.ok) == (3, True)
     num_restarts, num_joined = workers.num_restarts, workers.num_joined
     slot, before = await workers.slot(), await counts_of(workers)
@@ -148,7 +148,7 @@ async def test_a_worker_with_other_weights_takes_no_traffic(
 ) -> None:
     """The last of those that share workers: nobody trusts these again."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
-        await workers.load_weights(around.publish(4, logprob_error=0.5), timeout_s=60)
+        await workers.load_weights(around.publish(4, logprob_error=0.5), timeout_s=WITHIN_S)
 
 
 async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tries(
@@ -172,7 +172,7 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
     before = running(LEARNER_RANK)
     assert len(before) == 2
     os.kill(before[1], how)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(WITHIN_S):
         with pytest.raises(LearnerLostError):
             await learners.publish(1, around.canary)
     await learners.restart(tmp_path / "learner")

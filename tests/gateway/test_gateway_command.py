@@ -79,7 +79,7 @@ async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
             assert (await session.step(text="STAND")).done
         process.send_signal(end)
         assert await asyncio.to_thread(process.wait, 15) == (0 if end == signal.SIGTERM else -9)
-        await eventually(lambda: not any(is_alive(pid) for pid in children), within_s=30)
+        await eventually(lambda: not any(is_alive(pid) for pid in children))
 
 
 async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_again():

@@ -41,7 +41,7 @@ def is_alive(pid: int) -> bool:
 async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway():
     async with Gateway(config_of(num_servers=2, max_sessions=4)) as gateway:
         sessions, source = sessions_of(gateway), gateway.sources[NAME]
-        await eventually(lambda: sessions.environment_load.capacity == 8, within_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 8)
         opened = [await sessions.open(SEEDED) for _ in range(8)]
         pids = source.pids
         victim = sorted(pids)[0]
@@ -54,7 +54,7 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
                 assert error.code == "SESSION_LOST"
                 num_lost += 1
         assert num_lost == 4
-        await eventually(lambda: sessions.environment_load.capacity == 8, within_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 8)
         assert len(await sessions.open_group(OpenArgs(), 4)) == 4
         pids = list(source.pids.values())
         assert len(pids) == 2
@@ -64,7 +64,7 @@ async def test_its_servers_are_replaced_when_they_die_and_end_with_the_gateway()
 async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
     async with Gateway(config_of(num_servers=1, max_sessions=4)) as gateway:
         sessions, source = sessions_of(gateway), gateway.sources[NAME]
-        await eventually(lambda: sessions.environment_load.capacity == 4, within_s=30)
+        await eventually(lambda: sessions.environment_load.capacity == 4)
         first = [await sessions.open(SEEDED) for _ in range(4)]
         source.scale(2)
         late = await sessions.open(SEEDED)  # waits for the new server
@@ -75,7 +75,7 @@ async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
             assert await sessions.state(one.session_id)
         assert sessions.environment_load.num_draining == 1
         await sessions.close(late.session_id)
-        await eventually(lambda: len(source.pids) == 1, within_s=15)
+        await eventually(lambda: len(source.pids) == 1)
         assert await sessions.state(first[0].session_id)
 
 
