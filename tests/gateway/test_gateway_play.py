@@ -110,6 +110,11 @@ async def test_step_many_on_one_server_mixes_steps_and_resets():
         results = await client.step_many([(one, {"add": 2}), (two, "ADD 2"), (three, Reset(9))])
         assert [result.reward for result in results] == [2.0, 2.0, None]
         assert [result.step_index for result in results] == [1, 1, 0]
+        async with http_of(gateway) as http:
+            told = (await http.get("/metrics")).text
+        for call, num in (("step", 2), ("reset", 1)):
+            labels = f'call="{call}",code="OK",env="{NAME}"'
+            assert f"ludus_gateway_calls_total{{{labels}}} {num}\n" in told
 
 
 async def test_sessions_that_end_with_their_episode_are_forgotten_after_a_step_many():

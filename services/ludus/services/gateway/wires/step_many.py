@@ -99,7 +99,10 @@ class StepManyRelay:
             for step, one in zip(part.steps, reply.step_many.replies, strict=True):
                 sessions.note_result(step.session_id, one.result)
         took_s = asyncio.get_running_loop().time() - started_s
-        self._metrics.called(sessions.environment, "step", code, took_s, len(part.steps))
+        num_resets = sum(one.HasField("reset") for one in part.steps)
+        for kind, num in (("step", len(part.steps) - num_resets), ("reset", num_resets)):
+            if num:
+                self._metrics.called(sessions.environment, kind, code, took_s, num)
         return reply
 
 
