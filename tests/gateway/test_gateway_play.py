@@ -114,7 +114,7 @@ async def test_step_many_on_one_server_mixes_steps_and_resets():
             told = (await http.get("/metrics")).text
         for call, num in (("step", 2), ("reset", 1)):
             labels = f'call="{call}",code="OK",env="{NAME}"'
-            assert f"ludus_gateway_calls_total{{{labels}}} {num}\n" in told
+            assert f"ludus_gateway_calls_total{{{labels}}} {num}.0" in told
 
 
 async def test_sessions_that_end_with_their_episode_are_forgotten_after_a_step_many():
