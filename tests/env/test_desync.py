@@ -13,7 +13,8 @@ from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, 
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import grpc_served
-from tests.env.polling import settled
+from tests.env.polling import detached, eventually, settled
+from tests.env.quiet_edge import QuietEdge
 from tests.env.served import address_of, running
 
 pytestmark = pytest.mark.asyncio
@@ -129,6 +130,21 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut():
             assert proxy.num_connections == num_connections + 1
         await asyncio.sleep(3)
         assert (await resting.step({"add": 2})).observation["total"] == 9
+
+
+@pytest.mark.slow
+async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_not_told_of():
+    async with (
+        running() as server,
+        QuietEdge(server.grpc_address) as edge,
+        await AsyncEnvClient.connect(edge.address) as client,
+    ):
+        resting, _ = await client.open(options={"start": 7}, linger_s=3)
+        edge.upstreams[0].cancel()
+        await eventually(lambda: detached(server.core))
+        await eventually(lambda: not detached(server.core))
+        assert (await resting.step({"add": 2})).observation["total"] == 9
+        assert len(edge.upstreams) == 2
 
 
 async def test_a_session_that_does_not_linger_is_lost_with_its_connection(wire):

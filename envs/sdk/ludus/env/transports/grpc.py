@@ -7,6 +7,9 @@
     on a new stream; all others end with SessionLostError. A survivor that nobody calls is
     asked for its state on the new stream before the server gives it up
 
+A proxy may pass the end of a stream on only when the client says something (Traefik does), so
+that a stream with survivors gets an empty call now and then.
+
 The server answers a repeated step number with its first answer, so nothing is done twice.
 """
 
@@ -41,7 +44,7 @@ from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
 _CLOSE_PATIENCE_S = 2.0
 _KEPT_AFTER = 1 / 3
-"""Of its linger, how long a session may be without a stream before it is given one unasked."""
+"""Of their linger, how long sessions rest until their stream is tried, or they get a new one."""
 _RESEND_PAUSE_S = 0.05
 _LAST_RESEND_PAUSE_S = 1.0
 
@@ -180,6 +183,7 @@ class GrpcTransport:
         session = GrpcSession(self, stream, message.session_id, linger_s)
         if session.survives_disconnect:
             self._surviving.add(session)
+            self._keep()
         return session, read_result(message.first) if message.HasField("first") else None
 
     async def _new_stream(self, deadline_s: float) -> CallStream:
@@ -200,17 +204,23 @@ class GrpcTransport:
         if self._is_closed or not self._surviving:
             return
         self._stranded.update(self._surviving)
-        if self._keeping is None or self._keeping.done():
-            self._keeping = asyncio.get_running_loop().create_task(self._keep_stranded())
+        self._keep()
 
-    async def _keep_stranded(self) -> None:
-        """Call the sessions that nobody calls, before the server gives them up."""
+    def _keep(self) -> None:
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.get_running_loop().create_task(self._keep_surviving())
+
+    async def _keep_surviving(self) -> None:
+        """Call the sessions that nobody calls on a new stream, before the server gives them up."""
         with contextlib.suppress(EnvError):  # whoever calls them next is told
-            while self._stranded:
-                lingers_s = min((one.linger_s for one in self._stranded), default=0.0)
+            while self._surviving:
+                lingers_s = min((one.linger_s for one in self._surviving), default=0.0)
                 await asyncio.sleep(lingers_s * _KEPT_AFTER)
                 stream = await self.live_stream(self.reconnect_timeout_s)
                 waiting = [one.move_to(stream) for one in tuple(self._stranded)]
+                if not waiting:
+                    _, answer = stream.begin()  # an empty call shows whether the stream still lives
+                    waiting = [answer]
                 self._stranded.clear()
                 await asyncio.gather(*waiting, return_exceptions=True)
 
