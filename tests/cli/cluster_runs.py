@@ -61,7 +61,7 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
 
 
 def wait_for(call: Call, what: Callable[[FakeKubernetes], Any]) -> Any:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while not (found := call(what)):
         assert time.monotonic() < deadline_s, "it did not come"
         time.sleep(0.02)

@@ -223,7 +223,7 @@ def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.
     cli = subprocess.Popen(
         [sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not pids(folder):
         assert cli.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)

@@ -70,7 +70,7 @@ def server_process(
 
 
 def _wait_for(ready_file: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 30.0
+    deadline_s = time.monotonic() + 120.0
     while not ready_file.exists():
         if process.poll() is not None:
             raise AssertionError(f"the server ended: {process.communicate()[1]}")

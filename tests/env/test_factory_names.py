@@ -90,7 +90,7 @@ def test_an_environment_that_a_script_defines_is_found_without_starting_it(tmp_p
         text=True,
         check=True,
         env={"PYTHONPATH": str(ROOT)},
-        timeout=30,
+        timeout=60,
     )
     try:
         found = FactoryName(**orjson.loads(ended.stdout)).resolve()()

@@ -117,7 +117,7 @@ async def test_workers_and_their_deaths_are_counted_where_there_are_any():
             series = await series_of(client)
             return series[WORKERS, ""], series[WORKER_ENDS, ""]
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await workers() != (2, 0):
                 await asyncio.sleep(0.02)
             os.kill(server.core._host.pids[0], signal.SIGKILL)
@@ -158,7 +158,7 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever():
         draining = asyncio.create_task(client.get("/drain?wait=30"))
         await asyncio.sleep(0.05)
         await core.close(session_id)
-        assert (await asyncio.wait_for(draining, 5)).json()["num_sessions"] == 0
+        assert (await asyncio.wait_for(draining, 60)).json()["num_sessions"] == 0
         for odd in ("-1", "nan", "inf", "x", "99999"):
             assert (await client.get(f"/drain?wait={odd}")).status_code == 422
 
@@ -208,7 +208,7 @@ async def test_every_way_a_session_ends_has_its_class():
         await core.step(slow.session_id, b'{"add":99}')
     await core.open(OpenArgs())
     sweeping = asyncio.create_task(core.close_idle_forever())
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while core.load.num_sessions and time.monotonic() < deadline_s:
         await asyncio.sleep(0.01)
     sweeping.cancel()
@@ -226,7 +226,7 @@ async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
         hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
         with pytest.raises(EnvError):
             await core.step(hanging, b'{"add":99}')
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while core.load.num_sessions:
                 await asyncio.sleep(0.01)
         assert core.ended(hanging).kind is SessionEnd.TIMEOUT

@@ -20,7 +20,7 @@ from tests.env.served import running
 
 def visitor(server) -> httpx.AsyncClient:
     """A client that keeps cookies, as OpenEnv 0.1 does."""
-    return httpx.AsyncClient(base_url=server.http_address, timeout=10)
+    return httpx.AsyncClient(base_url=server.http_address, timeout=60)
 
 
 def in_process(app) -> httpx.AsyncClient:

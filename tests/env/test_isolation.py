@@ -276,7 +276,7 @@ async def test_an_order_that_died_with_its_fork_server_loses_no_open(isolation):
         opening = asyncio.create_task(open_many(client, 8))
         await eventually(lambda: any(worker.sessions for worker in host._workers))
         os.kill(fork_server, signal.SIGKILL)
-        sessions = await asyncio.wait_for(opening, 30)
+        sessions = await asyncio.wait_for(opening, 60)
         results = await asyncio.gather(*(session.step(ADD_1) for session in sessions))
         assert [result.reward for result in results] == [1.0] * 8
 

@@ -253,7 +253,7 @@ async def test_a_socket_for_mcp_has_one_session_from_its_first_need_to_its_end()
             await ask(socket, request("initialize"))
             assert (await ask(socket, "{"))["error"]["code"] == -32700
             assert server.core.load.num_sessions == 1
-        await asyncio.wait_for(_until_empty(server), 5)
+        await asyncio.wait_for(_until_empty(server), 60)
 
 
 async def test_a_socket_that_begins_with_initialize_may_play():

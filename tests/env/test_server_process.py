@@ -35,7 +35,7 @@ SERVER = str(Path(__file__).with_name("counting_env.py"))
 
 def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, SERVER, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -53,7 +53,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
             await asyncio.sleep(0.2)
             assert not opening.done()
             with server_process(tmp_path, *first.ports):
-                again, _ = await asyncio.wait_for(opening, 20)
+                again, _ = await asyncio.wait_for(opening, 60)
                 assert (await again.step({"add": 1})).step_index == 1
                 with pytest.raises(SessionLostError):
                     await session.step({"add": 1})
@@ -160,7 +160,7 @@ def test_the_token_comes_from_the_environment_variable_named(tmp_path):
         call = urllib.request.Request(
             served.http_address + "/metadata", headers={"authorization": "Bearer t"}
         )
-        with urllib.request.urlopen(call, timeout=5) as response:
+        with urllib.request.urlopen(call, timeout=60) as response:
             assert response.status == 200
 
 
@@ -191,7 +191,7 @@ KEY = "a-key-that-a-gateway-and-a-server-share"
 def open_signed(address: str, session_id: str) -> str:
     async def open_it() -> str:
         async with RawStream(address) as raw:
-            return await asyncio.wait_for(raw.open(session_id=session_id), 5)
+            return await asyncio.wait_for(raw.open(session_id=session_id), 60)
 
     return asyncio.run(open_it())
 
@@ -231,7 +231,7 @@ def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_
         cwd=Path(SERVER).parent,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == 2
@@ -299,7 +299,7 @@ def test_a_server_whose_starter_died_before_it_could_ask_ends_at_once():
         [*command, "--exit-with-parent", str(starter.pid)],
         cwd=Path(SERVER).parent,
         capture_output=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -85,7 +85,7 @@ async def description_over_grpc(server, ca_file, identity) -> str:
     target = server.grpc_address.removeprefix("grpcs://")
     async with grpc.aio.secure_channel(target, credentials) as channel:
         stub = env_pb2_grpc.EnvServiceStub(channel)
-        return (await stub.Describe(pb.DescribeRequest(), timeout=5)).name
+        return (await stub.Describe(pb.DescribeRequest(), timeout=60)).name
 
 
 async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(

@@ -23,13 +23,13 @@ def socket_to(authority: str, query: str = ""):
 
 async def ask(socket, message):
     await socket.send(json.dumps(message))
-    return json.loads(await asyncio.wait_for(socket.recv(), 10))
+    return json.loads(await asyncio.wait_for(socket.recv(), 60))
 
 
 async def closed(socket) -> tuple[int, str]:
     """Close code and reason, once nothing else came before."""
     with pytest.raises(ConnectionClosed):
-        await asyncio.wait_for(socket.recv(), 10)
+        await asyncio.wait_for(socket.recv(), 60)
     return socket.close_code, socket.close_reason
 
 

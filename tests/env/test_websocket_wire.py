@@ -192,7 +192,7 @@ def request(server, path: str, body=None, method: str | None = None):
     headers = {"content-type": "application/json"}
     call = urllib.request.Request(server.http_address + path, data, headers, method=method)
     try:
-        with urllib.request.urlopen(call, timeout=5) as response:
+        with urllib.request.urlopen(call, timeout=60) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         body = error.read().decode()

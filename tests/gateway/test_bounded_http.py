@@ -63,14 +63,14 @@ class Raw:
         await self.writer.drain()
 
     async def answer(self) -> tuple[int, Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             body = await self.reader.readexactly(length)
         return int(head.split()[1]), json.loads(body)
 
     async def is_closed(self) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self.reader.read() == b""
 
 

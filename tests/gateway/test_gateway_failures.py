@@ -129,7 +129,7 @@ async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_serve
             await eventually(lambda: b'"total":1' in state_of(server, opened.session_id))
             cable.swallows_answers = False
             cable.cut()
-            result = await asyncio.wait_for(stepping, 8)
+            result = await asyncio.wait_for(stepping, 60)
             assert (result.reward, result.step_index) == (1.0, 1)
             assert (await sessions.step(opened.session_id, ADD_1, 2)).step_index == 2
 
@@ -146,7 +146,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
             cable.swallows_answers = False
             cable.cut()
             with pytest.raises(SessionLostError):
-                await asyncio.wait_for(stepping, 8)
+                await asyncio.wait_for(stepping, 60)
             assert b'"total":1' in state_of(server, opened.session_id)
 
 

@@ -81,7 +81,7 @@ async def test_a_token_in_the_address_is_enough(monkeypatch):
         async with websockets.connect(f"{base.replace('http', 'ws')}/ws") as socket:
             await socket.send('{"type": "reset", "data": {}}')
             assert '"observation"' in str(await socket.recv())
-        plain = await asyncio.to_thread(requests.get, f"{base}/metadata", timeout=10)
+        plain = await asyncio.to_thread(requests.get, f"{base}/metadata", timeout=60)
         assert plain.json()["name"] == NAME
         async with httpx.AsyncClient() as http:
             refused = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata")

@@ -210,7 +210,7 @@ async def test_a_client_plays_on_when_its_gateway_restarts(graceful):
         again = Gateway(config_of(server.grpc_address, grpc_port=port))
         await again.start()
         try:
-            result = await asyncio.wait_for(playing, 10)
+            result = await asyncio.wait_for(playing, 60)
             assert (result.observation["total"], result.step_index) == (3, 2)
             many = await client.step_many([(session, {"add": 3})])
             assert many[0].observation["total"] == 6

@@ -216,7 +216,7 @@ async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
     async with client_of(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT)
         with pytest.raises(ConfigError, match="got web=80"):
-            await asyncio.wait_for(source.watch(lambda _: None), 5)
+            await asyncio.wait_for(source.watch(lambda _: None), 60)
 
 
 @pytest.mark.parametrize("lists_again", [False, True])

@@ -223,7 +223,7 @@ def channel(port: int, ca_file: Path, identity: TlsFiles | None = None) -> grpc.
 
 
 async def say(to: grpc.aio.Channel, what: bytes) -> bytes:
-    return await to.unary_unary("/test/Say")(what, timeout=5)
+    return await to.unary_unary("/test/Say")(what, timeout=60)
 
 
 async def served_serial(port: int, ca_file: Path) -> int:

@@ -47,7 +47,7 @@ def test_two_that_want_the_same_environment_build_it_once(upstream, builds) -> N
     for thread in wanting:
         thread.start()
     for thread in wanting:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert builds == [["openenv==0.10.0"]]
     assert found == [upstream.CACHE / "upstream-openenv-0.10.0" / "bin" / "python"] * 2
 

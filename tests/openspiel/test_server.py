@@ -52,7 +52,7 @@ def serving(
         text=True,
     )
     try:
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 120.0
         while not ready_file.exists():
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline_s, "the server did not get ready"
@@ -61,7 +61,7 @@ def serving(
         yield Server(ready["http"], ready["grpc"])
     finally:
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_options_override_environment_variables(tmp_path: Path) -> None:
 
 def _describe(server: Server) -> dict:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{server.http}/metadata", timeout=10) as response:
+    with opener.open(f"{server.http}/metadata", timeout=60) as response:
         return json.load(response)
 
 

@@ -54,7 +54,7 @@ class FakeEngine:
         requests, self._waiting = self._waiting, []
         self.batches.append([request.prompt_ids for request in requests])
         self.is_stepping.set()
-        assert self._may_go_on.wait(timeout=10)
+        assert self._may_go_on.wait(timeout=60)
         self.is_stepping.clear()
         self._fail_if_told()
         return [

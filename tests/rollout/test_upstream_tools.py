@@ -39,7 +39,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     process = subprocess.Popen(program, cwd=ROOT, env=environment)
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while not (ready_file.exists() and ready_file.read_text()):
             assert process.poll() is None, "the server ended"
             assert time.monotonic() < deadline_s, "the server did not get ready"

@@ -36,7 +36,7 @@ def exporter() -> Iterator[PrometheusExporter]:
 
 
 def scrape(exporter: PrometheusExporter) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as reply:
         return reply.read().decode()
 
 
