@@ -177,7 +177,7 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
         second, lost = await asyncio.gather(
             session.step({"add": 2}), fleeting.step({"add": 2}), return_exceptions=True
         )
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 60
         assert (second.observation["total"], second.step_index) == (3, 2)
         assert isinstance(lost, SessionLostError)
 
@@ -220,7 +220,7 @@ async def test_a_lingering_session_gives_up_when_the_server_stays_away():
             began_s = time.monotonic()
             with pytest.raises(InfrastructureError):
                 await session.step({"add": 1})
-            assert time.monotonic() - began_s < 5
+            assert time.monotonic() - began_s < 30
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ async def test_what_happens_is_counted(factory):
     assert series["env_server_session_ends_total", "connection_ended"] == 1
     assert series["env_server_sessions", ""] == 2
     assert series["env_server_step_duration_seconds_count", ""] == 2
-    assert 0 < series["env_server_step_duration_seconds_sum", ""] < 1
+    assert 0 < series["env_server_step_duration_seconds_sum", ""] < 60
     await core.shut_down()
 
 

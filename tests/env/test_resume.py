@@ -221,7 +221,7 @@ async def test_attempts_are_bounded_in_number_and_in_time():
         began_s = time.monotonic()
         with pytest.raises(InfrastructureError):
             await session.step({"add": 1})
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
 
 
 async def test_a_lingering_session_is_resent_first_and_replayed_only_if_it_is_gone():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -106,19 +105,19 @@ async def test_endless_headers_are_cut_off(port: int) -> None:
 
 async def test_a_head_that_drips_or_never_comes_is_given_up(port: int) -> None:
     silent, dripping = await Raw.connect(port), await Raw.connect(port)
-    started_s = time.monotonic()
 
     async def drip() -> None:
-        for byte in b"GET / HTTP/1.1\r\nhost: x\r\nx-a: 1":
-            await dripping.send(bytes([byte]))
+        await dripping.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-a: ")
+        while True:
+            await dripping.send(b"1")
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(drip())
     for raw in (silent, dripping):
         status, body = await raw.answer()
         assert (status, body["detail"]["code"]) == (408, "TIMEOUT")
-    assert time.monotonic() - started_s < 2.0
     task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_second_head_on_a_connection_is_bounded_too(port: int) -> None:

@@ -45,7 +45,7 @@ async def test_calls_that_arrive_during_a_step_form_the_next_batch(
     later = [asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3, 4)]
     await turns_of_the_loop()
     engine.release()
-    await within_a_second(first, *later)
+    await in_time(first, *later)
     assert engine.batches == [[[1]], [[2], [3], [4]]]
 
 
@@ -57,7 +57,7 @@ async def test_weights_load_between_two_steps_while_calls_wait(
     await turns_of_the_loop()
     assert engine.loaded == []
     engine.release()
-    completion, _ = await within_a_second(before, load)
+    completion, _ = await in_time(before, load)
     assert engine.loaded == [WEIGHTS]
     assert completion.policy_version == 0
     assert (await generator([1], SAMPLING, 0)).policy_version == 7
@@ -68,7 +68,7 @@ async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
     engine.release()
-    await within_a_second(call)
+    await in_time(call)
     assert generator.pause_s == 0.0
     engine.load_takes_s = 0.05
     await generator.load_weights(WEIGHTS, version=1)
@@ -89,7 +89,7 @@ async def test_a_score_is_of_the_weights_loaded_before_it(
     score = asyncio.create_task(generator.score(CANARY_PROMPT))
     await asyncio.sleep(0)
     engine.release()
-    assert (await within_a_second(call, load, score))[2] == [-1.0]
+    assert (await in_time(call, load, score))[2] == [-1.0]
 
 
 async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
@@ -136,7 +136,7 @@ async def test_a_cancelled_call_leaves_the_others_alone(
     cancelled.cancel()
     await asyncio.sleep(0)
     engine.release()
-    assert (await within_a_second(kept))[0].token_ids == [2]
+    assert (await in_time(kept))[0].token_ids == [2]
 
 
 async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
@@ -152,10 +152,10 @@ async def in_step(
     """The call, once the engine is held in the middle of its step."""
     engine.hold()
     task = asyncio.create_task(call)
-    assert await asyncio.to_thread(engine.is_stepping.wait, 5)
+    assert await asyncio.to_thread(engine.is_stepping.wait, 60)
     return task
 
 
-async def within_a_second(*tasks: asyncio.Task[Any]) -> list[Any]:
+async def in_time(*tasks: asyncio.Task[Any]) -> list[Any]:
     """The tasks' results."""
     return await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)

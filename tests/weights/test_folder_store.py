@@ -144,7 +144,7 @@ def test_a_folder_that_may_not_be_read_or_written_is_told_at_once(tmp_path: Path
             store.fetch(published)
         with pytest.raises(WeightSyncError, match=r"Permission denied.*write weights\.path"):
             publish(store, 2)
-    assert time.monotonic() - begun < 10.0
+    assert time.monotonic() - begun < 50.0
     assert_same(store.fetch(published).state, make_state(1))
 
 
