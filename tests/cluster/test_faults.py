@@ -28,6 +28,7 @@ pytestmark = [
 ]
 STORE_AWAY_S = 30.0
 NODE_KILL, NODE_START = "LUDUS_NODE_KILL", "LUDUS_NODE_START"
+OFF = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 
 
 def test_a_run_in_which_everything_dies_ends_well_and_has_learned(tmp_path: Path) -> None:
@@ -113,7 +114,10 @@ def node_drained(release: Installed, training: Training, victim: str) -> None:
 
 
 def node_killed(release: Installed, training: Training, victim: str) -> None:
-    """The power of a node with a server and the rollout worker fails."""
+    """The power of a node with a server and the rollout worker fails, and somebody says so.
+
+    Without the taint, KubeRay waits for the dead worker until the node is back.
+    """
     if NODE_KILL not in os.environ:
         sys.stderr.write(f"SKIPPED, NOT PASSED: {NODE_KILL} does not say how a node is killed\n")
         return
@@ -123,8 +127,10 @@ def node_killed(release: Installed, training: Training, victim: str) -> None:
         release.wait_until_ready()
     power(NODE_KILL, victim)
     try:
-        until(lambda: training.node_of("rollout") != victim, "another rollout worker", STALL_S)
-        training.go_on()
+        until(lambda: not is_ready(victim), "the node to be missed")
+        with off(victim):
+            until(lambda: training.node_of("rollout") != victim, "another rollout worker", STALL_S)
+            training.go_on()
     finally:
         power(NODE_START, victim)
 
@@ -199,6 +205,12 @@ def others_than(node: str) -> list[str]:
     return [name for name in names if name != node]
 
 
+def is_ready(node: str) -> bool:
+    """Whether the node says that it is."""
+    ready = '{.status.conditions[?(@.type=="Ready")].status}'
+    return kubectl("get", "node", node, "-o", f"jsonpath={ready}") == "True"
+
+
 @contextmanager
 def cordoned(nodes: list[str]) -> Iterator[None]:
     """No pod is placed on these nodes meanwhile."""
@@ -209,6 +221,16 @@ def cordoned(nodes: list[str]) -> Iterator[None]:
     finally:
         for node in nodes:
             kubectl("uncordon", node)
+
+
+@contextmanager
+def off(node: str) -> Iterator[None]:
+    """Its pods are given up at once, which nothing else does while the node is silent."""
+    kubectl("taint", "node", node, OFF)
+    try:
+        yield
+    finally:
+        kubectl("taint", "node", node, f"{OFF}-")
 
 
 def power(variable: str, node: str) -> None:
