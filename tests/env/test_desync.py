@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.transports import grpc as grpc_transport
 from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.flaky_proxy import FlakyProxy
@@ -113,14 +114,15 @@ async def test_step_many_survives_a_cut():
 
 
 @pytest.mark.slow
-async def test_sessions_that_nobody_calls_outlive_cut_after_cut():
+async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch):
+    monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
     async with (
         running() as server,
         FlakyProxy(server.grpc_address) as proxy,
         await AsyncEnvClient.connect(proxy.address) as client,
     ):
-        resting, _ = await client.open(options={"start": 7}, linger_s=3)
-        busy, _ = await client.open(options={"start": 1}, linger_s=3)
+        resting, _ = await client.open(options={"start": 7}, linger_s=5)
+        busy, _ = await client.open(options={"start": 1}, linger_s=5)
         for number in range(1, 4):
             num_connections = proxy.num_connections
             proxy.cut()
@@ -128,18 +130,21 @@ async def test_sessions_that_nobody_calls_outlive_cut_after_cut():
             assert result.observation["total"] == 1 + number
             await asyncio.sleep(1.5)
             assert proxy.num_connections == num_connections + 1
-        await asyncio.sleep(3)
+        await asyncio.sleep(4)
         assert (await resting.step({"add": 2})).observation["total"] == 9
 
 
 @pytest.mark.slow
-async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_not_told_of():
+async def test_a_session_that_nobody_calls_outlives_an_end_that_the_client_is_not_told_of(
+    monkeypatch,
+):
+    monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
     async with (
         running() as server,
         QuietEdge(server.grpc_address) as edge,
         await AsyncEnvClient.connect(edge.address) as client,
     ):
-        resting, _ = await client.open(options={"start": 7}, linger_s=3)
+        resting, _ = await client.open(options={"start": 7}, linger_s=20)
         edge.upstreams[0].cancel()
         await eventually(lambda: detached(server.core))
         await eventually(lambda: not detached(server.core))
