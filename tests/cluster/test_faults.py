@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 STORE_AWAY_S = 30.0
+CHECKPOINTS = "training.checkpoint_every_steps=10"
 NODE_KILL, NODE_START = "LUDUS_NODE_KILL", "LUDUS_NODE_START"
 OFF = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 
@@ -38,7 +39,7 @@ def test_a_run_in_which_everything_dies_ends_well_and_has_learned(tmp_path: Path
     with (
         installed([CHART / "values-cpu.yaml"]) as release,
         cordoned([victim]),
-        submitted(release, tmp_path / "results") as training,
+        submitted(release, tmp_path / "results", CHECKPOINTS) as training,
     ):
         # Head and learner are on nodes that stay.
         training.go_on(1)

@@ -29,6 +29,7 @@ DEFAULT_EDGE = "traefik/traefik/traefik/8443"
 NAMESPACE, SERVICE, CLASS, PORT = os.environ.get("LUDUS_EDGE", DEFAULT_EDGE).split("/")
 HOST, SECRET, GATEWAY = "localhost", "edge-tls", "edge"
 ROUTE = {"enabled": True, "parentRefs": [{"name": GATEWAY}], "hostnames": [HOST]}
+PATIENT = {"blackjack": {"server": {"idleTimeoutSeconds": 1800}}}
 OF_EDGE = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}}
 INGRESS = {
     "enabled": True,
@@ -71,8 +72,8 @@ def ca_file(release: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def idle_s(request: pytest.FixtureRequest) -> float:
-    """How long a session rests; edges close what they take for dead, servers after 600 s."""
-    return 590.0 if request.config.getoption("--all", default=False) else 30.0
+    """How long a session rests: edges close what they take for dead."""
+    return 620.0 if request.config.getoption("--all", default=False) else 30.0
 
 
 async def test_websocket_sessions_come_through_an_ingress(
@@ -137,7 +138,8 @@ async def led_there(client: AsyncEnvClient) -> None:
 def shaped(release: Installed, folder: Path, **values: Any) -> None:
     """Install the release again with these values, open to the edge."""
     path = folder / "values.yaml"
-    path.write_text(yaml.safe_dump({"networkPolicy": {"clients": [OF_EDGE]}, **values}))
+    common = {"environments": PATIENT, "networkPolicy": {"clients": [OF_EDGE]}}
+    path.write_text(yaml.safe_dump(common | values))
     release.upgrade([CHART / "values-cpu.yaml", path])
 
 
