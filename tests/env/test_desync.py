@@ -114,6 +114,16 @@ async def test_step_many_survives_a_cut():
 
 
 @pytest.mark.slow
+async def test_a_server_far_away_is_reached_over_the_first_connection():
+    async with running() as server, FlakyProxy(server.grpc_address) as proxy:
+        proxy.delay_s = lambda: 0.7
+        async with await AsyncEnvClient.connect(proxy.address) as client:
+            session, _ = await client.open()
+            assert (await session.step({"add": 2})).observation["total"] == 2
+        assert proxy.num_connections == 1
+
+
+@pytest.mark.slow
 async def test_sessions_that_nobody_calls_outlive_cut_after_cut(monkeypatch):
     monkeypatch.setattr(grpc_transport, "_KEPT_AFTER", 0.05)
     async with (

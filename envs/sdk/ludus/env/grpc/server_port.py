@@ -33,6 +33,8 @@ ChannelOptions: TypeAlias = tuple[tuple[str, int], ...]
 
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 """What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
+_CONNECTING_TIMEOUT_S = 5.0
+"""A connection with TLS takes four round trips. Where nobody answers, a next one may be answered."""
 
 
 def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOptions:
@@ -49,7 +51,9 @@ def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOp
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # else a dead server's backoff outlives its client
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        # gRPC takes this for the time that a connection may take to be made, and begins another
+        # after it: with less, a client far away, or one on a busy machine, never gets one.
+        ("grpc.min_reconnect_backoff_ms", round(_CONNECTING_TIMEOUT_S * 1000)),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
