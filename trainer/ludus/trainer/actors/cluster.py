@@ -44,6 +44,9 @@ _SAY_EVERY_S = 60.0
 _QUIET_S = 5.0
 """Room that is there is given within this time."""
 
+_STARTED_TOO_SLOWLY = "timed out during startup"
+"""What Ray says after 30 s, which nothing can change."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -55,6 +58,16 @@ def is_local() -> bool:
 def start_ray() -> None:
     """Join the Ray cluster of RAY_ADDRESS, or start one on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        _init_ray()
+    except Exception as error:  # Ray raises nothing narrower
+        if not is_local() or _STARTED_TOO_SLOWLY not in str(error):
+            raise
+        _log.warning("Ray's own processes took too long to start (a busy machine?); once more")
+        _init_ray()
+
+
+def _init_ray() -> None:
     ray.init(
         address=_address(),
         include_dashboard=False if is_local() else None,
