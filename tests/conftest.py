@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import settings
 
@@ -39,6 +40,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure() -> None:
+    # With the last of its objects gRPC's engine ends, and waits for ever for calls whose event loop
+    # is closed: a server that one test left running would stop whichever test collects it.
+    grpc.aio.init_grpc_aio()
     # An import makes objects that stay; to look through them again and again finds nothing.
     gc.disable()
 

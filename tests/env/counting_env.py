@@ -58,7 +58,7 @@ class CountingRenderer:
 
 
 class CountingEnv(Environment[CountAction, CountObservation, CountState]):
-    """Adds numbers for five steps; 0 is illegal, 13 raises, 99 sleeps, 7 truncates."""
+    """Adds numbers for five steps; 0 is illegal, 13 raises, 99 and 199 sleep, 7 truncates."""
 
     action_type = CountAction
     observation_type = CountObservation
@@ -95,6 +95,8 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
             raise ValueError("unlucky")
         if action.add == 99:
             time.sleep(0.4)
+        if action.add == 199:  # longer than a limit that every other call keeps on a slow machine
+            time.sleep(2)
         self._state.total += action.add
         self._state.step_count += 1
         terminated = self._state.step_count >= NUM_STEPS

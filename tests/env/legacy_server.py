@@ -31,8 +31,8 @@ class Counter:
         return {"observation": {"total": 0}, "reward": None, "done": False}
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        if action["add"] == 99:
-            time.sleep(0.4)
+        if action["add"] == 199:
+            time.sleep(2)
         self.total += action["add"]
         self.step_count += 1
         done = action["add"] == 7

@@ -208,10 +208,10 @@ async def test_a_group_is_rebuilt_one_by_one():
 
 @pytest.mark.slow
 async def test_attempts_are_bounded_in_number_and_in_time():
-    async with behind_a_proxy(ThreadedCountingEnv, timeout_s=0.1) as (server, _, client):
+    async with behind_a_proxy(ThreadedCountingEnv, timeout_s=1) as (server, _, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=20))
         with pytest.raises(CallTimeoutError):
-            await session.step({"add": 99})
+            await session.step({"add": 199})
         assert session.num_resumes == 2
         await settled(server.core, 0)
     async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):

@@ -321,7 +321,7 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
 
 
 async def test_a_client_that_vanished_keeps_its_places_no_longer_than_its_linger():
-    async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
+    async with served(2, sessions={"linger_s": 3}) as (gateway, servers):
         sessions = sessions_of(gateway)
         connection = Connection()
         for _ in range(10):
@@ -361,7 +361,7 @@ async def test_without_linger_sessions_end_with_their_connection():
 
 @pytest.mark.slow
 async def test_a_thousand_clients_that_leave_without_a_word_leave_no_session():
-    async with served(2, sessions={"linger_s": 0.5}) as (gateway, servers):
+    async with served(2, sessions={"linger_s": 3}) as (gateway, servers):
         address = gateway.http_address.replace("http", "ws")
 
         async def rude_socket(number: int) -> None:

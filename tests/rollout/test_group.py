@@ -199,7 +199,7 @@ async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
 
 async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
     """Wait until the server holds so many sessions; a call answered later opens none."""
-    for _ in range(500):
+    for _ in range(6000):
         load = server.core.load
         if load.num_sessions == num_sessions:
             break
