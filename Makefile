@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn test test-fast chart-test conformance chaos lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn test test-again test-fast chart-test conformance chaos lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,9 @@ learn: setup ## train every example with three seeds, judge what they learned (A
 
 test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
 	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"
+
+test-again: ## the tests that failed last, one at a time; at most five, more are no accident
+	@bash dev/test_again.sh
 
 test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
 	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"
