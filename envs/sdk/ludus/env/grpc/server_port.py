@@ -34,7 +34,7 @@ ChannelOptions: TypeAlias = tuple[tuple[str, int], ...]
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 """What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
 _CONNECTING_TIMEOUT_S = 5.0
-"""A connection with TLS takes four round trips. Where nobody answers, a next one may be answered."""
+"""A connection with TLS takes four round trips; where nobody answers, another may be answered."""
 
 
 def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOptions:
