@@ -32,7 +32,7 @@ GAME = "blackjack"
 NUM_GAMES = 200
 FIRST_SEED = 1000
 OPEN_SPIEL = "open_spiel==2.0.2"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 
 CLIENTS = {
     "0.1.1": ("openenv-core==0.1.1", "player_http.py"),
@@ -77,7 +77,7 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
         [python, "-I", UPSTREAM / program, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=800,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]

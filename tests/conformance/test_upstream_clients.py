@@ -93,7 +93,7 @@ def test_openenvs_own_validator_passes(address):
         [python.with_name("openenv"), "validate", "--url", address, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -16,7 +16,7 @@ from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.types import GroupSpec
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 NUM_STEPS = 12
 

@@ -9,7 +9,7 @@ import pytest
 from ludus.proto.errors import GroupMismatchError
 from ludus.trainer.tasks import Tasks, together
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(60)
 
 
 async def nothing() -> None:

@@ -176,7 +176,7 @@ def test_memory_savings_keep_names_and_direction_of_the_update(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 # The compiler looks at gradients of tensors that are no leaves, and warns of itself.
 @pytest.mark.filterwarnings("default")
 def test_compiled_layers_take_the_same_step_under_the_same_names(model_path: str) -> None:

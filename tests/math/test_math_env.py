@@ -188,7 +188,7 @@ def test_variables_and_options_choose_what_the_application_asks(monkeypatch) -> 
 def test_a_server_with_bad_options_ends_with_one_line() -> None:
     command = [sys.executable, "-m", "math_env.server.app", "--port", "0", "--limit", "1"]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={**os.environ}
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ}
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith("error: expected a limit of at least 2, got 1")

@@ -41,7 +41,7 @@ class EngineKind:
 
 TRANSFORMERS = [EngineKind("transformers", tied) for tied in (False, True)]
 VLLM = [
-    pytest.param(EngineKind("vllm", tied), marks=[pytest.mark.slow, pytest.mark.timeout(300)])
+    pytest.param(EngineKind("vllm", tied), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
     for tied in (False, True)
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 from ludus.env import Message, StepResult
@@ -17,6 +16,7 @@ from ludus.trainer.types import RolloutStatus
 CALLS: list[dict[str, list[Any]]] = []
 """What `remember` was called with."""
 THREADS: set[int] = set()
+LOOP_RUNS = threading.Event()
 
 
 def remember(**columns: list[Any]) -> list[float]:
@@ -81,9 +81,9 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
     return []
 
 
-def takes_its_time(prompts: list[list[Message]]) -> list[float]:
-    time.sleep(0.3)
-    return [1.0] * len(prompts)
+def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
+    """1 each, once the event loop has set `LOOP_RUNS`; 0 each where it never does."""
+    return [float(LOOP_RUNS.wait(20))] * len(prompts)
 
 
 def positional_only(prompts: list[list[Message]], /) -> list[float]:

@@ -140,7 +140,7 @@ async def test_a_rollout_function_plays_in_place_of_the_loop_and_adds_fields(
     player, policy = make_player(
         client, chat, script, rollout_function=play_in_pairs, reward=reward
     )
-    group = await play_group(player, GroupSpec(0, "game", (4,)), SAMPLING, timeout_s=10)
+    group = await play_group(player, GroupSpec(0, "game", (4,)), SAMPLING, timeout_s=60)
     [rollout] = group.rollouts
     assert rollout.status is RolloutStatus.TERMINATED
     assert rollout.episode_return is not None

@@ -51,7 +51,7 @@ async def test_same_seed_and_answers_give_the_same_episode(
     client: AsyncEnvClient, chat: ChatTokenizer, max_sessions: int
 ) -> None:
     player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, "game", (11,) * 8), SAMPLING, timeout_s=10)
+    group = await play_group(player, GroupSpec(0, "game", (11,) * 8), SAMPLING, timeout_s=60)
     assert len({(tuple(r.sequences[0].token_ids), r.reward, r.status) for r in group.rollouts}) == 1
     assert [rollout.seed for rollout in group.rollouts] == [11] * 8
 
@@ -76,7 +76,7 @@ async def test_a_group_is_opened_together_when_its_seeds_are_one_and_it_fits(
 ) -> None:
     counted = CountedClient(client)
     player, _ = make_player(counted, chat, itertools.repeat("STAND"), max_sessions=max_sessions)
-    group = await play_group(player, GroupSpec(0, "game", seeds), SAMPLING, timeout_s=10)
+    group = await play_group(player, GroupSpec(0, "game", seeds), SAMPLING, timeout_s=60)
     assert (counted.group_sizes, counted.num_opens) == (sizes, num_opens)
     assert [rollout.seed for rollout in group.rollouts] == list(seeds)
     assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TERMINATED}
@@ -91,7 +91,7 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
         together = [GroupSpec(index, "game", (index,) * 2) for index in range(6)]
         apart = GroupSpec(6, "game", tuple(range(12)))
         groups = await asyncio.gather(
-            *(play_group(player, spec, SAMPLING, timeout_s=20) for spec in [*together, apart])
+            *(play_group(player, spec, SAMPLING, timeout_s=60) for spec in [*together, apart])
         )
     statuses = {rollout.status for group in groups for rollout in group.rollouts}
     assert statuses == {RolloutStatus.TERMINATED}
@@ -104,7 +104,7 @@ async def test_a_group_whose_episodes_begin_differently_is_a_crash(chat: ChatTok
     ):
         player, policy = make_player(client, chat, itertools.repeat("ADD 1"), max_sessions=256)
         with pytest.raises(GroupMismatchError, match="on seed 4 to begin alike"):
-            await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=10)
+            await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=60)
         assert policy.prompts == []
         await emptied(server)
 
@@ -116,7 +116,7 @@ async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_ses
     async with await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2) as client:
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
         await server.stop()
-        group = await play_group(player, GroupSpec(3, "game", (1,) * 4), SAMPLING, timeout_s=10)
+        group = await play_group(player, GroupSpec(3, "game", (1,) * 4), SAMPLING, timeout_s=60)
     assert [(r.seed, r.status, r.reward) for r in group.rollouts] == [
         (1, RolloutStatus.LOST, None)
     ] * 4
@@ -174,10 +174,10 @@ async def test_episodes_that_their_server_loses_are_played_again_where_the_run_s
 
         spec = GroupSpec(0, "game", (11,) * 2)
         unlucky = dataclasses.replace(player, generate=after_a_loss)
-        group = await play_group(unlucky, spec, SAMPLING, timeout_s=30)
+        group = await play_group(unlucky, spec, SAMPLING, timeout_s=60)
         assert group.num_lost == (0 if resumes else 2)
         if resumes:
-            assert group == await play_group(player, spec, SAMPLING, timeout_s=30)
+            assert group == await play_group(player, spec, SAMPLING, timeout_s=60)
 
 
 @OPENED
@@ -187,7 +187,7 @@ async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
     player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
     for num_turns_of_the_loop in range(40):
         playing = asyncio.create_task(
-            play_group(player, GroupSpec(0, "game", (1,) * 4), SAMPLING, timeout_s=30)
+            play_group(player, GroupSpec(0, "game", (1,) * 4), SAMPLING, timeout_s=60)
         )
         for _ in range(num_turns_of_the_loop):
             await asyncio.sleep(0)
@@ -198,14 +198,16 @@ async def test_a_group_that_is_cancelled_half_way_leaves_nothing(
 
 
 async def emptied(server: EnvServer, num_sessions: int = 0) -> None:
-    """Wait until the server holds so many sessions; a call answered later opens none."""
-    for _ in range(6000):
-        load = server.core.load
-        if load.num_sessions == num_sessions:
-            break
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
-    assert server.core.load.num_sessions == num_sessions
+    """Wait until the server holds so many sessions, and a moment later still: none is left over.
+
+    A call that was given up may arrive in between; what it opens is closed again.
+    """
+    for _ in range(1200):
+        was_so = server.core.load.num_sessions == num_sessions
+        await asyncio.sleep(0.05)
+        if was_so and server.core.load.num_sessions == num_sessions:
+            return
+    raise AssertionError(f"expected {num_sessions} sessions, got {server.core.load}")
 
 
 async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_replayed(
@@ -213,7 +215,7 @@ async def test_every_episode_of_a_group_is_sampled_apart_and_again_when_it_is_re
 ) -> None:
     async def seeds_of(index: int) -> list[int]:
         player, policy = make_player(client, chat, itertools.repeat("STAND"), max_sessions=256)
-        await play_group(player, GroupSpec(index, "game", (11,) * 8), SAMPLING, timeout_s=10)
+        await play_group(player, GroupSpec(index, "game", (11,) * 8), SAMPLING, timeout_s=60)
         return sorted(policy.seeds)
 
     first = await seeds_of(3)

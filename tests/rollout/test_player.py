@@ -45,7 +45,7 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
     run = run_with(max_turns=1, rewards=rewards)
     policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
     player = make_player(run, "cards", client, policy, chat, max_sessions=256)
-    group = await play_group(player, GroupSpec(0, "cards", (4, 4)), SAMPLING, timeout_s=10)
+    group = await play_group(player, GroupSpec(0, "cards", (4, 4)), SAMPLING, timeout_s=60)
     assert group.environment == "cards"
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.TERMINATED

@@ -60,7 +60,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
         token_ids = chat.answer_ids(next(answers))
         return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
 
-    async with await AsyncEnvClient.connect(address) as client:
+    async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:
         toolbox = Toolbox(client, "tools")
         player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
         played = await player.play_alone(5, Sampling(1.0, 1), sample_index=0)

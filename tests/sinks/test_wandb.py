@@ -26,9 +26,10 @@ def play(folder: Path, first: int, last: int) -> None:
     # No key, and no network that it could reach.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"HOME": str(folder), "https_proxy": "http://127.0.0.1:9"}
+    environment["WANDB_X_SERVICE_WAIT"] = "240"  # its service starts in 30 s, or not at all
     command = [sys.executable, "-m", PROGRAM, str(folder), str(first), str(last)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=90, check=False
+        command, env=environment, capture_output=True, text=True, timeout=290, check=False
     )
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 

@@ -1,4 +1,4 @@
-"""Tiny models want one thread: more only wait for each other."""
+"""What all tests of weights need: one thread for tiny models, time for a slow machine."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def time_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old versions that are not dropped in time stay until the next, which no test waits for."""
+    monkeypatch.setattr("ludus.trainer.weights.store._DROP_TIMEOUT_S", 60.0)

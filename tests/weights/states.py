@@ -51,8 +51,8 @@ def assert_same(fetched: StateDict, expected: StateDict) -> None:
 
 
 def settings(**fields: Any) -> WeightStoreConfig:
-    """A store's settings, with a short time limit."""
-    return FolderWeightStore(**{"timeout_s": 5.0, **fields})
+    """A store's settings, with a time limit that no slow machine reaches."""
+    return FolderWeightStore(**{"timeout_s": 60.0, **fields})
 
 
 class MemoryStorage:

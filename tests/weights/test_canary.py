@@ -90,7 +90,7 @@ def test_a_failure_names_version_hash_and_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_tied_embeddings_that_stay_stale_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path, share: float) -> Non
 
 def test_a_folder_that_is_away_for_a_moment_only_delays(tmp_path: Path) -> None:
     folder, aside = tmp_path / "weights", tmp_path / "aside"
-    store = folder_store(folder, timeout_s=30.0)
+    store = folder_store(folder, timeout_s=120.0)
     publish(store, 1)
     for call in (lambda: publish(store, 2), lambda: store.fetch(publish(store, 3))):
         folder.rename(aside)
@@ -124,8 +124,8 @@ def test_a_folder_that_is_away_for_a_moment_only_delays(tmp_path: Path) -> None:
 
 def test_a_folder_that_stays_away_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
+    published = publish(folder_store(folder), 1)
     store = folder_store(folder, timeout_s=0.3)
-    published = publish(store, 1)
     folder.rename(tmp_path / "aside")
     folder.write_text("a file where the folder was")
     with pytest.raises(WeightSyncError, match=r"fetching weights version 1.*/weights'.*0\.3"):
@@ -136,7 +136,7 @@ def test_a_folder_that_stays_away_ends_in_an_error_that_names_it(tmp_path: Path)
 
 def test_a_folder_that_may_not_be_read_or_written_is_told_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    store = folder_store(folder, timeout_s=60.0)
+    store = folder_store(folder, timeout_s=240.0)
     published = publish(store, 1)
     begun = time.monotonic()
     with without_permission(folder):
@@ -144,7 +144,7 @@ def test_a_folder_that_may_not_be_read_or_written_is_told_at_once(tmp_path: Path
             store.fetch(published)
         with pytest.raises(WeightSyncError, match=r"Permission denied.*write weights\.path"):
             publish(store, 2)
-    assert time.monotonic() - begun < 50.0
+    assert time.monotonic() - begun < 60.0
     assert_same(store.fetch(published).state, make_state(1))
 
 

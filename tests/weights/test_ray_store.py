@@ -18,8 +18,8 @@ from tests.weights.states import assert_same, make_state, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-_MOST_TRIES = 200
-CONFIG = RayWeightStore(full_every=3, timeout_s=20.0)
+_MOST_TRIES = 600
+CONFIG = RayWeightStore(full_every=3, timeout_s=60.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,7 +64,7 @@ def train_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_adapters_of_a_sharded_model_are_published_whole(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "base")
     mp.spawn(train_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)

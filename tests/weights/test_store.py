@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 
 from ludus.proto.errors import StoreUnavailableError, WeightSyncError
-from ludus.trainer.weights import VersionStore
+from ludus.trainer.weights import VersionStore, retry_deadline
 from tests.weights.states import (
     MemoryStorage,
     assert_same,
@@ -187,17 +188,18 @@ def test_a_store_that_is_away_for_a_while_only_delays() -> None:
 
 def test_a_store_that_stays_away_ends_in_an_error_that_says_what_and_how_long() -> None:
     storage = MemoryStorage()
+    newest = publish(VersionStore(storage, settings()), 6)
     learner, worker = pair(storage, timeout_s=0.4)
-    newest = publish(learner, 6)
     storage.failures = [StoreUnavailableError("no route")] * 10_000
     begun = time.monotonic()
     with pytest.raises(
-        WeightSyncError, match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no route"
+        WeightSyncError,
+        match=r"fetching weights version 6 from memory.*timeout_s = 0\.4.*no (route|answer)",
     ):
         worker.fetch(newest)
     with pytest.raises(WeightSyncError, match=r"publishing weights version 7 to memory"):
         publish(learner, 7)
-    assert time.monotonic() - begun < 25.0
+    assert time.monotonic() - begun < 60.0
 
 
 def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
@@ -207,7 +209,7 @@ def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
             self.freed = threading.Event()
 
         def put(self, name: str, buffers: Sequence[np.ndarray]) -> str:
-            self.freed.wait(30)
+            self.freed.wait(240)
             return super().put(name, buffers)
 
     storage = Hanging()
@@ -215,18 +217,32 @@ def test_a_store_that_never_answers_ends_in_an_error_as_well() -> None:
     begun = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"publishing weights version 1.*no answer within"):
         publish(store, 1)
-    assert time.monotonic() - begun < 25.0
+    assert time.monotonic() - begun < 60.0
     storage.freed.set()
+
+
+def test_an_answer_that_comes_just_when_the_time_is_over_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            answer = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return answer
+
+    monkeypatch.setattr(retry_deadline, "Future", Late)
+    assert retry_deadline.answer_within(lambda: "here", 60.0) == "here"
 
 
 def test_an_error_that_waiting_does_not_mend_is_told_at_once() -> None:
     storage = MemoryStorage()
-    learner, _ = pair(storage, timeout_s=60.0)
+    learner, _ = pair(storage, timeout_s=240.0)
     storage.failures = [WeightSyncError("access denied")]
     begun = time.monotonic()
     with pytest.raises(WeightSyncError, match="access denied"):
         publish(learner, 0)
-    assert time.monotonic() - begun < 25.0
+    assert time.monotonic() - begun < 60.0
 
 
 def test_weights_that_are_not_those_of_the_manifest_are_refused() -> None:

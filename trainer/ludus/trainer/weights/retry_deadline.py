@@ -79,6 +79,6 @@ def answer_within(attempt: Callable[[], T], timeout_s: float) -> T:
     try:
         return outcome.result(timeout=max(timeout_s, 0.0))
     except TimeoutError:
-        if outcome.done():
-            raise
+        if outcome.done():  # it raised this itself, or ended just when the time was over
+            return outcome.result()
         raise StoreUnavailableError(f"no answer within {timeout_s:.1f} s") from None
