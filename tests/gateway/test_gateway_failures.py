@@ -11,8 +11,10 @@ from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
+from ludus.services.gateway.sessions import tracked
 from tests.env.polling import eventually
 from tests.gateway.gateways import (
+    FAST,
     KEY,
     NAME,
     ListedServers,
@@ -83,7 +85,7 @@ def code_of(caught) -> str:
 async def test_a_killed_server_loses_its_own_sessions_only(tmp_path):
     env = {"LUDUS_SESSION_KEY": KEY}
     with server_process(tmp_path, env=env) as one, server_process(tmp_path, env=env) as other:
-        async with gateway_to(one, other) as gateway:
+        async with gateway_to(one, other, servers=FAST | {"retry_within_s": 1.0}) as gateway:
             sessions = sessions_of(gateway)
             opened = [await sessions.open(SEEDED) for _ in range(20)]
             by_id = {one.session_id.split("~")[1] for one in opened}
@@ -153,27 +155,30 @@ async def test_an_unnumbered_step_is_never_sent_twice():
 @pytest.mark.slow
 async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
     async with env_server() as server:
-        cable, lingering = Cable(server.grpc_address), {"linger_s": 1.0}
+        cable = Cable(server.grpc_address)
+        monkeypatch.setattr(tracked, "_MAX_SWEEP_S", 0.1)
         async with (
             cable.plugged_in() as address,
-            Gateway(config_of(address, sessions=lingering)) as gateway,
+            Gateway(config_of(address)) as gateway,
         ):
             sessions = sessions_of(gateway)
             connection = Connection()
             thinking = await sessions.open(SEEDED, connection)
-            num_detached = 0
+            lingers_since_s: list[float] = []
+            entry = server.core._entries[thinking.session_id]
             detach = server.core.detach
 
-            async def count(session_id: str, connection: Connection) -> None:
-                nonlocal num_detached
-                num_detached += 1
+            async def note(session_id: str, connection: Connection) -> None:
                 await detach(session_id, connection)
+                lingers_since_s.append(entry.detached_s)
 
-            monkeypatch.setattr(server.core, "detach", count)
+            monkeypatch.setattr(server.core, "detach", note)
             cable.cut()
             # It lingers for the server; the gateway lets the linger begin again and again.
-            await eventually(lambda: num_detached >= 4)
+            await eventually(lambda: len(lingers_since_s) >= 4)
+            assert sorted(set(lingers_since_s)) == lingers_since_s
             assert (await sessions.step(thinking.session_id, ADD_1, 1)).step_index == 1
+            entry.linger_s = 0.1
             sessions.release(connection)
             await eventually(lambda: server.core.load.num_sessions == 0)
 
@@ -212,9 +217,10 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
         other = env_server()
         async with other, gateway_to(frozen, other, servers=servers) as gateway:
             sessions = sessions_of(gateway)
+            link = sessions.fleet.link_at(frozen.grpc_address)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
-                await eventually(lambda: sessions.environment_load.num_servers == 1)
+                await eventually(lambda: not link.takes_sessions)
                 for _ in range(5):
                     await sessions.open(SEEDED)
             finally:
@@ -222,10 +228,17 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
             await eventually(lambda: sessions.environment_load.num_servers == 2)
 
 
-async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used():
+async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used(monkeypatch):
     wrong, keyless = env_server(session_key="another-key-0123456789"), env_server(session_key=None)
     async with wrong, keyless, env_server() as right:
         async with gateway_to(wrong, keyless) as gateway:
+            fleet = sessions_of(gateway).fleet
+
+            async def poll(size: int) -> None:  # as happens to come between two attempts
+                for link in fleet.links:
+                    await link._poll()
+
+            monkeypatch.setattr(sessions_of(gateway)._opener, "_make_room", poll)
             with pytest.raises(UnavailableError, match="session key"):
                 await sessions_of(gateway).open(SEEDED)
         async with gateway_to(wrong, keyless, right) as gateway:

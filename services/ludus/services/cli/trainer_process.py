@@ -28,6 +28,8 @@ from ludus.proto.runs import LOG_ROW_PREFIX
 
 STOP_GRACE_S = 15.0
 """How long the child may take to write its checkpoint after Ctrl-C."""
+LAST_WORDS_S = 10.0
+"""How long the reading of what the child said may take beyond its end: its errors are there."""
 TICK_S = 0.2
 """Time between two looks at the child."""
 NUM_TAIL_LINES = 25
@@ -150,8 +152,8 @@ def _child(command: Sequence[str], output: TrainerOutput) -> Iterator[subprocess
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # A grandchild in another group could hold the pipe open: do not wait for it.
-        listener.join(timeout=1.0)
+        # A grandchild in another group could hold the pipe open: do not wait for it for long.
+        listener.join(LAST_WORDS_S)
 
 
 def _listen(stream: IO[str], output: TrainerOutput) -> None:

@@ -71,7 +71,8 @@ class AdmissionQueue:
         try:
             await asyncio.wait_for(waiter.admitted, self._timeout_s)
         except TimeoutError:
-            return False
+            # Who is admitted in the very turn in which the wait ends has been given its place.
+            return not waiter.admitted.cancelled() and waiter.admitted.result() is None
         except asyncio.CancelledError:
             if waiter.admitted.done() and not waiter.admitted.cancelled():
                 self._give_back(size)

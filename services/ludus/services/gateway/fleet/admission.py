@@ -164,10 +164,10 @@ class Admission:
             UnavailableError: they do; waiting would not help.
         """
         links = [link for link in self.fleet.links if link.is_connected]
-        if links and all(link.refusal for link in links):
+        if links and all(link.last_refusal for link in links):
             raise UnavailableError(
                 f"expected servers of environment '{self._environment}' that share this"
-                f" gateway's session key, got a refusal from each: {links[0].refusal}"
+                f" gateway's session key, got a refusal from each: {links[0].last_refusal}"
             )
 
     def full(self) -> CapacityError | UnavailableError:

@@ -74,6 +74,8 @@ class ServerLink:
         self.tried = asyncio.Event()
         """Set when the first attempt to connect has ended, well or not."""
         self.refusal = ""
+        """Why nothing is placed here until the next poll; empty where something is."""
+        self.last_refusal = ""
         """Why the server did not take this gateway's last session; empty if it did."""
         self.is_draining = False
         self.connected_s = 0.0
@@ -85,6 +87,9 @@ class ServerLink:
         """Those among them that are known to have ended, or that never began."""
         self.used_s = asyncio.get_running_loop().time()
         """When the server last said that it holds a session, or when the link was made."""
+        self.unused_s = 0.0
+        """For how long it has said that it holds none: silence, of either side, says nothing."""
+        self._unused_since_s: float | None = None
         self._num_polls = 0
         self._num_polled = 0
         self._num_since_poll = 0
@@ -167,6 +172,7 @@ class ServerLink:
     def opened(self, num_sessions: int) -> None:
         """Note that sessions were opened in room that was set aside."""
         self._num_opening -= num_sessions
+        self.last_refusal = ""
 
     def give_back(self, num_sessions: int, num_polls: int) -> None:
         """Free room that was set aside."""
@@ -191,7 +197,7 @@ class ServerLink:
 
     def refuse(self, reason: str) -> None:
         """Places nothing here until the next poll: the server would not take it."""
-        self.refusal = reason
+        self.refusal = self.last_refusal = reason
 
     # -- calls -------------------------------------------------------------------------
 
@@ -280,6 +286,7 @@ class ServerLink:
     async def _connect(self) -> None:
         """Open a stream and ask the server who it is."""
         self._broken.clear()
+        self.last_refusal = ""
         duplex = await self._port.connect(self._options.unreachable_after_s)
         try:
             description = await self._port.describe()
@@ -325,13 +332,20 @@ class ServerLink:
         finally:
             self._is_polling = False
         self._num_polled = status.num_sessions
-        if status.num_sessions:
-            self.used_s = asyncio.get_running_loop().time()
+        self._note_use(status.num_sessions > 0)
         self._num_since_poll -= num_before
         self.max_sessions = status.max_sessions
         self.is_draining = status.is_draining
         self._is_full = False
         self.refusal = ""
+
+    def _note_use(self, is_used: bool) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if is_used:
+            self.used_s, self._unused_since_s = now_s, None
+        elif self._unused_since_s is None:
+            self._unused_since_s = now_s
+        self.unused_s = 0.0 if self._unused_since_s is None else now_s - self._unused_since_s
 
     async def _connected_stream(self, server_id: str) -> CallStream:
         """The stream once it is up, if `server_id` answers there."""

@@ -294,9 +294,11 @@ class SandboxSource:
             return False
         if link.has_ended:
             return True
-        unused_s = asyncio.get_running_loop().time() - link.used_s
+        if link.is_connected:
+            return link.unused_s > self._options.unused_after_s
         # A gateway that is cut off from pods must not end what others reach.
-        is_known = link.is_connected or claim.is_own or not claim.is_ready
+        is_known = claim.is_own or not claim.is_ready
+        unused_s = asyncio.get_running_loop().time() - link.used_s
         return is_known and unused_s > self._options.unused_after_s
 
     def _claim(self, num_claims: int) -> None:
