@@ -14,7 +14,7 @@ SLICES = ("discovery.k8s.io/v1", "endpointslices", NAMESPACE)
 
 
 def client_of(cluster: FakeKubernetes, token: str = "a-token") -> KubernetesApi:
-    return KubernetesApi(lambda: ApiAccess(cluster.url, lambda: f"Bearer {token}"), timeout_s=2.0)
+    return KubernetesApi(lambda: ApiAccess(cluster.url, lambda: f"Bearer {token}"), timeout_s=60.0)
 
 
 def uid_of(pod: str) -> str:

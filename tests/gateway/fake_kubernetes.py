@@ -395,15 +395,15 @@ def cluster_in_thread() -> Iterator[tuple[str, Call]]:
         async def do() -> T:
             return what(cluster)
 
-        return asyncio.run_coroutine_threadsafe(do(), loop).result(10)
+        return asyncio.run_coroutine_threadsafe(do(), loop).result(60)
 
     try:
-        asyncio.run_coroutine_threadsafe(cluster.__aenter__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(cluster.__aenter__(), loop).result(60)
         yield cluster.url, call
-        asyncio.run_coroutine_threadsafe(cluster.__aexit__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(cluster.__aexit__(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

@@ -24,6 +24,7 @@ async def serving(app: ASGIApp, **config: object) -> AsyncIterator[int]:
                 "http": BoundedHttp,
                 "ws": "websockets-sansio",
                 "access_log": False,
+                "timeout_keep_alive": 60,
                 "log_config": None,
                 **config,
             },

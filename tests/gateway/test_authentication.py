@@ -96,7 +96,7 @@ async def port(access: Access) -> AsyncIterator[int]:
 
 @pytest.fixture
 async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         yield client
 
 
@@ -171,7 +171,7 @@ async def test_an_open_gateway_serves_everybody() -> None:
     app = Authenticate(build_app(), Access.open())
     async with (
         serving(app) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         assert (await client.get("/envs/cards/who")).json()["tenant"] == ""
         assert (await client.post("/drain")).json() == ""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
 
 import pytest
 import websockets
 from fastapi import FastAPI, Request, WebSocket
 
 from ludus.env.asgi.uvicorn_http import BoundedHttp
+from tests.env.polling import eventually
 from tests.gateway.http_server import serving
 
 
@@ -19,7 +20,12 @@ class SmallHttp(BoundedHttp):
     """Bounds that tests reach."""
 
     max_head_bytes = 10_000
-    head_timeout_s = 0.5
+    head_timeout_s = 60.0
+    made: ClassVar[list[SmallHttp]] = []
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.made.append(self)
 
 
 def build_app() -> FastAPI:
@@ -44,8 +50,20 @@ def build_app() -> FastAPI:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
+    SmallHttp.made.clear()
     async with serving(build_app(), http=SmallHttp) as port:
         yield port
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has every head that begins from now on be late after a tenth of a second."""
+    return lambda: monkeypatch.setattr(SmallHttp, "head_timeout_s", 0.1)
+
+
+def is_timed(number: int) -> bool:
+    """Whether the time of a head runs on a connection."""
+    return SmallHttp.made[number]._head_timer is not None
 
 
 class Raw:
@@ -103,7 +121,10 @@ async def test_endless_headers_are_cut_off(port: int) -> None:
     assert num_sent < 50_000
 
 
-async def test_a_head_that_drips_or_never_comes_is_given_up(port: int) -> None:
+async def test_a_head_that_drips_or_never_comes_is_given_up(
+    port: int, soon: Callable[[], None]
+) -> None:
+    soon()
     silent, dripping = await Raw.connect(port), await Raw.connect(port)
 
     async def drip() -> None:
@@ -120,23 +141,28 @@ async def test_a_head_that_drips_or_never_comes_is_given_up(port: int) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_second_head_on_a_connection_is_bounded_too(port: int) -> None:
+async def test_a_second_head_on_a_connection_is_bounded_too(
+    port: int, soon: Callable[[], None]
+) -> None:
     raw = await Raw.connect(port)
     await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (await raw.answer())[0] == 200
+    soon()
     await raw.send(b"GET / HT")
     assert (await raw.answer())[0] == 408
 
 
-@pytest.mark.slow
 async def test_bodies_answers_and_sockets_may_take_longer_than_heads(port: int) -> None:
     raw = await Raw.connect(port)
+    await eventually(lambda: SmallHttp.made)
+    assert is_timed(0)
     await raw.send(b"POST /count HTTP/1.1\r\nhost: x\r\ncontent-length: 20000\r\n\r\n")
-    await asyncio.sleep(0.7)
+    await eventually(lambda: not is_timed(0))
     await raw.send(b"x" * 20_000)
     assert await raw.answer() == (200, 20_000)
+    assert not is_timed(0)
     async with websockets.connect(f"ws://127.0.0.1:{port}/ws") as socket:
-        await asyncio.sleep(0.7)
+        assert not is_timed(1)
         await socket.send("y" * 50_000)
         assert len(await socket.recv()) == 50_000
 

@@ -106,7 +106,7 @@ def test_a_watch_tells_of_what_begins_and_ceases_to_be_selected(
 
     def listen() -> None:
         events = watch.Watch().stream(
-            jobs.list_namespaced_custom_object, *GROUP, label_selector="run=a", timeout_seconds=5
+            jobs.list_namespaced_custom_object, *GROUP, label_selector="run=a", timeout_seconds=60
         )
         for event in events:
             heard.append((event["type"], event["object"]["metadata"]["name"]))
@@ -122,7 +122,7 @@ def test_a_watch_tells_of_what_begins_and_ceases_to_be_selected(
     put("old", "a")
     put("old", "b")
     call(lambda cluster: cluster.remove("ray.io/v1", "rayjobs", "arena", "new"))
-    listener.join(10)
+    listener.join(60)
     assert heard == [
         ("ADDED", "old"),
         ("ADDED", "new"),

@@ -64,8 +64,10 @@ def _parent_of(entry: Path) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -78,7 +80,7 @@ async def test_a_gateway_runs_its_servers_and_takes_them_along(end):
             assert first.text is not None
             assert (await session.step(text="STAND")).done
         process.send_signal(end)
-        assert await asyncio.to_thread(process.wait, 15) == (0 if end == signal.SIGTERM else -9)
+        assert await asyncio.to_thread(process.wait, 60) == (0 if end == signal.SIGTERM else -9)
         await eventually(lambda: not any(is_alive(pid) for pid in children))
 
 
@@ -93,7 +95,7 @@ async def test_a_gateway_that_is_told_to_end_waits_for_its_sessions_until_told_a
             assert (await session.step(text="STAND")).done
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(process.wait, 15) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ async def test_an_unused_session_makes_room_where_the_gateway_did_not_know_that_
 
 
 async def test_a_connection_that_grew_old_is_renewed_and_its_sessions_go_on(monkeypatch):
-    monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 200)
-    async with served(max_connection_age_s=0.5) as (gateway, servers), client_of(gateway) as client:
+    monkeypatch.setattr("ludus.env.serving.listeners._AGE_GRACE_MS", 500)
+    async with served(max_connection_age_s=1.0) as (gateway, servers), client_of(gateway) as client:
         session, _ = await client.open(seed=1)
         stream = client._transport._stream
         await eventually(lambda: stream.broken is not None)
@@ -183,7 +183,7 @@ async def test_without_servers_opens_wait_for_one_and_say_what_is_missing(monkey
     async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
         with pytest.raises(CapacityError, match="found none"):
             await sessions_of(gateway).open(OpenArgs(ResetArgs()))
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)
             assert answer.status_code == 503
             assert answer.json()["detail"]["code"] == "UNAVAILABLE"

@@ -83,7 +83,7 @@ async def test_a_token_in_the_address_is_enough(monkeypatch):
             assert '"observation"' in str(await socket.recv())
         plain = await asyncio.to_thread(requests.get, f"{base}/metadata", timeout=60)
         assert plain.json()["name"] == NAME
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             refused = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata")
             assert refused.status_code == 401
 
@@ -146,7 +146,7 @@ async def test_two_environments_share_the_ports_and_are_told_apart():
             with pytest.raises(InvalidCallError, match="environment 'one'"):
                 await stranger.reset(seed=1)
         with pytest.raises(InvalidCallError, match="one, other"):
-            await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=3)
+            await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=60)
 
 
 def two_environments(one, other):
@@ -168,7 +168,7 @@ async def test_what_environments_there_are_is_told_over_http():
 
 @pytest.mark.parametrize("path", ["/envs/nope/reset", "/v1/envs/nope"])
 async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(path):
-    async with served() as (gateway, _), httpx.AsyncClient() as http:
+    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         method = "GET" if path.endswith("nope") else "POST"
         answer = await http.request(method, gateway.http_address + path, json={})
         assert answer.status_code == 404
@@ -176,14 +176,14 @@ async def test_an_unknown_environment_is_a_typed_404_that_names_the_known_ones(p
 
 
 async def test_no_request_is_answered_with_a_redirect():
-    async with served() as (gateway, _), httpx.AsyncClient() as http:
+    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         for path in (f"/envs/{NAME}/health/", f"/envs/{NAME}", "/v1/envs/", "/healthz/"):
             answer = await http.get(gateway.http_address + path)
             assert answer.status_code in (200, 404), path
 
 
 async def test_metrics_exist_from_the_start_and_count_what_is_played():
-    async with served() as (gateway, _), httpx.AsyncClient() as http:
+    async with served() as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         before = (await http.get(f"{gateway.http_address}/metrics")).text
         assert f'ludus_gateway_sessions{{env="{NAME}",state="pending"}} 0.0' in before
         async with await AsyncEnvClient.connect(gateway.grpc_address) as client:

@@ -56,7 +56,7 @@ async def gateway(tmp_path: Path, ca_file: Path, clock: Clock) -> AsyncIterator[
 
 def http_of(gateway: Gateway, ca_file: Path) -> httpx.AsyncClient:
     context = client_ssl_context(ca_file)
-    return httpx.AsyncClient(base_url=gateway.http_address, verify=context)
+    return httpx.AsyncClient(base_url=gateway.http_address, verify=context, timeout=60)
 
 
 async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
@@ -154,7 +154,7 @@ async def test_the_admin_port_asks_for_neither_token_nor_tls(tmp_path: Path, ca_
     write_tenants(tmp_path / "tenants.toml", alice="")
     tls = {"cert": str(tmp_path / "tls.crt"), "key": str(tmp_path / "tls.key")}
     fields = {"tenants_file": str(tmp_path / "tenants.toml"), "tls": tls, "admin_port": 0}
-    async with served(**fields) as (gateway, _), httpx.AsyncClient() as http:
+    async with served(**fields) as (gateway, _), httpx.AsyncClient(timeout=60) as http:
         assert gateway.admin_address.startswith("http://")
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await http.get(gateway.admin_address + path)).status_code == 200

@@ -26,7 +26,7 @@ def config_of(**fields) -> GatewayConfig:
         "drain_grace_s": 30.0,
         **fields,
     }
-    servers = {"poll_interval_s": 0.1, "retry_within_s": 1.0}
+    servers = {"poll_interval_s": 0.1, "retry_within_s": 60.0, "unreachable_after_s": 60.0}
     return GatewayConfig.of({"environments": {NAME: environment}, "port": 0, "servers": servers})
 
 
@@ -79,6 +79,7 @@ async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
         assert await sessions.state(first[0].session_id)
 
 
-async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message():
+async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message(monkeypatch):
+    monkeypatch.setattr("ludus.services.gateway.gateway._SETTLE_TIMEOUT_S", 120.0)
     with pytest.raises(UserError, match="nogame"):
         await Gateway(config_of(options={"game": "nogame"})).start()

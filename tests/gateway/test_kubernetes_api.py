@@ -253,7 +253,7 @@ async def test_an_answer_or_event_beyond_all_bounds_is_refused(
         with pytest.raises(ClusterError, match="at most 2000 bytes"):
             await api.read(path)
         with pytest.raises(ClusterError, match="events of at most 2000 bytes"):
-            async with aclosing(api.watch(path, version=version, timeout_s=5)) as events:
+            async with aclosing(api.watch(path, version=version, timeout_s=60)) as events:
                 await anext(events)
 
 
@@ -261,7 +261,7 @@ async def test_a_watch_that_is_left_early_ends_at_the_server_too() -> None:
     path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, client_of(cluster) as api:
         cluster.put(endpoint_slice("s1"))
-        async with aclosing(api.watch(path, version="0", timeout_s=5)) as events:
+        async with aclosing(api.watch(path, version="0", timeout_s=60)) as events:
             event = await anext(events)
             assert event.type == EventType.ADDED
             assert cluster.num_watches == 1

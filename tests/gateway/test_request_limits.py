@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
 from ludus.env.security.tracing import current_request_id
+from ludus.services.gateway.wires import request_limits
 from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies, request_id_of
 from tests.gateway.gateways import NAME, CountingEnv, http_of, served
 from tests.gateway.http_server import serving
 
 
-def bounded(app: ASGIApp) -> AddRequestIds:
+def bounded(app: ASGIApp, timeout_s: float = 60.0) -> AddRequestIds:
     """The application behind bounds that tests reach."""
-    return AddRequestIds(LimitBodies(app, max_bytes=1000, timeout_s=0.3))
+    return AddRequestIds(LimitBodies(app, max_bytes=1000, timeout_s=timeout_s))
 
 
 def build_app() -> FastAPI:
@@ -60,9 +61,14 @@ async def port() -> AsyncIterator[int]:
         yield port
 
 
+def client_at(port: int) -> httpx.AsyncClient:
+    """To be entered with `async with`."""
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
+
+
 @pytest.fixture
 async def client(port: int) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with client_at(port) as client:
         yield client
 
 
@@ -108,7 +114,10 @@ async def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(
     assert (await client.get("/who")).status_code == 200
 
 
-async def test_a_large_body_that_is_still_being_sent_learns_why(client: httpx.AsyncClient) -> None:
+async def test_a_large_body_that_is_still_being_sent_learns_why(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_limits, "_DROP_S", 60.0)
     response = await client.post("/count", content=chunks(200, size=65_536))
     assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
     response = await client.post("/count", content=b"x" * 10_000_000)
@@ -136,14 +145,13 @@ async def test_a_client_that_never_stops_sending_is_cut_off(port: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_body_that_drips_is_given_up_after_the_time_out(
-    client: httpx.AsyncClient, port: int
-) -> None:
-    response = await client.post("/count", content=chunks(40, size=1, pause_s=0.02))
-    assert (response.status_code, code_of(response)) == (408, "TIMEOUT")
-    assert "within 0.3 s" in response.text
-    head = b"POST /parse HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
-    assert b"408 " in (await raw(port, head)).split(b"\r\n")[0]
+async def test_a_body_that_drips_is_given_up_after_the_time_out() -> None:
+    async with serving(bounded(build_app(), timeout_s=0.3)) as port, client_at(port) as client:
+        response = await client.post("/count", content=chunks(40, size=1, pause_s=0.02))
+        assert (response.status_code, code_of(response)) == (408, "TIMEOUT")
+        assert "within 0.3 s" in response.text
+        head = b"POST /parse HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+        assert b"408 " in (await raw(port, head)).split(b"\r\n")[0]
 
 
 async def test_a_slow_answer_is_not_a_slow_body() -> None:
@@ -152,13 +160,12 @@ async def test_a_slow_answer_is_not_a_slow_body() -> None:
     @app.post("/slow")
     async def slow(request: Request) -> bool:
         await request.body()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         return await request.is_disconnected()
 
-    async with (
-        serving(bounded(app)) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
-    ):
+    # Here a body is there at once, on a slow machine too.
+    wire = httpx.ASGITransport(bounded(app, timeout_s=0.1))
+    async with httpx.AsyncClient(transport=wire, base_url="http://test") as client:
         response = await client.post("/slow", content=b"x")
         assert (response.status_code, response.json()) == (200, False)
 

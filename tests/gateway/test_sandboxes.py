@@ -15,7 +15,7 @@ from ludus.services.gateway.config import SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.sandboxes import SandboxOptions, SandboxSource
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from tests.env.polling import eventually, turns_of_the_loop
+from tests.env.polling import eventually
 from tests.gateway.cluster_objects import NAMESPACE, client_of
 from tests.gateway.fake_sandboxes import CLAIMS, POOL, FakeSandboxes, sandboxes, write_kubeconfig
 from tests.gateway.gateways import FAST, NAME, config_of, sessions_of
@@ -42,12 +42,17 @@ async def serving(
         3600.0,
         options,
     )
-    config = config_of("grpc://unused:1", sessions=limits, servers=FAST | {"retry_within_s": 0.5})
+    config = config_of("grpc://unused:1", sessions=limits, servers=FAST)
     async with Gateway(config, {NAME: source}) as gateway:
         sessions = sessions_of(gateway)
         running.append(sessions)
         sessions.admission.supply = source
         yield sessions
+
+
+def are_up(links, num_links: int) -> bool:
+    """Whether there are so many, and each reaches its server."""
+    return len(links) == num_links and all(link.is_connected for link in links)
 
 
 async def test_a_session_has_a_sandbox_of_its_own_until_it_ends() -> None:
@@ -96,7 +101,8 @@ async def test_two_gateways_claim_apart_and_each_serves_the_sessions_of_both() -
             *(sessions.open(SEEDED) for sessions in (one, other) for _ in range(3))
         )
         assert len(found.claims) == found.num_sessions == 6
-        await eventually(lambda: len(one.fleet.links) == len(other.fleet.links) == 6)
+        for sessions in (one, other):
+            await eventually(lambda links=sessions.fleet.links: are_up(links, 6))
         for number, sessions in enumerate((other, one) * 3):
             await sessions.step(opened[number].session_id, b'{"add": 1}', 1)
 
@@ -130,8 +136,9 @@ async def test_a_sandbox_that_dies_takes_its_own_session_alone() -> None:
 async def test_an_empty_pool_is_told_in_time_and_leaves_no_claim() -> None:
     async with sandboxes() as found, serving(found, EAGER, queue_timeout_s=0.3) as sessions:
         found.is_empty = True
-        with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
-            await sessions.open(SEEDED)
+        while not found.claims:  # until one has waited for long enough
+            with pytest.raises(UnavailableError, match="warm pool 'code'") as caught:
+                await sessions.open(SEEDED)
         assert caught.value.retry_after_s > 0
         assert len(found.claims) == 1
         with pytest.raises(UnavailableError):
@@ -155,8 +162,11 @@ async def test_what_keeps_a_sandbox_from_being_claimed_is_told_in_a_sentence(
     async with sandboxes() as found:
         found.cluster.fail(status, verb=verb, plural=plural, times=1000)
         async with serving(found, queue_timeout_s=0.3) as sessions:
-            with pytest.raises(UnavailableError, match=said):
-                await sessions.open(SEEDED)
+            told = ""
+            while said not in told:  # until one has waited for long enough
+                with pytest.raises(UnavailableError) as caught:
+                    await sessions.open(SEEDED)
+                told = caught.value.message
             found.cluster.heal()
             assert not found.claims
 
@@ -169,14 +179,15 @@ async def test_a_claim_that_could_not_be_given_up_is_given_up_later() -> None:
         await eventually(lambda: not found.claims)
 
 
-async def test_a_gateway_that_stops_gives_up_what_it_did_not_use() -> None:
+async def test_a_gateway_that_stops_gives_up_what_it_did_not_use(monkeypatch) -> None:
+    monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes._LEAVE_WITHIN_S", 60.0)
     async with sandboxes() as found:
         async with serving(found) as sessions:
             found.is_empty = True
             opening = asyncio.create_task(sessions.open(SEEDED))
             await eventually(lambda: found.claims)
             opening.cancel()
-            await turns_of_the_loop()
+            await eventually(lambda: not sessions.admission.supply._creating)
         assert not found.claims
 
 
