@@ -122,6 +122,30 @@ def test_a_folder_that_is_away_for_a_moment_only_delays(tmp_path: Path) -> None:
         back.join()
 
 
+def test_what_cannot_be_dropped_while_the_folder_is_away_is_dropped_after_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, aside = tmp_path / "weights", tmp_path / "aside"
+    files = FolderFiles(folder)
+    drop = files.drop
+
+    def drop_while_away(location: str) -> None:
+        folder.rename(aside)
+        try:
+            drop(location)
+        finally:
+            aside.rename(folder)
+
+    store = VersionStore(files, settings(keep_versions=2))
+    published = [publish(store, version) for version in (1, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "drop", drop_while_away)
+        published.append(publish(store, 3))
+    assert weights_file(folder, published[0]).exists()
+    published.append(publish(store, 4))
+    assert set(folder.iterdir()) == {weights_file(folder, kept) for kept in published[2:]}
+
+
 def test_a_folder_that_stays_away_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     published = publish(folder_store(folder), 1)

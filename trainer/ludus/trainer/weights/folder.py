@@ -75,7 +75,12 @@ class FolderFiles:
 
     def drop(self, location: str) -> None:
         """Delete the file, if it is there."""
-        (self._folder / location).unlink(missing_ok=True)
+        try:
+            (self._folder / location).unlink()
+        except FileNotFoundError as error:
+            if not os.path.isdir(self._folder):
+                # It comes back with the folder.
+                raise self._failure(error) from error
 
     def leftovers(self) -> list[str]:
         """Files of earlier processes, whole or not."""
