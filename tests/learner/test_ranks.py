@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig
+from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
@@ -100,6 +103,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ALGORITHMS:
         train(1, folder, kind, resume_from=2)
     return folder
+
+
+def test_nobody_can_take_the_port_at_which_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    rank = LearnerActor(0, num_threads=1)
+    port = urlsplit(rank.rendezvous()).port
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
 
 
 @pytest.mark.timeout(900)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,11 +37,13 @@ class LearnerActor:
             token.answer(self._rank)
 
     def rendezvous(self) -> str:
-        """An address at which the ranks can meet; asked of rank 0."""
+        """An address at which the ranks can meet; rank 0, who is asked, listens there already."""
         host = ray.util.get_node_ip_address()
-        with socket.socket() as server:
-            server.bind((host, 0))
-            return f"tcp://{host}:{server.getsockname()[1]}"
+        # Kept: whoever else of this process asks for the same port shares the store behind it.
+        self._meeting_place = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
+        return f"tcp://{host}:{self._meeting_place.port}"
 
     def start(
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
