@@ -26,7 +26,7 @@ from typing import IO
 
 from ludus.proto.runs import LOG_ROW_PREFIX
 
-STOP_GRACE_S = 15.0
+STOP_GRACE_S = 60.0
 """How long the child may take to write its checkpoint after Ctrl-C."""
 LAST_WORDS_S = 10.0
 """How long the reading of what the child said may take beyond its end: its errors are there."""
