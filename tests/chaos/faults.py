@@ -16,7 +16,7 @@ from pathlib import Path
 from ludus.proto.config import RunConfig
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
-from ludus.trainer.checkpoint import newest_checkpoint, read_state
+from ludus.trainer.checkpoint import RunState, newest_checkpoint, read_state
 from ludus.trainer.data.counts import total
 from tests.e2e.runs import Run, processes_of
 
@@ -27,17 +27,6 @@ ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", "
 def pids(marker: str, kind: str) -> list[int]:
     """The processes of one kind that belong to the run started with `marker`, oldest first."""
     return sorted(pid for pid, command in processes_of(marker).items() if kind in command)
-
-
-def wait_until_gone(marker: str, timeout_s: float = 120) -> None:
-    """Wait until no process of the run started with `marker` is left.
-
-    Two agents of Ray's own try for a while to tell a head node that is gone of its end.
-    """
-    deadline = time.monotonic() + timeout_s
-    while left := processes_of(marker):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 def kill(pid: int) -> None:
@@ -93,10 +82,15 @@ class Account:
         )
 
 
+def state_of(run: Run) -> RunState:
+    """Where the run stood when it ended."""
+    return read_state(newest_checkpoint(run.folder / "checkpoints"))
+
+
 def account_of(run: Run) -> Account:
     """The account of a run that keeps zero-variance groups and whose learner was never lost."""
     config = RunConfig.model_validate_json((run.folder / CONFIG_FILE).read_text())
-    state = read_state(newest_checkpoint(run.folder / "checkpoints"))
+    state = state_of(run)
     rest = total(state.counts.values())
 
     def added(metric: TrainMetric) -> int:

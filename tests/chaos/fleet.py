@@ -12,6 +12,7 @@ import torch
 
 from ludus.proto.config import RunConfig, load_run_config
 from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.cluster import start_ray
 from ludus.trainer.actors.placement import Placement, on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
@@ -91,7 +92,7 @@ async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
     """Ray, an environment server and a model, until the block ends."""
     run = load_run_config(EXAMPLE, [*SMALL, *overrides])
     with local_servers(run, folder) as servers:
-        ray.init(address="local", include_dashboard=False, configure_logging=False)
+        start_ray()
         try:
             async with connected(run, servers) as environments:
                 [environment] = environments.values()

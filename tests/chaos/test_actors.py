@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
 from ludus.trainer.actors.learner_group import LearnerGroup
@@ -35,7 +37,7 @@ async def around(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
     folder = tmp_path_factory.mktemp("fleet")
     os.environ["LUDUS_TEST_RUN"] = str(folder)
     try:
-        async with fleet(folder, "learner.num_ranks=2", "learner.collective_timeout_s=5") as made:
+        async with fleet(folder, "learner.num_ranks=2") as made:
             yield made
     finally:
         del os.environ["LUDUS_TEST_RUN"]
@@ -171,6 +173,8 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
     await learners.save(tmp_path / "learner", tmp_path / "model")
     before = running(LEARNER_RANK)
     assert len(before) == 2
+    waited_s = [await rank.__ray_call__.remote(waiting_only(2.0)) for rank in learners._ranks]
+    assert waited_s == [around.run.learner.collective_timeout_s] * 2
     os.kill(before[1], how)
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(LearnerLostError):
@@ -181,3 +185,20 @@ async def test_a_lost_rank_ends_its_group_which_starts_again_from_the_checkpoint
     await eventually(lambda: not set(before) & set(running(LEARNER_RANK)), within_s=WITHIN_S)
     learners.close()
     await eventually(lambda: not running(LEARNER_RANK), within_s=WITHIN_S)
+
+
+def waiting_only(seconds: float) -> Callable[[object], float]:
+    """Lets a rank wait so long for others; tells how long it would have waited.
+
+    One call alone must run out of time here, and none that is only slow.
+    """
+
+    def change(_: object) -> float:
+        from torch.distributed import distributed_c10d
+
+        group = distributed_c10d._get_default_group()
+        before = group._get_backend(torch.device("cpu")).options._timeout
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        return before.total_seconds()
+
+    return change

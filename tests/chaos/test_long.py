@@ -28,9 +28,8 @@ from tests.chaos.faults import (
     log_of,
     pids,
     take_folder_away,
-    wait_until_gone,
 )
-from tests.e2e.runs import EXAMPLE, Run, start_run
+from tests.e2e.runs import EXAMPLE, Run, start_run, wait_until_gone
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
@@ -132,7 +131,7 @@ def disturb(folder: Path, marker: str) -> tuple[Summary, Chaos, Run]:
             run.wait_until(lambda goal=goal: run.last_step >= goal, WAIT_S)
             chaos.note("driver killed", run.last_step)
             run.process.send_signal(signal.SIGKILL)
-            run.process.wait(30)
+            run.process.wait(60)
             wait_until_gone(marker)
         flags = ("--resume",)
         goal += STEPS_BETWEEN // 2

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quiet_ports import quiet_ports
 from upstream_environment import python_of
 
 from ludus.env.client import EnvClient
@@ -119,7 +119,7 @@ def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
 @contextmanager
 def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[str]:
     """The address of a gateway's route to the server; it holds the token, if there is one."""
-    port = free_port()
+    [port] = quiet_ports(1)
     command = [
         *(str(Path(sys.executable).with_name("ludus")), "gateway"),
         *("--env", f"{GAME}={server.grpc_address}"),
@@ -138,7 +138,7 @@ def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[st
 def upstream_server(version: str, max_sessions: int = 512) -> Iterator[str]:
     """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
     requirement, program = SERVERS[version]
-    port = free_port()
+    [port] = quiet_ports(1)
     arguments = [GAME, str(port), str(FIRST_SEED), str(max_sessions)]
     with process(
         [str(upstream_python(requirement)), "-I", str(UPSTREAM / program), *arguments]
@@ -177,12 +177,6 @@ def answers(url: str) -> bool:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def verdict_of(text: str) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Run:
         assert self.process.wait(timeout_s) == 0, self.output()
         return Summary.model_validate_json((self.folder / SUMMARY_FILE).read_text())
 
+    def stop(self) -> None:
+        """End the run after the step it is in, as Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(300) == 130, self.output()
+
     def output(self) -> str:
         """What the process printed, after its end."""
         self.printed.seek(0)
@@ -109,3 +114,15 @@ def processes_of(marker: str) -> dict[int, str]:
         if marker.encode() in environment and int(folder.name) != os.getpid():
             found[int(folder.name)] = command.decode(errors="replace")
     return found
+
+
+def wait_until_gone(marker: str, timeout_s: float = 300) -> None:
+    """Wait until no process whose environment holds `marker` is left.
+
+    Workers end by themselves once their Ray is gone; after a killed driver, two agents of Ray's
+    own try for a while to tell a head node that is gone of its end.
+    """
+    deadline = time.monotonic() + timeout_s
+    while left := processes_of(marker):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

@@ -20,7 +20,7 @@ from tests.e2e.runs import start_run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(2400),
     pytest.mark.usefixtures("shared_ray"),
 ]
 
@@ -42,7 +42,7 @@ SETTINGS = (
 def learn(folder: Path, *overrides: str) -> Summary:
     """The summary of such a run."""
     with start_run(folder, *SETTINGS, *overrides) as run:
-        return run.finish(timeout_s=1100)
+        return run.finish(timeout_s=2300)
 
 
 def share_closed_without_looking(summary: Summary) -> float:

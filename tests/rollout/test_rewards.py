@@ -88,6 +88,7 @@ async def test_lost_episodes_are_not_shown_to_functions_and_have_no_reward() -> 
 
 
 async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone() -> None:
+    reward_functions.LOOP_RUNS.clear()
     asyncio.get_running_loop().call_later(0.05, reward_functions.LOOP_RUNS.set)
     [rollout] = await score([term("waits_for_the_loop")], episode(1.0))
     assert rollout.reward == 1.0

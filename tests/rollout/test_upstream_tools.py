@@ -22,7 +22,7 @@ from tests.rollout.chat_templates import QWEN25, tokenizer_of
 from tests.rollout.test_tools import LIMITS, call
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(params=["ours-grpc", "ours-http", "upstream-http"])

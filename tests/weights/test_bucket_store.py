@@ -21,7 +21,7 @@ from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.bucket import BucketObjects
 from tests.weights.states import assert_same, make_state, publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
