@@ -94,7 +94,7 @@ def run_helm(command: str, chosen: ValueSet, *arguments: str) -> subprocess.Comp
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 

@@ -13,7 +13,7 @@ from dashboards import DASHBOARDS, TARGET
 
 from tests.charts.live import ask, fail, play, prometheus, started_exporter, train
 from tests.charts.promql import filled_in
-from tests.gateway.gateways import FAST, served
+from tests.gateway.gateways import served
 
 VALUES = {
     "namespace": "ludus|nothing",
@@ -24,7 +24,6 @@ VALUES = {
 }
 """Windows longer than the test: two scrapes give a rate, however far apart they are."""
 
-PATIENT = {**FAST, "unreachable_after_s": 60.0}
 PATIENCE_S = 240.0
 RULES = sorted((TARGET.parent / "rules").glob("*.yaml"))
 UNLESS_OPENS_WAIT = "ludus:env_queue_wait_seconds:p95_rate5m"
@@ -51,7 +50,7 @@ async def test_every_expression_has_data_and_alerts_tell_of_failures_alone(tmp_p
     wanted |= {name: "record" for name in records() if name != UNLESS_OPENS_WAIT}
     exporter, end = started_exporter(), asyncio.Event()
     try:
-        async with served(servers=PATIENT) as (gateway, [server]), asyncio.TaskGroup() as tasks:
+        async with served() as (gateway, [server]), asyncio.TaskGroup() as tasks:
             tasks.create_task(play(gateway.grpc_address, end))
             tasks.create_task(train(exporter, end))
             targets = {

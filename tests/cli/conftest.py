@@ -26,6 +26,8 @@ def ludus(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
+    for module in ("env.serving.loopback", "services.cli.bench", "services.cli.env_places"):
+        monkeypatch.setattr(f"ludus.{module}.CONNECT_TIMEOUT_S", 60.0)
 
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["ludus", *arguments])

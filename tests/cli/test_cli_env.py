@@ -45,7 +45,7 @@ def test_serve_serves_until_it_is_interrupted() -> None:
 
     description = asyncio.run(describe())
     server.send_signal(signal.SIGINT)
-    server.communicate(timeout=20)
+    server.communicate(timeout=60)
     assert (description.options["game"], description.max_sessions) == ("catch", 3)
     assert server.returncode == 0
 
@@ -119,7 +119,10 @@ def test_a_port_in_use_is_named(ludus: RunCli) -> None:
     assert "Traceback" not in result.err
 
 
-def test_an_address_where_nothing_listens_is_named(ludus: RunCli) -> None:
+def test_an_address_where_nothing_listens_is_named(
+    ludus: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.services.cli.bench.CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"grpc://127.0.0.1:{free.getsockname()[1]}"
     result = ludus("env", "bench", "--address", address)

@@ -46,7 +46,7 @@ def test_a_server_isolates_and_records_what_is_played(tmp_path: Path) -> None:
         session, _ = client.open()
         session.step(text="LEFT")
     server.send_signal(signal.SIGINT)
-    server.communicate(timeout=20)
+    server.communicate(timeout=60)
     assert server.returncode == 0
     (episode,) = read_recording(tmp_path / "kept.jsonl")
     assert (episode.seed, len(episode.steps)) == (40, 1)

@@ -4,11 +4,13 @@ import io
 import os
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.live import Live
 
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import LOG_ROW_PREFIX, METRICS_FILE, MetricsRow, Phase
+from ludus.services.cli import live_view
 from ludus.services.cli.live_view import PlainView, TerminalView
 from ludus.services.cli.metrics_follower import MetricsFollower
 from ludus.services.cli.progress import RunProgress
@@ -164,6 +166,13 @@ def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> Non
     assert follower.num_unreadable == 1
 
 
+@pytest.fixture
+def no_line_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the time out of plain lines."""
+    monkeypatch.setattr(live_view, "PLAIN_INTERVAL_S", 3600.0)
+
+
+@pytest.mark.usefixtures("no_line_is_due")
 def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_refresh() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out, width=120))
@@ -179,6 +188,7 @@ def test_plain_view_prints_a_line_per_phase_and_the_last_state_but_not_every_ref
     assert lines[1].startswith("step 3/3 · training")
 
 
+@pytest.mark.usefixtures("no_line_is_due")
 def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each_step() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out, width=120))

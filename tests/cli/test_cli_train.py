@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,23 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
     assert result.code == 1
     assert "ValueError: no gradient" in result.err
     assert "the trainer ended with exit code 1" in result.err
+
+
+def test_last_words_that_are_read_late_are_shown(
+    ludus: RunCli, fake_trainer: UseFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen = trainer_process._listen
+
+    def late(*arguments: Any) -> None:
+        time.sleep(1.2)
+        listen(*arguments)
+
+    monkeypatch.setattr(trainer_process, "_listen", late)
+    monkeypatch.setattr(trainer_process, "TICK_S", 0.01)
+    fake_trainer("refuses")
+    result = ludus("train")
+    assert result.code == 2
+    assert "continue with --resume" in result.err
 
 
 def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer: UseFake) -> None:

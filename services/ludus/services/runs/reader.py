@@ -55,7 +55,7 @@ async def reading_place(cluster: RunsCluster, release: Release, run: str) -> Asy
     made = await cluster.api.create(path, reader_pod(release, run))
     name = made["metadata"]["name"]
     try:
-        await _started(cluster, name)
+        await _started(cluster, made)
         yield Place(name, "reader", output_dir)
     finally:
         with suppress(ClusterError):
@@ -108,10 +108,9 @@ def reader_pod(release: Release, run: str) -> JsonObject:
     }
 
 
-async def _started(cluster: RunsCluster, name: str) -> None:
+async def _started(cluster: RunsCluster, pod: JsonObject) -> None:
     """Wait until the pod runs."""
-    path = core_path(cluster.namespace, "pods", name)
-    pod: JsonObject = {}
+    path = core_path(cluster.namespace, "pods", pod["metadata"]["name"])
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
