@@ -25,6 +25,7 @@ from ludus.proto.errors import (
 )
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import grpc_served
+from tests.env.quiet_edge import QuietEdge
 from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
@@ -108,6 +109,24 @@ async def test_grpc_over_tls(authority, ca_file):
             await AsyncEnvClient.connect(server.address, connect_timeout_s=0.5)
 
 
+async def test_a_server_that_goes_away_before_it_is_described_is_waited_for():
+    class Restarting(QuietEdge):
+        num_asked = 0
+
+        async def Describe(self, request, context):
+            self.num_asked += 1
+            if self.num_asked == 1:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "it restarts")
+            return await super().Describe(request, context)
+
+    async with (
+        grpc_served() as server,
+        Restarting(server.address) as edge,
+        await AsyncEnvClient.connect(edge.address) as client,
+    ):
+        assert (edge.num_asked, (await client.describe()).name) == (2, "counting")
+
+
 async def test_http_and_websocket_over_tls(authority, ca_file):
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(server_side)
@@ -159,7 +178,7 @@ async def answering(status_line: str, headers: str = "", body: str = "") -> Asyn
 async def test_a_redirect_is_named_and_not_followed():
     async with answering("307 Moved", "location: http://elsewhere.example/\r\n") as address:
         with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
-            await AsyncEnvClient.connect(address, connect_timeout_s=1)
+            await AsyncEnvClient.connect(address, connect_timeout_s=60)
 
 
 async def test_what_an_http_status_says_of_coming_back_is_kept():

@@ -77,7 +77,7 @@ class GrpcTransport:
         """Wait for a stream to the server."""
         await self.live_stream(patience_s)
         if self._granted_linger_s is None:
-            self._granted_linger_s = (await self.describe()).linger_s
+            self._granted_linger_s = (await retry_until(self.describe, patience_s)).linger_s
 
     async def describe(self) -> EnvironmentDescription:
         """What the server says of its environment."""

@@ -18,7 +18,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import ConfigError
 
 _WITHIN_S = 60.0
-_EXIT_WITHIN_S = 1.0
+_EXIT_WITHIN_S = 10.0
 _MEMORY_ROOM = 1.1
 """A worker needs so much more than it begins with, or no step would ever succeed."""
 

@@ -1,0 +1,27 @@
+"""How a worker process ended is told as it was, on a slow machine too."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import OpenArgs
+from ludus.proto.errors import SessionLostError
+from tests.env.counting_env import Deed, UnrulyEnv
+from tests.env.served import running
+
+pytestmark = pytest.mark.slow
+
+
+async def test_why_a_worker_ended_is_said_however_late_its_exit_is_reported():
+    async with running(UnrulyEnv, isolation="pool", num_workers=1) as server:
+        core = server.core
+        session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
+        os.kill(core._host.fork_server_pid, signal.SIGSTOP)  # it reports no exit
+        stepping = asyncio.create_task(core.step(session_id, b'{"add": %d}' % Deed.EXIT))
+        await asyncio.sleep(1)
+        os.kill(core._host.fork_server_pid, signal.SIGCONT)
+        with pytest.raises(SessionLostError, match="its worker ended by itself with exit code 7"):
+            await stepping
