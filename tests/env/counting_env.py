@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from enum import IntEnum
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,7 @@ class CountingRenderer:
 
 
 class CountingEnv(Environment[CountAction, CountObservation, CountState]):
-    """Adds numbers for five steps; 0 is illegal, 13 raises, 99 and 199 sleep, 7 truncates."""
+    """Adds numbers for five steps; 0 is illegal, 13 raises, 99 sleeps, 7 truncates."""
 
     action_type = CountAction
     observation_type = CountObservation
@@ -95,8 +97,6 @@ class CountingEnv(Environment[CountAction, CountObservation, CountState]):
             raise ValueError("unlucky")
         if action.add == 99:
             time.sleep(0.4)
-        if action.add == 199:  # longer than a limit that every other call keeps on a slow machine
-            time.sleep(2)
         self._state.total += action.add
         self._state.step_count += 1
         terminated = self._state.step_count >= NUM_STEPS
@@ -129,6 +129,37 @@ class ThreadedCountingEnv(CountingEnv):
     """The same in the server's threads."""
 
     steps_on_event_loop = False
+
+
+class GatedCountingEnv(ThreadedCountingEnv):
+    """The same in threads; a step that adds 98 waits at the gate in the folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = Path(folder)
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        if action.add == 98:
+            (self._folder / f"entered-{time.monotonic_ns()}").touch()
+            while not (self._folder / "go").exists():
+                time.sleep(0.005)
+        return super().step(action)
+
+
+class Gate:
+    """What holds steps of its environments, in whichever process, until it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.factory = partial(GatedCountingEnv, folder=str(folder))
+        self._folder = folder
+
+    @property
+    def num_entered(self) -> int:
+        """Steps that were held, or still are."""
+        return len(list(self._folder.glob("entered-*")))
+
+    def open(self) -> None:
+        (self._folder / "go").touch()
 
 
 class LonelyCountingEnv(CountingEnv):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,14 +24,16 @@ class Counter:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    may_step: threading.Event = field(default_factory=threading.Event)
+    """What a step that adds 98 waits for."""
 
     def reset(self) -> dict[str, Any]:
         self.total = self.step_count = 0
         return {"observation": {"total": 0}, "reward": None, "done": False}
 
     def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        if action["add"] == 199:
-            time.sleep(2)
+        if action["add"] == 98:
+            self.may_step.wait(60)
         self.total += action["add"]
         self.step_count += 1
         done = action["add"] == 7

@@ -1,12 +1,17 @@
-"""Waiting in tests: for a condition, never for a time."""
+"""Waiting in tests: for a condition, never for a time; where a time must pass, it is told to."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 
+import pytest
+
+from ludus.env.sessions import core as core_module
 from ludus.env.sessions.core import SessionCore
+from ludus.env.workers.host import WorkerHost
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 60.0) -> None:
@@ -32,6 +37,35 @@ async def turns_of_the_loop(num_turns: int = 20) -> None:
         await asyncio.sleep(0)
 
 
+def limit_steps(core: SessionCore, limit_s: float) -> None:
+    """From now on; what a test prepares is then bound by no limit that is short."""
+    core.options = dataclasses.replace(core.options, step_timeout_s=limit_s)
+    if isinstance(core._host, WorkerHost):
+        core._host.step_timeout_s = limit_s
+
+
 def detached(core: SessionCore) -> set[str]:
     """Sessions that outlived their connections and end after their linger."""
     return {one.id for one in core._entries.values() if one.detached_s is not None}
+
+
+class CoreClock:
+    """The clock by which every core of this process ends its sessions, soon after they are due."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s = 0.0
+        monkeypatch.setattr(core_module, "time", self)
+        monkeypatch.setattr(core_module, "_MAX_SWEEP_PAUSE_S", 0.05)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def move_on(self, span_s: float) -> None:
+        self._ahead_s += span_s
+
+
+def move_loop_clock(span_s: float) -> None:
+    """Let this event loop's timers run out as if that time had passed; no other clock moves."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + span_s

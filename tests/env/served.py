@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +32,28 @@ def address_of(server: EnvServer | ServerProcess, wire: str) -> str:
     return server.grpc_address if wire == "grpc" else server.http_address
 
 
+@contextmanager
+def port_of_nobody() -> Iterator[int]:
+    """A port where nobody listens, and which nobody else is given."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def lasting_ports() -> list[str]:
+    """Arguments for ports that a server can have again after its end.
+
+    The kernel gives none of these to anybody who asks for any port, or connects.
+    """
+    ports: list[int] = []
+    while len(ports) < 2:
+        port = secrets.choice(range(20_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports += [port] * (port not in ports)
+    return ["--port", str(ports[0]), "--grpc-port", str(ports[1])]
+
+
 @dataclass
 class ServerProcess:
     """A counting server in a process of its own."""
@@ -37,11 +62,6 @@ class ServerProcess:
     http_address: str
     grpc_address: str
     admin_address: str = ""
-
-    @property
-    def ports(self) -> list[str]:
-        http, grpc = (a.rpartition(":")[2] for a in (self.http_address, self.grpc_address))
-        return ["--port", http, "--grpc-port", grpc]
 
 
 @contextmanager

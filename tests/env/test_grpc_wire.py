@@ -11,7 +11,7 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import settled
+from tests.env.polling import eventually, settled
 from tests.env.raw_stream import RawStream
 from tests.env.served import running
 
@@ -111,13 +111,13 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory):
         assert all(first.tensors["pixels"].shape == (512, 512, 3) for _, first in opened)
 
 
-async def test_a_stopped_server_ends_calls_in_flight_and_sessions():
-    server = await running(ThreadedCountingEnv).__aenter__()
+async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate):
+    server = await running(gate.factory).__aenter__()
     client = await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2)
     busy, _ = await client.open()
     resting, _ = await client.open()
-    in_flight = asyncio.create_task(busy.step({"add": 99}))
-    await asyncio.sleep(0.05)
+    in_flight = asyncio.create_task(busy.step({"add": 98}))
+    await eventually(lambda: gate.num_entered)
     await server.stop()
     for call in (in_flight, resting.step({"add": 1})):
         with pytest.raises(SessionLostError):

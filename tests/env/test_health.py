@@ -23,6 +23,7 @@ from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 from ludus.proto.metrics import EnvServerMetric
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.polling import limit_steps, settled
 from tests.env.served import running
 
 WORKERS = "env_server_workers"
@@ -110,7 +111,7 @@ async def test_buckets_are_cumulative_and_hold_each_step_once():
 async def test_workers_and_their_deaths_are_counted_where_there_are_any():
     async with (
         running(isolation="pool", num_workers=2) as server,
-        httpx.AsyncClient(base_url=server.http_address) as client,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as client,
     ):
 
         async def workers() -> tuple[float, float]:
@@ -166,7 +167,7 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever():
 async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not():
     async with running(token="hush") as server:
         url = server.http_address
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for path in ("/drain", "/metrics", "/openapi.json", "/session"):
                 assert (await client.get(path)).status_code == 401
             assert not server.core.load.is_draining
@@ -183,7 +184,7 @@ async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_no
 async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes():
     async with running(token="hush", admin_port=0) as server:
         assert running().addresses.admin == ""
-        async with httpx.AsyncClient(base_url=server.addresses.admin) as client:
+        async with httpx.AsyncClient(base_url=server.addresses.admin, timeout=60) as client:
             await series_of(client)
             for path in ("/reset", "/metadata", "/ws", "/mcp", "/session"):
                 assert (await client.post(path)).status_code == 404
@@ -194,8 +195,8 @@ async def test_the_admin_port_asks_for_no_token_and_serves_nothing_but_probes():
             assert server.core.load.is_draining
 
 
-async def test_every_way_a_session_ends_has_its_class():
-    core = core_of(ThreadedCountingEnv, idle_timeout_s=0.1, step_timeout_s=0.25)
+async def test_every_way_a_session_ends_has_its_class(core_clock):
+    core = core_of(ThreadedCountingEnv)
     closed = await core.open(OpenArgs())
     await core.close(closed.session_id)
     connection = Connection()
@@ -205,12 +206,11 @@ async def test_every_way_a_session_ends_has_its_class():
     await core.step(over.session_id, b'{"add":7}')
     slow = await core.open(OpenArgs(ResetArgs()))
     with pytest.raises(EnvError):
-        await core.step(slow.session_id, b'{"add":99}')
+        await core.step(slow.session_id, b'{"add":99}', timeout_s=0.05)
     await core.open(OpenArgs())
     sweeping = asyncio.create_task(core.close_idle_forever())
-    deadline_s = time.monotonic() + 60
-    while core.load.num_sessions and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.01)
+    core_clock.move_on(core.options.idle_timeout_s)
+    await settled(core, 0)
     sweeping.cancel()
     last = await core.open(OpenArgs())
     await core.shut_down()
@@ -221,14 +221,13 @@ async def test_every_way_a_session_ends_has_its_class():
 
 @pytest.mark.slow
 async def test_a_session_whose_neighbour_hung_is_lost_and_did_not_time_out():
-    async with running(isolation="pool", num_workers=1, step_timeout_s=0.3) as server:
+    async with running(isolation="pool", num_workers=1) as server:
         core = server.core
         hanging, neighbour = [(await core.open(OpenArgs(ResetArgs()))).session_id for _ in "12"]
+        limit_steps(core, 0.3)
         with pytest.raises(EnvError):
             await core.step(hanging, b'{"add":99}')
-        async with asyncio.timeout(60):
-            while core.load.num_sessions:
-                await asyncio.sleep(0.01)
+        await settled(core, 0)
         assert core.ended(hanging).kind is SessionEnd.TIMEOUT
         assert core.ended(neighbour).kind is SessionEnd.LOST
         assert "took longer than" in core.ended(neighbour).reason

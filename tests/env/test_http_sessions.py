@@ -104,16 +104,17 @@ async def test_a_client_can_end_its_session(path):
         assert reply.json() == {"closed": False}
 
 
-async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays():
-    core = core_of(idle_timeout_s=60)
+async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(core_clock):
+    core = core_of()
     sweeping = asyncio.create_task(core.close_idle_forever())
-    app = build_app(core, unused_timeout_s=1.0)
+    app = build_app(core, unused_timeout_s=60)
     async with in_process(app) as client:
         await client.post("/reset")
         await total_after(client, 1)
         async with in_process(app) as passer_by:
             await passer_by.post("/reset")
         assert core.load.num_sessions == 2
+        core_clock.move_on(60)
         await eventually(lambda: core.load.num_sessions == 1)
         assert await total_after(client, 1) == 2
     sweeping.cancel()

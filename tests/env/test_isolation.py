@@ -41,7 +41,7 @@ from tests.env.counting_env import (
     die_while_being_built,
     fail_to_be_built,
 )
-from tests.env.polling import eventually
+from tests.env.polling import eventually, limit_steps, move_loop_clock
 from tests.env.served import WIRES, address_of, running, server_process
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ async def test_a_killed_worker_ends_only_its_own_sessions_and_is_replaced(isolat
         with pytest.raises(CapacityError):
             await client.open()
         if isolation == "pool":
-            await eventually(lambda: len(host_of(server).pids) == NUM_WORKERS, 1.0)
+            await eventually(lambda: len(host_of(server).pids) == NUM_WORKERS)
 
 
 @pytest.mark.parametrize(
@@ -162,29 +162,31 @@ async def test_a_step_that_ends_its_process_says_how(isolation, deed, said):
 
 @pytest.mark.parametrize("factory", [UnrulyEnv, UnrulyThreadedEnv])
 async def test_a_step_that_hangs_is_killed_and_ends_only_its_worker(isolation, factory):
-    async with (
-        worked(factory, isolation, step_timeout_s=0.5) as server,
-        client_of(server) as client,
-    ):
+    async with worked(factory, isolation) as server, client_of(server) as client:
         places = await by_worker(await open_many(client, 6))
         culprit, *neighbours = next(iter(places.values()))
         others = [one for group in list(places.values())[1:] for one in group]
+        limit_steps(server.core, 0.5)
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s") as caught:
             await culprit.step({"add": int(Deed.HANG)})
         assert caught.value.code is ErrorCode.TIMEOUT
+        limit_steps(server.core, 60)
         await eventually(lambda: server.core.load.num_sessions == len(others))
         await expect_only_lost(neighbours, others, r"a step took longer than 0\.5 s")
         await eventually(lambda: not lives(next(iter(places))))
 
 
 async def test_a_first_reset_that_hangs_is_killed_and_leaves_no_slot(isolation):
-    async with worked(isolation=isolation, step_timeout_s=0.5) as server:
+    async with worked(isolation=isolation) as server:
         host = host_of(server)
         hanging = OpenArgs(ResetArgs(options={"start": int(Deed.HANG)}))
-        with pytest.raises(CallTimeoutError, match=r"within 0\.5 s"):
-            await server.core.open(hanging)
+        opening = asyncio.create_task(server.core.open(hanging))
+        await eventually(lambda: any(worker.has_opened for worker in host._workers))
+        move_loop_clock(61)
+        with pytest.raises(CallTimeoutError, match="the first reset within 60 s"):
+            await opening
         assert server.core.load.num_sessions == 0
-        assert host.num_ended == 1
+        await eventually(lambda: host.num_ended == 1)
         assert (await server.core.open(OpenArgs(ResetArgs()))).first is not None
 
 
@@ -232,17 +234,16 @@ async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
         assert core.load.num_sessions == 1
 
 
-async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting():
-    async with (
-        worked(ThreadedCountingEnv, num_workers=1) as server,
-        client_of(server) as client,
-    ):
+async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting(gate):
+    async with worked(gate.factory, num_workers=1) as server, client_of(server) as client:
         slow, quick = await open_many(client, 2)
-        sleeping = asyncio.create_task(slow.step({"add": 99}))
+        held = asyncio.create_task(slow.step({"add": 98}))
+        await eventually(lambda: gate.num_entered)
         for _ in range(3):
             await quick.step(ADD_1)
-        assert not sleeping.done()
-        assert (await sleeping).reward == 99.0
+        assert not held.done()
+        gate.open()
+        assert (await held).reward == 98.0
 
 
 async def test_sessions_live_on_when_the_process_that_forks_dies(isolation):
@@ -376,7 +377,7 @@ async def test_stopping_leaves_no_process_even_when_a_step_hangs(isolation):
         begun_s = time.monotonic()
         await server.stop()
         assert time.monotonic() - begun_s < 60.0
-        assert [pid for pid in pids if lives(pid)] == []
+        await eventually(lambda: not any(map(lives, pids)))
         with pytest.raises(EnvError):
             await hanging
 
@@ -406,8 +407,8 @@ async def test_a_terminals_interrupt_does_not_reach_workers(isolation, tmp_path)
         assert os.getpgid(pid) != os.getpgid(served.process.pid)
         assert os.getsid(pid) != os.getsid(served.process.pid)
         served.process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(served.process.wait, 5) == 0
-        assert not lives(pid)
+        assert await asyncio.to_thread(served.process.wait, 60) == 0
+        await eventually(lambda: not lives(pid))
         assert "Traceback" not in served.process.stderr.read()
         await client.close()
 

@@ -252,7 +252,7 @@ def test_a_server_process_writes_what_is_running_when_it_is_told_to_stop(tmp_pat
         async with await AsyncEnvClient.connect(address) as client:
             await client.open(seed=8)
             served.process.terminate()
-            await asyncio.to_thread(served.process.wait, 10)
+            await asyncio.to_thread(served.process.wait, 60)
 
     with server_process(tmp_path, "--record", str(tmp_path / "kept")) as served:
         asyncio.run(leave_in_the_middle(served.grpc_address))

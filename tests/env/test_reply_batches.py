@@ -13,7 +13,7 @@ from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import CountAction
 from tests.env.grpc_served import grpc_served
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 NUM_SESSIONS = 32
 
 

@@ -18,11 +18,11 @@ from ludus.proto.errors import (
     InfrastructureError,
     SessionLostError,
 )
-from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import GrpcServed, grpc_served
-from tests.env.polling import settled
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.polling import eventually, move_loop_clock, settled
+from tests.env.served import WIRES, address_of, lasting_ports, running, server_process
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,7 +99,8 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire, tmp_path):
-    with server_process(tmp_path) as first:
+    ports = lasting_ports()
+    with server_process(tmp_path, *ports) as first:
         async with await AsyncEnvClient.connect(address_of(first, wire)) as client:
             _, undisturbed = await play(client, 4)
             session, opening = await client.open(seed=4, options={"start": 5}, resume=True)
@@ -110,7 +111,7 @@ async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire
             first.process.wait()
             stepping = asyncio.create_task(take(session, ACTIONS[2]))
             await asyncio.sleep(0.1)
-            with server_process(tmp_path, *first.ports):
+            with server_process(tmp_path, *ports):
                 results.append(await stepping)
                 for action in ACTIONS[3:]:
                     results.append(await take(session, action))
@@ -207,13 +208,18 @@ async def test_a_group_is_rebuilt_one_by_one():
 
 
 @pytest.mark.slow
-async def test_attempts_are_bounded_in_number_and_in_time():
-    async with behind_a_proxy(ThreadedCountingEnv, timeout_s=1) as (server, _, client):
-        session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=20))
+async def test_attempts_are_bounded_in_number_and_in_time(gate):
+    async with behind_a_proxy(gate.factory) as (server, _, client):
+        session, _ = await client.open(seed=1, resume=ResumeLimits(num_attempts=2, timeout_s=1000))
+        stepping = asyncio.create_task(session.step({"add": 98}))
+        for num_steps in (1, 2, 3):
+            await eventually(lambda num_steps=num_steps: gate.num_entered == num_steps)
+            move_loop_clock(61)
         with pytest.raises(CallTimeoutError):
-            await session.step({"add": 199})
+            await stepping
         assert session.num_resumes == 2
         await settled(server.core, 0)
+        gate.open()
     async with behind_a_proxy(reconnect_timeout_s=60) as (_, proxy, client):
         session, _ = await client.open(seed=1, resume=ResumeLimits(timeout_s=0.5))
         proxy.refuses = True

@@ -25,7 +25,7 @@ from ludus.proto.errors import (
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.raw_stream import RawStream
-from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.served import WIRES, address_of, lasting_ports, running, server_process
 
 WAITS_FOR_ONE = "waiting for 1 sessions"
 pytestmark = pytest.mark.slow
@@ -41,7 +41,8 @@ def run_to_its_end(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wire):
     async def story():
-        with server_process(tmp_path) as first:
+        ports = lasting_ports()
+        with server_process(tmp_path, *ports) as first:
             client = await AsyncEnvClient.connect(address_of(first, wire))
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
@@ -52,7 +53,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
             opening = asyncio.create_task(client.open(seed=1))
             await asyncio.sleep(0.2)
             assert not opening.done()
-            with server_process(tmp_path, *first.ports):
+            with server_process(tmp_path, *ports):
                 again, _ = await asyncio.wait_for(opening, 60)
                 assert (await again.step({"add": 1})).step_index == 1
                 with pytest.raises(SessionLostError):
@@ -121,8 +122,8 @@ def test_a_draining_server_ends_at_a_second_signal_or_after_its_grace(tmp_path, 
 
 
 def read_until(lines, words: str) -> None:
-    while words not in lines.readline():
-        pass
+    while words not in (line := lines.readline()):
+        assert line, "the process has ended"
 
 
 def test_a_port_in_use_is_named_and_nothing_starts():
@@ -241,7 +242,7 @@ def test_an_environment_that_cannot_be_built_in_a_worker_ends_with_one_line_and_
 
 def test_a_pool_answers_opens_that_wait_for_a_free_session(tmp_path):
     async def story():
-        arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "10")
+        arguments = ("--isolation", "pool", "--max-sessions", "1", "--wait-for-slot-s", "60")
         with server_process(tmp_path, *arguments) as served:
             client = await AsyncEnvClient.connect(served.grpc_address)
             first, _ = await client.open()
@@ -268,7 +269,7 @@ def test_environments_that_need_a_process_each_get_one_unless_told_otherwise(
 ):
     monkeypatch.chdir(Path(SERVER).parent)
     with LocalServer(target, isolation=isolation, max_sessions=2) as server:
-        metrics = httpx.get(f"{server.addresses.http}/metrics").text
+        metrics = httpx.get(f"{server.addresses.http}/metrics", timeout=60).text
         assert ("env_server_workers" in metrics) is has_workers
 
 

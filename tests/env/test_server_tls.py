@@ -67,10 +67,13 @@ async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_
     files = {"tls_cert": server_files.cert, "tls_key": server_files.key, "tls_client_ca": ca_file}
     async with running(**files) as server:
         https = server.http_address + "/health"
-        async with httpx.AsyncClient(verify=client_ssl_context(ca_file, good)) as client:
+        async with httpx.AsyncClient(
+            verify=client_ssl_context(ca_file, good), timeout=60
+        ) as client:
             assert (await client.get(https)).status_code == 200
         for identity in (None, bad):
-            async with httpx.AsyncClient(verify=client_ssl_context(ca_file, identity)) as client:
+            verify = client_ssl_context(ca_file, identity)
+            async with httpx.AsyncClient(verify=verify, timeout=60) as client:
                 with pytest.raises((httpx.TransportError, ssl.SSLError)):
                     await client.get(https)
         assert await description_over_grpc(server, ca_file, good) == "counting"
@@ -105,7 +108,7 @@ async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
     arguments = ("--tls-cert", str(server_files.cert), "--tls-key", str(server_files.key))
     with server_process(tmp_path, *arguments, "--admin-port", "0") as served:
         assert served.http_address.startswith("https://")
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(served.admin_address + "/readyz")).status_code == 200
         async with await AsyncEnvClient.connect(
             served.grpc_address, ca_file=str(ca_file)

@@ -26,7 +26,7 @@ from ludus.proto.errors import (
     SessionLostError,
 )
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached
+from tests.env.polling import detached, settled
 
 pytestmark = pytest.mark.asyncio
 
@@ -181,17 +181,18 @@ async def test_a_departed_session_says_why(factory):
         await core.step("no-such-session", ADD_1)
 
 
-async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory):
-    core = core_of(factory, idle_timeout_s=0.2)
+async def test_an_idle_session_is_closed_and_a_used_one_is_not(factory, core_clock):
+    core = core_of(factory, idle_timeout_s=60)
     sweeper = asyncio.create_task(core.close_idle_forever())
     idle_id, _ = await open_in(core, ResetArgs())
     used_id, _ = await open_in(core, ResetArgs())
-    while core.load.num_sessions == 2:
-        await core.state(used_id)
-        await asyncio.sleep(0)
+    core_clock.move_on(40)
+    await core.state(used_id)
+    core_clock.move_on(20)
+    await settled(core, 1)
     sweeper.cancel()
     await core.state(used_id)
-    with pytest.raises(SessionLostError, match=r"idle for 0\.2 s"):
+    with pytest.raises(SessionLostError, match="idle for 60 s"):
         await core.step(idle_id, ADD_1, 1)
 
 
@@ -208,8 +209,10 @@ async def test_what_a_connection_opened_ends_with_it_even_while_being_built():
     assert (await core.step(others_id, ADD_1)).step_index == 1
 
 
-async def test_a_detached_session_that_is_attached_lingers_again_after_its_second_connection():
-    core = core_of(CountingEnv, idle_timeout_s=0.4)
+async def test_a_detached_session_that_is_attached_lingers_again_after_its_second_connection(
+    core_clock,
+):
+    core = core_of(CountingEnv)
     first, second = Connection(), Connection()
     session_id, _ = await open_in(core, ResetArgs(), connection=first, linger_s=0.01)
     core.release(first)

@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 from ludus.env.http.app import build_app
 from ludus.env.security.tracing import current_request_id
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
-from tests.env.polling import eventually
+from tests.env.polling import eventually, limit_steps, move_loop_clock, turns_of_the_loop
 from tests.env.served import running
 from tests.env.served_app import core_of, serving
 
@@ -39,7 +39,7 @@ def factory(request):
 
 
 async def test_a_connection_is_accepted_and_waits_for_a_free_session(factory):
-    core = core_of(factory, max_sessions=1, wait_for_slot_s=10)
+    core = core_of(factory, max_sessions=1, wait_for_slot_s=60)
     async with serving(build_app(core)) as authority:
         first = await socket_to(authority)
         await ask(first, {"type": "reset"})
@@ -76,20 +76,22 @@ async def test_a_wait_in_vain_ends_with_a_refusal():
 
 
 @pytest.mark.slow
-async def test_an_idle_session_closes_its_socket_and_says_why(factory):
-    core = core_of(factory, idle_timeout_s=1.0)
+async def test_an_idle_session_closes_its_socket_and_says_why(factory, core_clock):
+    core = core_of(factory, idle_timeout_s=60)
     sweeping = asyncio.create_task(core.close_idle_forever())
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
-        assert await closed(socket) == (1001, "it was idle for 1 s")
+        core_clock.move_on(60)
+        assert await closed(socket) == (1001, "it was idle for 60 s")
         assert core.load.num_sessions == 0
     sweeping.cancel()
 
 
 async def test_a_step_that_takes_too_long_is_answered_before_the_socket_closes():
-    core = core_of(ThreadedCountingEnv, step_timeout_s=0.25)
+    core = core_of(ThreadedCountingEnv)
     async with serving(build_app(core)) as authority, socket_to(authority) as socket:
         await ask(socket, {"type": "reset"})
+        limit_steps(core, 0.25)
         reply = await ask(socket, {"type": "step", "data": {"add": 99}})
         assert reply["data"]["code"] == "TIMEOUT"
         assert await closed(socket) == (1011, "a step took longer than 0.25 s")
@@ -112,7 +114,7 @@ async def test_a_session_of_mcp_is_attached_to_once_and_survives(factory):
     app = build_app(core)
     async with (
         serving(app) as authority,
-        httpx.AsyncClient(base_url=f"http://{authority}") as client,
+        httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):
 
         async def call(method: str, **params):
@@ -171,10 +173,13 @@ async def test_a_client_that_never_reads_blocks_nobody_and_is_not_buffered_witho
 async def test_a_half_open_connection_is_cut_and_its_session_freed():
     core = core_of()
     app = build_app(core)
-    async with serving(app, ws_ping_interval=0.1, ws_ping_timeout=0.2) as authority:
+    async with serving(app, ws_ping_interval=60, ws_ping_timeout=60) as authority:
         socket = await socket_to(authority)
         await ask(socket, {"type": "reset"})
         socket.transport.pause_reading()  # pongs need reading
+        move_loop_clock(61)
+        await turns_of_the_loop()
+        move_loop_clock(61)
         await eventually(lambda: core.load.num_sessions == 0)
         socket.transport.abort()
 
@@ -201,7 +206,7 @@ class StuckEnv(ThreadedCountingEnv):
 
     def step(self, action):
         self.entered.set()
-        self.may_leave.wait(10)
+        self.may_leave.wait(60)
         return super().step(action)
 
 
@@ -246,7 +251,7 @@ async def test_the_request_id_of_a_connection_reaches_the_environment():
     async with (
         serving(build_app(core_of(RequestedEnv))) as authority,
         connect(f"ws://{authority}/ws", additional_headers=headers) as socket,
-        httpx.AsyncClient(base_url=f"http://{authority}") as client,
+        httpx.AsyncClient(base_url=f"http://{authority}", timeout=60) as client,
     ):
         for message in ({"type": "reset"}, {"type": "step", "data": {"add": 1}}):
             reply = await ask(socket, message)

@@ -10,6 +10,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.polling import settled
 from tests.env.served import running
 
 pytestmark = pytest.mark.asyncio
@@ -180,11 +181,7 @@ async def test_a_dropped_connection_leaves_no_session(factory):
         socket = await socket_to(server)
         await ask(socket, {"type": "reset"})
         socket.transport.abort()
-        for _ in range(100):
-            await asyncio.sleep(0.01)
-            if server.core.load.num_sessions == 0:
-                break
-        assert server.core.load.num_sessions == 0
+        await settled(server.core, 0)
 
 
 def request(server, path: str, body=None, method: str | None = None):

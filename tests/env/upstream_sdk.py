@@ -36,7 +36,7 @@ def run_beside_upstream(version: str, script: str, *arguments: str) -> subproces
         [upstream_python(version), script, *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
         check=False,
         env=environment,
         cwd=Path(__file__).parent,
