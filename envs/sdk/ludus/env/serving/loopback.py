@@ -19,6 +19,8 @@ from ludus.env.transports.interface import retry_until
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
+_OWN_SERVER_TIMEOUT_S = 60.0
+"""It listens already; only a machine that stands still keeps it from answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,13 @@ async def connected(
     options = options or PlayOptions()
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(place, str):
-            address, token = place, options.token
+            address, token, patience_s = place, options.token, CONNECT_TIMEOUT_S
         else:
             server_options = ServerOptions(
                 port=0, max_sessions=options.max_sessions, isolation=options.isolation
             )
             server = await stack.enter_async_context(EnvServer(place, server_options))
-            address, token = server.grpc_address, None
+            address, token, patience_s = server.grpc_address, None, _OWN_SERVER_TIMEOUT_S
         try:
             if isinstance(place, str) and options.wait_s > 0:
                 await _wait_for_a_session(address, token, options.wait_s)
@@ -63,7 +65,7 @@ async def connected(
                 address,
                 token=token,
                 timeout_s=options.timeout_s,
-                connect_timeout_s=CONNECT_TIMEOUT_S,
+                connect_timeout_s=patience_s,
                 allow_ignored_seed=True,
             )
         except UnavailableError as error:
