@@ -101,9 +101,11 @@ async def test_a_server_that_restarts_in_mid_episode_is_not_noticed():
 async def test_a_killed_server_process_that_is_started_again_is_not_noticed(wire, tmp_path):
     ports = lasting_ports()
     with server_process(tmp_path, *ports) as first:
-        async with await AsyncEnvClient.connect(address_of(first, wire)) as client:
+        patient = AsyncEnvClient.connect(address_of(first, wire), reconnect_timeout_s=300)
+        async with await patient as client:
             _, undisturbed = await play(client, 4)
-            session, opening = await client.open(seed=4, options={"start": 5}, resume=True)
+            limits = ResumeLimits(timeout_s=300)
+            session, opening = await client.open(seed=4, options={"start": 5}, resume=limits)
             results = [opening]
             for action in ACTIONS[:2]:
                 results.append(await take(session, action))

@@ -43,7 +43,8 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
     async def story():
         ports = lasting_ports()
         with server_process(tmp_path, *ports) as first:
-            client = await AsyncEnvClient.connect(address_of(first, wire))
+            address = address_of(first, wire)
+            client = await AsyncEnvClient.connect(address, reconnect_timeout_s=300)
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
             first.process.kill()
@@ -54,7 +55,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
             await asyncio.sleep(0.2)
             assert not opening.done()
             with server_process(tmp_path, *ports):
-                again, _ = await asyncio.wait_for(opening, 60)
+                again, _ = await asyncio.wait_for(opening, 300)
                 assert (await again.step({"add": 1})).step_index == 1
                 with pytest.raises(SessionLostError):
                     await session.step({"add": 1})
