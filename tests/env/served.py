@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -15,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from quiet_ports import quiet_ports
 
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.sessions.hosts import EnvironmentFactory
@@ -41,17 +41,9 @@ def port_of_nobody() -> Iterator[int]:
 
 
 def lasting_ports() -> list[str]:
-    """Arguments for ports that a server can have again after its end.
-
-    The kernel gives none of these to anybody who asks for any port, or connects.
-    """
-    ports: list[int] = []
-    while len(ports) < 2:
-        port = secrets.choice(range(20_000, 32_000))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports += [port] * (port not in ports)
-    return ["--port", str(ports[0]), "--grpc-port", str(ports[1])]
+    """Arguments for ports that a server can have again after its end."""
+    http, grpc = quiet_ports(2)
+    return ["--port", str(http), "--grpc-port", str(grpc)]
 
 
 @dataclass
