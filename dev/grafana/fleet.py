@@ -26,11 +26,13 @@ def _rate(metric: GatewayMetric, extra: str = "") -> str:
     return f"rate({gateway(metric, '_total', extra)}[{RATE}])"
 
 
-def _latency(call: str) -> tuple[Query, ...]:
+def _latency(call: str, empty_unless: str | None = None) -> tuple[Query, ...]:
     selector = f'{AT_GATEWAY}, call="{call}"'
     return tuple(
         Query(
-            quantile(q, GatewayMetric.CALL_SECONDS, selector, "env"), f"{{{{env}}}}: p{q * 100:g}"
+            quantile(q, GatewayMetric.CALL_SECONDS, selector, "env"),
+            f"{{{{env}}}}: p{q * 100:g}",
+            empty_unless,
         )
         for q in _QUANTILES
     )
@@ -145,7 +147,7 @@ _LATENCY = Row(
         Panel(
             "A reset, through the gateway",
             "From a reset's arrival at the gateway to its answer.",
-            _latency("reset"),
+            _latency("reset", empty_unless="sessions play again: training opens one per episode"),
             "s",
             min=0,
         ),
