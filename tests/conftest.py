@@ -47,6 +47,12 @@ def pytest_configure() -> None:
     gc.disable()
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keep how it ended for dev/test_again.sh: a part is enough only where all tests ran."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.cache.set("ludus/exit_status", int(exitstatus))
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage again, but none of what the imports have made."""
     gc.freeze()
