@@ -49,6 +49,11 @@ def detached(core: SessionCore) -> set[str]:
     return {one.id for one in core._entries.values() if one.detached_s is not None}
 
 
+def busy(core: SessionCore) -> set[str]:
+    """Sessions of which a call is under way off the event loop."""
+    return {one.id for one in core._entries.values() if one.lock.locked()}
+
+
 class CoreClock:
     """The clock by which every core of this process ends its sessions, soon after they are due."""
 

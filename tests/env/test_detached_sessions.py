@@ -11,8 +11,8 @@ from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
-from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.polling import detached, eventually, settled
+from tests.env.counting_env import CountingEnv, Gate, ThreadedCountingEnv
+from tests.env.polling import busy, detached, eventually, settled
 from tests.env.served import running
 
 
@@ -63,6 +63,27 @@ async def test_a_second_death_frees_a_lingering_session_after_its_linger_again(f
         await second.ask(pb.Call(step=step))
         await second.channel.close()
         await eventually(lambda: detached(server.core))
+        core_clock.move_on(60)
+        await settled(server.core, 0)
+        assert "60 s ago" in server.core.ended(session_id).reason
+
+
+async def test_a_step_under_way_at_its_clients_death_does_not_keep_the_session(
+    tmp_path, core_clock
+):
+    gate = Gate(tmp_path)
+    async with running(gate.factory) as server:
+        line = Line(server)
+        opened = await line.ask(pb.Call(open=pb.OpenRequest(reset=pb.ResetArgs(), linger_s=60)))
+        session_id = opened.open.session_id
+        step = pb.StepRequest(session_id=session_id, action_json=b'{"add": 98}', step_index=1)
+        await line.stream.write(pb.CallBatch(calls=[pb.Call(step=step)]))
+        await eventually(lambda: gate.num_entered)
+        await line.channel.close()
+        await eventually(lambda: detached(server.core))
+        core_clock.move_on(1)
+        gate.open()
+        await eventually(lambda: not busy(server.core))
         core_clock.move_on(60)
         await settled(server.core, 0)
         assert "60 s ago" in server.core.ended(session_id).reason

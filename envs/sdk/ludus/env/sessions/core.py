@@ -70,7 +70,8 @@ class _Entry:
     connections: set[Connection] = field(default_factory=set)
     """Those it goes with; it ends with the last of them."""
     detached_s: float | None = None
-    """When the last of them ended; a later call makes that good again."""
+    """When the last of them ended; a call that begins later makes that good again, the end of one
+    that was under way does not."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call of this session runs off the event loop."""
 
@@ -199,7 +200,7 @@ class SessionCore:
             if entry is None:
                 result = self._tombstones.recall(session_id, step_index)
             else:
-                entry.last_used_s = begun_s
+                entry.last_used_s, entry.detached_s = begun_s, None
                 assert entry.session is not None, "step_now is for inline sessions"
                 result = entry.session.step(action, step_index)
                 if entry.close_when_done and (result.terminated or result.truncated):
@@ -274,11 +275,8 @@ class SessionCore:
                 if entry.last_used_s < now_s - idle_s:
                     self._end(entry, Ended(SessionEnd.IDLE, f"it was idle for {idle_s:g} s"))
                 elif detached_s is not None and detached_s < now_s - entry.linger_s:
-                    if entry.last_used_s <= detached_s:
-                        reason = f"{_CONNECTION_ENDED.reason} {entry.linger_s:g} s ago"
-                        self._end(entry, Ended(SessionEnd.CONNECTION_ENDED, reason))
-                    else:
-                        entry.detached_s = None
+                    reason = f"{_CONNECTION_ENDED.reason} {entry.linger_s:g} s ago"
+                    self._end(entry, Ended(SessionEnd.CONNECTION_ENDED, reason))
 
     async def shut_down(self, grace_s: float = 1.0) -> None:
         """End all sessions; steps that still run after the grace are abandoned."""
@@ -379,7 +377,7 @@ class SessionCore:
         entry = self._entries.get(session_id)
         if entry is None:
             raise self._tombstones.lost(session_id)
-        entry.last_used_s = time.monotonic()
+        entry.last_used_s, entry.detached_s = time.monotonic(), None
         return entry
 
     def _detach(self, entry: _Entry, connection: Connection | None) -> None:
