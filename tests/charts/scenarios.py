@@ -291,9 +291,6 @@ TRAINING = (
     Scenario("LudusCanaryFailed", {_CANARY_FAILURES: "0x9 1xN"}, 11, _OF_RUN, silent_at=60),
     Scenario("LudusWeightsDiffer", {_worker("hash", 1): "8+1xN"}, 5, _OF_RUN, silent_at=1),
     Scenario(
-        "LudusWeightsLag", {_worker("version", 1): "0+1x9 9xN"}, 19, _OF_RUN, "10", silent_at=15
-    ),
-    Scenario(
         "LudusWeightSyncSlow", {_SYNC_SECONDS: "0+45xN"}, 15, _OF_RUN, value="75%", silent_at=8
     ),
     Scenario("LudusLearnerRestarted", {_LEARNER_RESTARTS: "0x9 1xN"}, 20, _OF_RUN, silent_at=60),
