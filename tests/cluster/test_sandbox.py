@@ -18,7 +18,15 @@ import pytest
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.security.session_ids import server_id_of
 from ludus.proto.errors import SessionLostError, UnavailableError
-from tests.cluster.installed import Installed, installed, kubectl, until, why_not
+from tests.cluster.installed import (
+    Installed,
+    create,
+    installed,
+    kubectl,
+    namespace,
+    until,
+    why_not,
+)
 
 pytestmark = [
     pytest.mark.cluster,
@@ -28,6 +36,8 @@ pytestmark = [
 NUM_WARM = 4
 NUM_OPENS = int(os.environ.get("LUDUS_SANDBOX_OPENS", "10"))
 POOL = "ludus-env-code"
+KUBELET = "10250"
+SOMEWHERE = ("1.1.1.1", "443")
 VALUES = {
     "image": {"tag": "dev"},
     "auth": {"existingSecret": "ludus-auth"},
@@ -76,16 +86,11 @@ def wait_until_warm(release: Installed, num_sandboxes: int = 1) -> None:
 
 
 @asynccontextmanager
-async def client_of(release: Installed) -> AsyncIterator[AsyncEnvClient]:
+async def client_of(
+    release: Installed, gateway: str = "service/ludus-gateway"
+) -> AsyncIterator[AsyncEnvClient]:
     """A client of one of the gateways, through a tunnel of kubectl."""
-    command = [
-        "kubectl",
-        "-n",
-        release.namespace,
-        "port-forward",
-        "service/ludus-gateway",
-        ":18000",
-    ]
+    command = ["kubectl", "-n", release.namespace, "port-forward", gateway, ":18000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as tunnel:
@@ -136,6 +141,19 @@ async def test_sessions_are_claimed_from_a_pool_that_is_filled_again(release: In
     until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
+async def test_gateways_that_claim_at_once_share_no_sandbox(release: Installed) -> None:
+    wait_until_warm(release, NUM_WARM)
+    gateways = release.get("pods", "-l", "app.kubernetes.io/component=gateway")["items"]
+    first, second = (f"pod/{pod['metadata']['name']}" for pod in gateways)
+    async with client_of(release, first) as one, client_of(release, second) as other:
+        opens = [client.open(seed=seed) for seed in range(NUM_WARM) for client in (one, other)]
+        sessions = [session for session, _ in await asyncio.gather(*opens)]
+        assert len({pod_of(release, session) for session in sessions}) == 2 * NUM_WARM
+        for session in sessions:
+            await session.close()
+    until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
+
+
 async def test_a_sandbox_that_dies_takes_its_own_session_alone(release: Installed) -> None:
     wait_until_warm(release, 3)
     async with client_of(release) as client:
@@ -153,6 +171,33 @@ async def test_a_sandbox_that_dies_takes_its_own_session_alone(release: Installe
     until(lambda: not release.get("sandboxclaims")["items"], "every claim to be given up")
 
 
+def node_addresses() -> list[str]:
+    """Where the nodes are, in the network that the pods' is not."""
+    internal = '{.items[*].status.addresses[?(@.type=="InternalIP")].address}'
+    return kubectl("get", "nodes", "-o", f"jsonpath={internal}").split()
+
+
+def tried_without_policy(*targets: str) -> list[str]:
+    """What a pod of another namespace reaches, where no policy is."""
+    container = {
+        "name": "try",
+        "image": "docker.io/ludus/gateway:dev",
+        "command": ["python", "-c", TRY, *targets],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    with namespace() as place:
+        spec = {"restartPolicy": "Never", "containers": [container]}
+        create("v1", "Pod", "try", place, spec=spec)
+        done = "--for=jsonpath={.status.phase}=Succeeded"
+        kubectl("-n", place, "wait", "pod/try", done, "--timeout=120s")
+        return kubectl("-n", place, "logs", "try").split()
+
+
 async def test_a_sandbox_reaches_nobody(release: Installed) -> None:
     wait_until_warm(release, 2)
     pods = release.get("pods")["items"]
@@ -167,18 +212,24 @@ async def test_a_sandbox_reaches_nobody(release: Installed) -> None:
     slices = json.loads(kubectl("-n", "default", "get", "endpointslices", "-o", "json"))["items"]
     (api,) = [one for one in slices if one["metadata"]["name"].startswith("kubernetes")]
     api_address = (api["endpoints"][0]["addresses"][0], str(api["ports"][0]["port"]))
+    outside = [(address, KUBELET) for address in node_addresses()] + [SOMEWHERE]
+    reached = tried_without_policy(*(word for target in outside for word in target))
+    assert reached[:-1] == ["reached"] * (len(outside) - 1)
+    if reached[-1] == "denied":
+        sys.stderr.write("SKIPPED, NOT PASSED: no pod of this cluster reaches the Internet\n")
     async with client_of(release) as client:
         session, _ = await client.open(seed=1)
         pod = pod_of(release, session)
         own = next(one["status"]["podIP"] for one in pods if one["metadata"]["name"] == pod)
         other = next(one for one in addresses["environment"] if one != own)
-        targets = [*api_address, other, "18000", addresses["gateway"][0], "8000", "1.1.1.1", "443"]
+        inside = [api_address, (other, "18000"), (addresses["gateway"][0], "8000")]
+        targets = [word for target in (*inside, *outside) for word in target]
 
         def tried_from(name: str, *where: str) -> list[str]:
             run = ("exec", name, "--", "python", "-c", TRY, *where)
             return kubectl("-n", release.namespace, *run).split()
 
-        assert tried_from(pod, *targets) == ["denied"] * 4
+        assert tried_from(pod, *targets) == ["denied"] * len((*inside, *outside))
         # What the gateway may, the same way: it is not the way that fails.
         gateway = next(p for p in pods if p["status"]["podIP"] == addresses["gateway"][0])
         name = gateway["metadata"]["name"]
