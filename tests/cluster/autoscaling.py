@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import random
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,8 @@ class Watch:
         self._began_s = time.monotonic()
         self.rows: list[tuple[float, ...]] = []
         self.removals: list[Removal] = []
+        self.missed: list[str] = []
+        """Looks that failed, and why."""
         self.num_ready = self.num_replicas = 0
 
     @property
@@ -152,8 +155,10 @@ class Watch:
             while True:
                 began_s = time.monotonic()
                 # A second that nobody saw is a row less.
-                with contextlib.suppress(ClusterError, aiohttp.ClientError, TimeoutError):
+                try:
                     await self._look(http)
+                except (ClusterError, aiohttp.ClientError, TimeoutError) as error:
+                    self.missed.append(f"{self.now_s:.0f} s: {error!r}")
                 await asyncio.sleep(max(0.0, began_s + 1 - time.monotonic()))
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
@@ -205,22 +210,51 @@ class Watch:
 
 @asynccontextmanager
 async def forwarded(namespace: str, pod: str, *ports: int) -> AsyncIterator[list[int]]:
-    """Ports of this machine that lead to a pod's."""
+    """Ports of this machine that lead to a pod's, for as long as the context lasts.
+
+    kubectl gives a tunnel up when one connection in it fails, which within an hour one does. It is
+    made anew then, on the same ports, and clients come back to their sessions.
+    """
+    there = [f":{port}" for port in ports]
+    process, found = await _tunnel(namespace, pod, there)
+    here = [found[port] for port in ports]
+    both = [f"{found[port]}:{port}" for port in ports]
+
+    async def keep() -> None:
+        nonlocal process
+        while True:
+            assert process.stdout is not None
+            await process.stdout.read()  # a line for each connection, until it ends
+            await process.wait()
+            sys.stderr.write("kubectl port-forward has ended; it is started again\n")
+            process, _ = await _tunnel(namespace, pod, both)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield here
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def _tunnel(
+    namespace: str, pod: str, ports: Sequence[str]
+) -> tuple[asyncio.subprocess.Process, dict[int, int]]:
+    """kubectl, once it forwards, and the port of this machine for each of the pod's."""
     process = await asyncio.create_subprocess_exec(
-        *("kubectl", "-n", namespace, "port-forward", pod, *(f":{port}" for port in ports)),
+        *("kubectl", "-n", namespace, "port-forward", pod, *ports),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
     assert process.stdout is not None
     found: dict[int, int] = {}
-    try:
-        while set(found) != set(ports):
-            line = await asyncio.wait_for(process.stdout.readline(), 30)
-            assert line, "kubectl port-forward has ended"
-            if match := _FORWARDED.search(line):
-                found[int(match[2])] = int(match[1])
-        yield [found[port] for port in ports]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+    while len(found) < len(ports):
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        assert line, "kubectl port-forward has ended"
+        if match := _FORWARDED.search(line):
+            found[int(match[2])] = int(match[1])
+    return process, found

@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -86,6 +87,9 @@ async def watched(release: Installed) -> AsyncIterator[tuple[Crowd, Watch]]:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             await crowd.client.close()
+            if watch.missed:
+                last = "\n".join(watch.missed[-3:])
+                sys.stderr.write(f"{len(watch.missed)} looks missed, at last:\n{last}\n")
         for end in ends:
             assert isinstance(end, asyncio.CancelledError), end
 
@@ -122,6 +126,10 @@ async def test_nobody_is_lost_in_two_hundred_scale_ins(release: Installed) -> No
             crowd.size = FEW
             await eventually(lambda: watch.num_replicas == PODS_OF_FEW, "pods for few")
             _record("autoscaling-long", release, crowd, watch)
+            sys.stderr.write(
+                f"{watch.now_s:.0f} s: {len(watch.removals)} pods removed, {crowd.num_finished} "
+                f"sessions, {len(crowd.void)} lost, {len(watch.missed)} looks missed\n"
+            )
     assert crowd.void == []
     assert emptiest_first(watch.removals) >= 0.9
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.cluster import player
+from tests.cluster.client_pod import client_pod
 from tests.cluster.installed import CHART, Installed, helm, installed, kubectl, until, why_not
 
 pytestmark = [
@@ -41,31 +41,12 @@ LEFT = {
 }
 
 
-class Players:
-    """A pod like that of `helm test`, in which sessions are played until `stop`."""
-
-    def __init__(self, release: Installed) -> None:
-        self.place = ("--namespace", release.namespace)
-        (hook,) = yaml.safe_load_all(helm("get", "hooks", release.name, *self.place))
-        hook["metadata"] |= {"name": "player", "annotations": {}}
-        (container,) = hook["spec"]["containers"]
-        address = next(word for word in container.pop("args") if word.startswith("grpc://"))
-        program = Path(player.__file__).read_text(encoding="utf-8")
-        words = [address, str(NUM_PLAYERS), str(LONGEST_SESSION_S)]
-        container["command"] = ["python", "-c", program, *words]
-        kubectl(*self.place, "apply", "-f", "-", given=json.dumps(hook))
-        kubectl(*self.place, "wait", "pod/player", "--for=condition=Ready", "--timeout=120s")
-
-    def stop(self) -> list[dict[str, Any]]:
-        """End the play and the pod; what became of each session."""
-        inside = (*self.place, "exec", "player", "--")
-        kubectl(*inside, "touch", str(player.STOP))
-        found = f"while [ ! -e {player.RESULT} ]; do sleep 0.2; done; cat {player.RESULT}"
-        played: list[dict[str, Any]] = json.loads(
-            kubectl(*inside, "timeout", "60", "sh", "-c", found)
-        )
-        kubectl(*self.place, "delete", "pod", "player", "--grace-period=1")
-        return played
+def result(inside: tuple[str, ...]) -> list[dict[str, Any]]:
+    """End the play in the pod; what became of each session."""
+    kubectl(*inside, "touch", str(player.STOP))
+    found = f"while [ ! -e {player.RESULT} ]; do sleep 0.2; done; cat {player.RESULT}"
+    played: list[dict[str, Any]] = json.loads(kubectl(*inside, "timeout", "60", "sh", "-c", found))
+    return played
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +78,12 @@ def roll(release: Installed, change: Callable[[], object]) -> None:
 
 
 def test_upgrade_and_rollback_lose_no_session(release: Installed) -> None:
-    players = Players(release)
-    roll(release, lambda: release.upgrade([CHART / "values-cpu.yaml"], SETTINGS | ROLLED))
-    roll(release, lambda: helm("rollback", release.name, "1", *players.place))
-    played = players.stop()
+    values, program = [CHART / "values-cpu.yaml"], Path(player.__file__)
+    words = (str(NUM_PLAYERS), str(LONGEST_SESSION_S))
+    with client_pod(release, "blackjack", program, *words) as inside:
+        roll(release, lambda: release.upgrade(values, SETTINGS | ROLLED))
+        roll(release, lambda: helm("rollback", release.name, "1", "-n", release.namespace))
+        played = result(inside)
     lost = [session["lost"] for session in played if session["lost"]]
     slowest = max(session["slowest_s"] for session in played)
     sys.stdout.write(f"\n{len(played)} sessions, {len(lost)} lost, slowest call {slowest:.1f} s\n")

@@ -1,0 +1,82 @@
+"""What a pod of a test runs: players who are a fleet's trouble, until the pod is deleted.
+
+python fault_player.py ADDRESS TROUBLE NUM_PLAYERS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from ludus.env.client.client import AsyncEnvClient, AsyncSession
+from ludus.proto.errors import EnvError
+
+SEAT_S = 12.0
+SLOW_STEP_S = 6.0
+PAUSE_S = 0.3
+
+
+async def _crowd(session: AsyncSession) -> None:
+    """Keep a seat for a while, then leave it to the next."""
+    for _ in range(round(SEAT_S)):
+        await session.step({})
+        await asyncio.sleep(1.0)
+
+
+async def _hold(session: AsyncSession) -> None:
+    """Never leave."""
+    while True:
+        await session.step({})
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _slow(session: AsyncSession) -> None:
+    while True:
+        await session.step({"wait_s": SLOW_STEP_S})
+
+
+async def _raise(session: AsyncSession) -> None:
+    await session.step({"raises": True})
+
+
+async def _die(session: AsyncSession) -> None:
+    await session.step({"dies": True})
+
+
+TROUBLES = {"crowd": _crowd, "hold": _hold, "slow": _slow, "raise": _raise, "die": _die}
+
+
+async def _plays(address: str, trouble: str) -> None:
+    """Open session after session."""
+    async with await AsyncEnvClient.connect(address, token=os.environ["LUDUS_ENV_TOKEN"]) as client:
+        while True:
+            try:
+                session, _ = await client.open()
+                async with session:
+                    await TROUBLES[trouble](session)
+            except EnvError as error:
+                sys.stdout.write(f"{type(error).__name__}: {error}\n")
+                await asyncio.sleep(PAUSE_S)
+
+
+async def _is_refused(address: str) -> None:
+    """Come with a token that was never given out."""
+    while True:
+        try:
+            await AsyncEnvClient.connect(address, token="0" * 64, connect_timeout_s=5.0)
+        except EnvError as error:
+            sys.stdout.write(f"{type(error).__name__}: {error}\n")
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _main(address: str, trouble: str, num_players: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_players):
+            group.create_task(
+                _is_refused(address) if trouble == "refused" else _plays(address, trouble)
+            )
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
