@@ -1,8 +1,21 @@
-"""The long forms, which `make cluster-test ARGS=--all` adds: tests marked `long`."""
+"""The long forms, which `make cluster-test ARGS=--all` adds: tests marked `long`.
+
+How each test of the cluster ended, on which commit and after how long, goes to
+runs/cluster-test/results.json beside what is known of the others. A copy lies beside this file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+
 import pytest
+
+from tests.cluster.installed import ROOT
+
+RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
+_ended: dict[str, dict[str, object]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,3 +30,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep how a test ended; one that was skipped did not."""
+    if "tests/cluster/" not in report.nodeid or (report.passed and report.when != "call"):
+        return
+    if not report.skipped:
+        seconds = round(report.duration, 1)
+        _ended[report.nodeid] = {"outcome": report.outcome, "seconds": seconds}
+
+
+def pytest_sessionfinish() -> None:
+    """Write it down."""
+    if not _ended or not os.environ.get("KUBECONFIG"):
+        return
+    head = ("git", "describe", "--always", "--dirty")
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    known |= {name: end | {"commit": commit} for name, end in _ended.items()}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,14 @@ def faulty_values() -> dict[str, object]:
     }
 
 
-def tells_of(release: Installed, *alerts: str) -> None:
-    """Return once each of the alerts has been firing."""
+def tells_of(
+    release: Installed, *alerts: str, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Return once each of the alerts has been firing; each second something may be done."""
     missing, deadline = set(alerts), time.monotonic() + PATIENCE_S
     while missing:
         time.sleep(1)
+        meanwhile()
         told = firing(release.namespace)
         assert time.monotonic() < deadline, f"{missing} are silent; firing: {told}"
         for alert in missing & told:
@@ -111,6 +115,13 @@ def kill_servers(release: Installed, environment: str) -> None:
     """Kill all servers of an environment at once."""
     words = ("delete", "pods", "-l", servers_of(environment), "--grace-period=0", "--force")
     kubectl("-n", release.namespace, *words)
+
+
+def kill_if_ready(release: Installed, environment: str) -> None:
+    """Kill all servers of an environment if none of them is only starting."""
+    deployment = release.get("deployment", f"ludus-env-{environment}")
+    if deployment["status"].get("readyReplicas", 0) == deployment["spec"]["replicas"]:
+        kill_servers(release, environment)
 
 
 # The fleet.
@@ -175,6 +186,13 @@ def test_the_gateways_are_gone(release: Installed) -> None:
 # KubeRay.
 
 
+@pytest.fixture(autouse=True)
+def no_run_afterwards(release: Installed) -> Iterator[None]:
+    """Who follows a run no longer has not ended it."""
+    yield
+    kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
+
+
 @pytest.fixture
 def kuberay_monitor() -> Iterator[None]:
     """The monitor that docs/dashboards.md shows."""
@@ -213,11 +231,14 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
     )
     with submitted(release, tmp_path / "results", *settings) as training:
         training.go_on(3)
-        kill_servers(release, BLACKJACK)
-        tells_of(release, "LudusEpisodesVoided")
+        # Not at every moment does somebody play.
+        again = partial(kill_if_ready, release, BLACKJACK)
+        tells_of(release, "LudusEpisodesVoided", meanwhile=again)
         with memory_of(release, training.pod_of("head")):
             tells_of(release, "LudusHeadMemoryHigh")
-        with halting(release, BLACKJACK):
+        with halting(release, BLACKJACK, num_servers=1, stop_s=5.0):
+            tells_of(release, "LudusGroupsStale")
+        with halting(release, BLACKJACK, num_servers=2, stop_s=2.5):
             tells_of(release, "LudusLearnerIdle", "LudusCheckpointOld")
         scale(release, SERVERS.format(BLACKJACK), 0)
         tells_of(release, "LudusTrainingStalled")
@@ -235,18 +256,17 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
         "name=wild",
         "training.num_steps=100000",
         "training.groups_per_step=4",
-        "training.max_staleness=0",
-        "learner.learning_rate=0.2",
-        "learner.warmup_steps=200",
+        "training.max_staleness=24",
+        "learner.learning_rate=0.5",
+        "learner.warmup_steps=0",
         "eval.num_games=200",
         "eval.num_games_during=1000",
-        "eval.every_steps=20",
+        "eval.every_steps=40",
     )
     with submitted(release, tmp_path / "results", *settings):
         tells_of(
             release,
             "LudusMismatchHigh",
-            "LudusGroupsStale",
             "LudusWeightSyncSlow",
             "LudusEvaluationFell",
             "LudusNoLearningSignal",
@@ -254,19 +274,23 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def halting(release: Installed, environment: str) -> Iterator[None]:
-    """Servers that stand still for most of the time."""
+def halting(
+    release: Installed, environment: str, *, num_servers: int, stop_s: float
+) -> Iterator[None]:
+    """Servers that stand still again and again."""
     loop = (
         "for p in /proc/[0-9]*; do"
         " tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q '^python -m ludus.env' && n=${p#/proc/};"
-        " done; while true; do kill -STOP $n; sleep 2.5; kill -CONT $n; sleep .2; done"
+        f" done; while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep 0.3; done"
     )
     pods = [
         pod["metadata"]["name"]
         for pod in release.get("pods", "-l", servers_of(environment))["items"]
     ]
     command = ("kubectl", "-n", release.namespace, "exec")
-    loops = [subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods]
+    loops = [
+        subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods[:num_servers]
+    ]
     try:
         yield
     finally:
