@@ -46,6 +46,8 @@ CAPACITY = 4
 FAULTY, BLACKJACK = "faulty", "blackjack"
 PLAYER = Path(fault_player.__file__)
 SERVERS = "deployment/ludus-env-{}"
+STORE = "deployment/ludus-store"
+STORE_AWAY_S = 25.0
 DASHBOARDS_PAGE = ROOT / "docs" / "dashboards.md"
 EDGE_OF_MEMORY = 0.93
 """Ray itself begins to end workers at 0.95."""
@@ -111,9 +113,9 @@ def servers_of(environment: str) -> str:
     return f"app.kubernetes.io/component=environment,ludus.dev/environment={environment}"
 
 
-def kill_servers(release: Installed, environment: str) -> None:
-    """Kill all servers of an environment at once."""
-    words = ("delete", "pods", "-l", servers_of(environment), "--grace-period=0", "--force")
+def kill_pods(release: Installed, labels: str) -> None:
+    """Kill all pods with these labels at once."""
+    words = ("delete", "pods", "-l", labels, "--grace-period=0", "--force")
     kubectl("-n", release.namespace, *words)
 
 
@@ -121,7 +123,7 @@ def kill_if_ready(release: Installed, environment: str) -> None:
     """Kill all servers of an environment if none of them is only starting."""
     deployment = release.get("deployment", f"ludus-env-{environment}")
     if deployment["status"].get("readyReplicas", 0) == deployment["spec"]["replicas"]:
-        kill_servers(release, environment)
+        kill_pods(release, servers_of(environment))
 
 
 # The fleet.
@@ -147,7 +149,7 @@ def test_players_are_the_cause(
 def test_a_server_is_killed_with_its_sessions(release: Installed) -> None:
     with client_pod(release, FAULTY, PLAYER, "hold", str(CAPACITY)):
         time.sleep(5)
-        kill_servers(release, FAULTY)
+        kill_pods(release, servers_of(FAULTY))
         tells_of(release, "LudusSessionsLost")
 
 
@@ -164,7 +166,7 @@ def test_the_network_lets_nobody_to_a_server(release: Installed) -> None:
     try:
         patch(release, policy, [])
         # Connections that there are may be let live.
-        kill_servers(release, FAULTY)
+        kill_pods(release, servers_of(FAULTY))
         tells_of(release, "LudusTargetDown", "LudusServersUnreachable")
     finally:
         patch(release, policy, told)
@@ -236,9 +238,13 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
         tells_of(release, "LudusEpisodesVoided", meanwhile=again)
         with memory_of(release, training.pod_of("head")):
             tells_of(release, "LudusHeadMemoryHigh")
-        with halting(release, BLACKJACK, num_servers=1, stop_s=5.0):
+        scale(release, STORE, 0)
+        time.sleep(STORE_AWAY_S)
+        scale(release, STORE, 1)
+        tells_of(release, "LudusWeightSyncSlow")
+        with halting(release, servers_of(BLACKJACK), stop_s=5.0):
             tells_of(release, "LudusGroupsStale")
-        with halting(release, BLACKJACK, num_servers=2, stop_s=2.5):
+        with halting(release, servers_of(BLACKJACK), stop_s=2.5, num_pods=2):
             tells_of(release, "LudusLearnerIdle", "LudusCheckpointOld")
         scale(release, SERVERS.format(BLACKJACK), 0)
         tells_of(release, "LudusTrainingStalled")
@@ -267,56 +273,44 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
         tells_of(
             release,
             "LudusMismatchHigh",
-            "LudusWeightSyncSlow",
             "LudusEvaluationFell",
             "LudusNoLearningSignal",
         )
 
 
 @contextlib.contextmanager
-def halting(
-    release: Installed, environment: str, *, num_servers: int, stop_s: float
-) -> Iterator[None]:
-    """Servers that stand still again and again."""
+def halting(release: Installed, labels: str, *, stop_s: float, num_pods: int = 1) -> Iterator[None]:
+    """Pods whose program stands still again and again; they are new ones afterwards."""
+    # The program is what the container's init has started.
     loop = (
-        "for p in /proc/[0-9]*; do"
-        " tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q '^python -m ludus.env' && n=${p#/proc/};"
-        f" done; while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep 0.3; done"
+        "for p in /proc/[0-9]*; do read -r _ _ _ parent _ < $p/stat;"
+        ' [ "$parent" = 1 ] && n=${p#/proc/}; done;'
+        f" while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep 0.3; done"
     )
-    pods = [
-        pod["metadata"]["name"]
-        for pod in release.get("pods", "-l", servers_of(environment))["items"]
-    ]
+    pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", labels)["items"]]
     command = ("kubectl", "-n", release.namespace, "exec")
-    loops = [
-        subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods[:num_servers]
-    ]
+    loops = [subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods[:num_pods]]
     try:
         yield
     finally:
         for process in loops:
             process.kill()
             process.wait()
-        kill_servers(release, environment)
+        kill_pods(release, labels)
 
 
 @contextlib.contextmanager
 def memory_of(release: Installed, pod: str) -> Iterator[None]:
     """A process that takes nearly all the memory that is left in a pod."""
     program = (
-        "import sys, time\n"
+        "import select, sys\n"
         "from ray._private.utils import get_system_memory, get_used_memory\n"
         "taken = []\n"
-        "while True:\n"
+        "while not select.select([sys.stdin], [], [], 0.02)[0]:\n"
         f"    if get_used_memory() < get_system_memory() * {EDGE_OF_MEMORY}:\n"
         "        taken.append(b'1' * 2**24)\n"
-        "    time.sleep(0.02)\n"
     )
-    command = ("kubectl", "-n", release.namespace, "exec", pod, "--", "timeout", "120")
-    process = subprocess.Popen([*command, "python", "-c", program])
-    try:
+    command = ("kubectl", "-n", release.namespace, "exec", "-i", pod, "--", "python", "-c", program)
+    # It ends with its input.
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
         yield
-    finally:
-        process.kill()
-        process.wait()
-        kubectl("-n", release.namespace, "exec", pod, "--", "pkill", "-f", "^timeout 120 python")
