@@ -242,15 +242,16 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
         time.sleep(STORE_AWAY_S)
         scale(release, STORE, 1)
         tells_of(release, "LudusWeightSyncSlow")
-        with halting(release, servers_of(BLACKJACK), stop_s=5.0):
-            tells_of(release, "LudusGroupsStale")
-        with halting(release, servers_of(BLACKJACK), stop_s=2.5, num_pods=2):
+        with halting(release, servers_of(BLACKJACK), num_pods=2, stop_s=2.5, go_s=0.3):
             tells_of(release, "LudusLearnerIdle", "LudusCheckpointOld")
         scale(release, SERVERS.format(BLACKJACK), 0)
         tells_of(release, "LudusTrainingStalled")
         scale(release, SERVERS.format(BLACKJACK), 2)
         kubectl("-n", release.namespace, "delete", "pod", training.pod_of("learner"), "--force")
         tells_of(release, "LudusLearnerRestarted")
+        # Groups on one server wait for longer than training does with those on the other.
+        with halting(release, servers_of(BLACKJACK), num_pods=1, stop_s=20.0, go_s=5.0):
+            tells_of(release, "LudusGroupsStale")
         scale(release, SERVERS.format(BLACKJACK), 0)
         kubectl("-n", release.namespace, "delete", "pod", training.pod_of("head"), "--force")
         tells_of(release, "LudusRunRetried", "LudusRunNotTraining")
@@ -285,7 +286,7 @@ def halting(release: Installed, labels: str, *, stop_s: float, num_pods: int = 1
     loop = (
         "for p in /proc/[0-9]*; do read -r _ _ _ parent _ < $p/stat;"
         ' [ "$parent" = 1 ] && n=${p#/proc/}; done;'
-        f" while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep 0.3; done"
+        f" while true; do kill -STOP $n; sleep {stop_s}; kill -CONT $n; sleep {go_s}; done"
     )
     pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", labels)["items"]]
     command = ("kubectl", "-n", release.namespace, "exec")
