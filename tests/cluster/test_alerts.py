@@ -280,7 +280,9 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def halting(release: Installed, labels: str, *, stop_s: float, num_pods: int = 1) -> Iterator[None]:
+def halting(
+    release: Installed, labels: str, *, num_pods: int, stop_s: float, go_s: float
+) -> Iterator[None]:
     """Pods whose program stands still again and again; they are new ones afterwards."""
     # The program is what the container's init has started.
     loop = (
