@@ -252,10 +252,13 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
         # Groups on one server wait for some steps of those on the other; longer, they are void.
         with halting(release, servers_of(BLACKJACK), num_pods=1, stop_s=7.0, go_s=3.0):
             tells_of(release, "LudusGroupsStale")
-        scale(release, SERVERS.format(BLACKJACK), 0)
         kubectl("-n", release.namespace, "delete", "pod", training.pod_of("head"), "--force")
-        tells_of(release, "LudusRunRetried", "LudusRunNotTraining")
-        scale(release, SERVERS.format(BLACKJACK), 2)
+        tells_of(release, "LudusRunRetried")
+
+
+def test_a_run_plays_baselines_for_long(release: Installed, tmp_path: Path) -> None:
+    with submitted(release, tmp_path / "results", "name=slow", "eval.num_games=1000000"):
+        tells_of(release, "LudusRunNotTraining")
 
 
 def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
