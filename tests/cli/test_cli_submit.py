@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ludus.services.runs import follow
 from tests.cli.cluster_runs import (
     CONFIG,
     ended,
@@ -154,6 +155,23 @@ def test_a_log_that_breaks_off_and_a_server_that_is_away_lose_no_line(
     assert outcome.code == 130
     assert "step 3/3" in outcome.err
     assert outcome.err.count("the last one") == 1
+
+
+def test_a_log_that_says_nothing_any_more_is_asked_for_anew(
+    ludus: RunCli, cluster: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "SILENT_LOG_S", 0.3)
+    running(ludus, cluster, *map(step_row, (1, 2)))
+    cluster(lambda c: setattr(c.pods, "silent_logs", 2))
+
+    def operate() -> None:
+        wait_for(cluster, lambda c: c.pods.num_log_requests > 2)
+        ended(cluster, "STOPPED")
+
+    with meanwhile(operate):
+        outcome = ludus("logs", "-f", "demo")
+    assert "step 2/3" in outcome.err
+    assert "warning" not in outcome.err
 
 
 @pytest.mark.slow

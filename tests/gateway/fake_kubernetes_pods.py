@@ -38,6 +38,8 @@ class PodInsides:
     """Lines with their time, as a kubelet keeps them."""
     cut_logs: int = 0
     """So many streams end after their first line, as when a connection breaks."""
+    silent_logs: int = 0
+    """So many streams say nothing and do not end, as when a node forgets who listens."""
     unreadable_log: str = ""
     """What stands where a log should: its node could not open the file, and answers 200."""
     num_log_requests: int = 0
@@ -60,10 +62,11 @@ class PodInsides:
         if self.unreadable_log:
             await response.write(self.unreadable_log.encode())
             return response
-        is_cut, position = self.cut_logs > 0, 0
+        is_cut, is_silent, position = self.cut_logs > 0, self.silent_logs > 0, 0
         self.cut_logs -= is_cut
+        self.silent_logs -= is_silent
         while True:
-            for line in self.logs.get(pod, [])[position:]:
+            for line in [] if is_silent else self.logs.get(pod, [])[position:]:
                 position += 1
                 if line[:19] >= since:
                     shown = line if "timestamps" in request.query else line.partition(" ")[2]

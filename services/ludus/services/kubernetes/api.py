@@ -35,7 +35,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -159,13 +159,18 @@ class KubernetesApi:
         """The object as it was when its end began, or a Status."""
         return await self._call("DELETE", path, body=body)
 
-    async def lines(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[str]:
+    async def lines(
+        self, path: str, query: Mapping[str, str], *, silence_s: float | None = None
+    ) -> AsyncGenerator[str]:
         """The lines of a text, a pod's log for example, until the server ends the stream.
 
         To be closed by whoever leaves it early (`contextlib.aclosing`).
+
+        Args:
+            silence_s: ends it, too, when nothing has come for so long.
         """
-        timeout = aiohttp.ClientTimeout(sock_connect=self._connect_timeout_s)
-        with self._as_cluster_errors("GET", path):
+        timeout = aiohttp.ClientTimeout(sock_connect=self._connect_timeout_s, sock_read=silence_s)
+        with self._as_cluster_errors("GET", path), suppress(aiohttp.SocketTimeoutError):
             async with self._answer("GET", path, query=query, timeout=timeout) as response:
                 content, limit = response.content, _MAX_EVENT_BYTES
                 while line := await content.readline(max_line_length=limit):

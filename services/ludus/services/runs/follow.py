@@ -5,8 +5,8 @@
     log of the head's container  --(stream)--> RunUpdate.lines +
 
 What the driver says is copied to its container's log (`manifest.py`), so pods/log is all that
-is needed: no way to the head's ports, no Ray token, no command in a pod. A stream that breaks is
-taken up at its last line. An API server that does not answer is asked again.
+is needed: no way to the head's ports, no Ray token, no command in a pod. A stream that breaks or
+is silent is taken up at its last line. An API server that does not answer is asked again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from ludus.services.runs.state import RunPhase, RunState, pod_troubles, state_of
 POLL_S = 2.0
 SILENT_OPERATOR_S = 30.0
 """A RayJob that no operator has looked at for so long has none."""
+SILENT_LOG_S = 30.0
+"""A log that says nothing for so long is asked for anew: a node can forget who listens."""
 _RETRY_S = 1.0
 _MAX_LINES = 200_000
 _LASTING = {401, FORBIDDEN}
@@ -198,7 +200,8 @@ class HeadLog:
             query["follow"] = "true"
         if self._last_time:
             query["sinceTime"] = self._last_time
-        async with aclosing(self._cluster.api.lines(path, query)) as lines:
+        read = self._cluster.api.lines(path, query, silence_s=SILENT_LOG_S)
+        async with aclosing(read) as lines:
             async for line in lines:
                 self._take_in(line)
 
