@@ -214,7 +214,11 @@ def test_runs_fail_and_wait(release: Installed, kuberay_monitor: None) -> None:
     create("ray.io/v1", "RayJob", "fails", place, spec=waits)
     create("ray.io/v1", "RayJob", "waits", place, spec=waits | {"shutdownAfterJobFinishes": True})
     try:
-        until(lambda: ask(f'kuberay_job_deployment_status{{namespace="{place}"}}'), "metrics", 60)
+        until(
+            lambda: ask(f'kuberay_job_deployment_status{{namespace="{place}"}}'),
+            "metrics",
+            PATIENCE_S,
+        )
     except AssertionError:
         pytest.skip("SKIPPED, NOT PASSED: KubeRay has no metrics; start it with --enable-metrics")
     tells_of(release, "LudusRunFailed", "LudusRunWaits")
@@ -267,7 +271,8 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
         "training.num_steps=100000",
         "training.groups_per_step=4",
         "training.max_staleness=24",
-        "learner.learning_rate=0.5",
+        # More, and the policy is certain of one move before the mismatch has lasted.
+        "learner.learning_rate=0.03",
         "learner.warmup_steps=0",
         "eval.num_games=200",
         "eval.num_games_during=1000",
