@@ -92,7 +92,6 @@ _EPISODES = of_game("ludus_train_episodes_total")
 _VOIDED = of_game("ludus_train_episodes_lost_total")
 _GROUPS = of_game("ludus_train_groups_total")
 _DEAD = of_game("ludus_train_groups_dead_total")
-_STALE = of_game("ludus_train_groups_stale_total")
 _LAST_STEP = of_run("ludus_train_last_step_timestamp_seconds")
 _LAST_CHECKPOINT = of_run("ludus_train_last_checkpoint_timestamp_seconds")
 _PHASE_START = of_run("ludus_train_phase_start_timestamp_seconds")
@@ -161,7 +160,6 @@ CLEAN: dict[str, str] = {
     _VOIDED: "0+1xN",
     _GROUPS: "0+100xN",
     _DEAD: "0+50xN",
-    _STALE: "0+2xN",
     _evaluated("low"): "0.4xN",
     _evaluated("high"): "0.5xN",
 }
@@ -287,7 +285,6 @@ TRAINING = (
         silent_at=23,
     ),
     Scenario("LudusMismatchHigh", {_MISMATCH: "0.25xN"}, 15, _OF_RUN, value="0.25", silent_at=8),
-    Scenario("LudusGroupsStale", {_STALE: "0+20xN"}, 20, _OF_GAME, value="20%", silent_at=8),
     Scenario("LudusCanaryFailed", {_CANARY_FAILURES: "0x9 1xN"}, 11, _OF_RUN, silent_at=60),
     Scenario("LudusWeightsDiffer", {_worker("hash", 1): "8+1xN"}, 5, _OF_RUN, silent_at=1),
     Scenario(

@@ -246,16 +246,13 @@ def test_a_run_has_every_trouble(release: Installed, tmp_path: Path) -> None:
         time.sleep(STORE_AWAY_S)
         scale(release, STORE, 1)
         tells_of(release, "LudusWeightSyncSlow")
-        with halting(release, servers_of(BLACKJACK), num_pods=2, stop_s=2.5, go_s=0.3):
+        with halting(release, servers_of(BLACKJACK), stop_s=2.5, go_s=0.3):
             tells_of(release, "LudusLearnerIdle", "LudusCheckpointOld")
         scale(release, SERVERS.format(BLACKJACK), 0)
         tells_of(release, "LudusTrainingStalled")
         scale(release, SERVERS.format(BLACKJACK), 2)
         kubectl("-n", release.namespace, "delete", "pod", training.pod_of("learner"), "--force")
         tells_of(release, "LudusLearnerRestarted")
-        # Groups on one server wait for some steps of those on the other; longer, they are void.
-        with halting(release, servers_of(BLACKJACK), num_pods=1, stop_s=7.0, go_s=3.0):
-            tells_of(release, "LudusGroupsStale")
         kubectl("-n", release.namespace, "delete", "pod", training.pod_of("head"), "--force")
         tells_of(release, "LudusRunRetried")
 
@@ -288,9 +285,7 @@ def test_a_run_unlearns(release: Installed, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def halting(
-    release: Installed, labels: str, *, num_pods: int, stop_s: float, go_s: float
-) -> Iterator[None]:
+def halting(release: Installed, labels: str, *, stop_s: float, go_s: float) -> Iterator[None]:
     """Pods whose program stands still again and again; they are new ones afterwards."""
     # The program is what the container's init has started.
     loop = (
@@ -300,7 +295,7 @@ def halting(
     )
     pods = [pod["metadata"]["name"] for pod in release.get("pods", "-l", labels)["items"]]
     command = ("kubectl", "-n", release.namespace, "exec")
-    loops = [subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods[:num_pods]]
+    loops = [subprocess.Popen([*command, pod, "--", "sh", "-c", loop]) for pod in pods]
     try:
         yield
     finally:
