@@ -33,7 +33,7 @@ from tests.cluster.installed import (
     why_not,
 )
 from tests.cluster.prometheus import ask, firing, is_there
-from tests.cluster.training import submitted
+from tests.cluster.training import end_runs, submitted
 
 pytestmark = [
     pytest.mark.cluster,
@@ -190,9 +190,8 @@ def test_the_gateways_are_gone(release: Installed) -> None:
 
 @pytest.fixture(autouse=True)
 def no_run_afterwards(release: Installed) -> Iterator[None]:
-    """Who follows a run no longer has not ended it."""
     yield
-    kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
+    end_runs(release)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 
 from ludus.proto.runs import Summary
 from tests.cluster.installed import CHART, Installed, installed, kubectl, until, why_not
-from tests.cluster.training import STALL_S, Training, submitted
+from tests.cluster.training import STALL_S, Training, end_runs, submitted
 
 pytestmark = [
     pytest.mark.cluster,
@@ -135,6 +135,12 @@ FAULTS = (
 def release() -> Iterator[Installed]:
     with installed([CHART / "values-cpu.yaml"]) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def no_run_afterwards(release: Installed) -> Iterator[None]:
+    yield
+    end_runs(release)
 
 
 def test_a_run_in_which_everything_dies_ends_well_and_has_learned(

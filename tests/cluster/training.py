@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, MetricsRow, Summary
-from tests.cluster.installed import ROOT, Installed, until
+from tests.cluster.installed import ROOT, Installed, kubectl, until
 
 EXAMPLE = "examples/blackjack/tiny.toml"
 ROLES = ("head", "learner", "rollout")
@@ -81,6 +81,11 @@ class Training:
         """The metrics that were fetched."""
         lines = (self._folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [MetricsRow.model_validate_json(line) for line in lines]
+
+
+def end_runs(release: Installed) -> None:
+    """Delete all runs; who follows one no longer has not ended it, and pods outlive their run."""
+    kubectl("-n", release.namespace, "delete", "rayjobs", "--all")
 
 
 def log_path(folder: Path) -> Path:
