@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.installed import ROOT
+from tests.cluster.installed import AUTOSCALING_VALUES, ROOT, Installed, installed, why_not
 
 RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
 _ended: dict[str, dict[str, object]] = {}
@@ -24,12 +25,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long forms unless they were asked for."""
+    """Leave out the long forms unless they were asked for; what was installed first comes last."""
+    items.sort(key=is_autoscaled)
     if not config.getoption("--all", default=False):
         reason = "a long form; `make cluster-test ARGS=--all`"
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def autoscaled() -> Iterator[Installed]:
+    """A release that KEDA scales by what Prometheus says."""
+    with installed(AUTOSCALING_VALUES) as release:
+        yield release
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed_first(request: pytest.FixtureRequest) -> None:
+    """Install the one that is tested last: Prometheus finds a release after two minutes."""
+    wanted = filter(is_autoscaled, request.session.items)
+    if not why_not() and any(item.get_closest_marker("skip") is None for item in wanted):
+        request.getfixturevalue("autoscaled")
+
+
+def is_autoscaled(item: pytest.Item) -> bool:
+    """Whether a test needs the release that KEDA scales."""
+    return "autoscaled" in getattr(item, "fixturenames", ())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts/ludus"
+AUTOSCALING_VALUES = [CHART / "values-cpu.yaml", Path(__file__).with_name("autoscaling.yaml")]
 TIMEOUT_S = 300.0
 
 

@@ -13,9 +13,8 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +23,10 @@ from ludus.env.client.client import AsyncEnvClient
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.cluster.autoscaling import COLUMNS, Crowd, Removal, Watch, forwarded
 from tests.cluster.installed import (
-    CHART,
+    AUTOSCALING_VALUES,
     ROOT,
     TIMEOUT_S,
     Installed,
-    installed,
     kubectl,
     until,
     why_not,
@@ -38,7 +36,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-VALUES = [CHART / "values-cpu.yaml", Path(__file__).with_name("autoscaling.yaml")]
 RESULTS = ROOT / "runs" / "cluster-test"
 DEPLOYMENT = "ludus-env-blackjack"
 MANY, FEW = 36, 10
@@ -54,11 +51,10 @@ ENVIRONMENTS = "app.kubernetes.io/component=environment"
 
 
 @pytest.fixture(scope="module")
-def release() -> Iterator[Installed]:
+def release(autoscaled: Installed) -> Installed:
     """One that has found, through Prometheus, that nobody plays."""
-    with installed(VALUES) as found:
-        until(lambda: _replicas(found) == 0, "KEDA to ask Prometheus", 2 * TIMEOUT_S)
-        yield found
+    until(lambda: _replicas(autoscaled) == 0, "KEDA to ask Prometheus", 2 * TIMEOUT_S)
+    return autoscaled
 
 
 @asynccontextmanager
@@ -118,7 +114,9 @@ async def test_pods_follow_the_players_from_zero_and_back_without_losing_one(
 @pytest.mark.long
 @pytest.mark.timeout(10_000)
 async def test_nobody_is_lost_in_two_hundred_scale_ins(release: Installed) -> None:
-    release.upgrade(VALUES, {"environments.blackjack.autoscaling.max": str(LONG_PODS + 1)})
+    release.upgrade(
+        AUTOSCALING_VALUES, {"environments.blackjack.autoscaling.max": str(LONG_PODS + 1)}
+    )
     async with watched(release) as (crowd, watch):
         while len(watch.removals) < LONG_SCALE_INS:
             crowd.size = LONG_MANY
