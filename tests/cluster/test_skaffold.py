@@ -28,6 +28,7 @@ def _why_not() -> str:
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(_why_not()), reason=_why_not()),
 ]
