@@ -17,6 +17,8 @@ from tests.cluster.installed import AUTOSCALING_VALUES, ROOT, Installed, install
 
 RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
 _ended: dict[str, dict[str, object]] = {}
+_seconds: dict[str, float] = {}
+"""Since the test's own fixtures began."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,11 +57,12 @@ def is_autoscaled(item: pytest.Item) -> bool:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keep how a test ended; one that was skipped did not."""
-    if "tests/cluster/" not in report.nodeid or (report.passed and report.when != "call"):
+    """Keep how a test ended, and after how long; one that was skipped did not."""
+    if "tests/cluster/" not in report.nodeid:
         return
-    if not report.skipped:
-        seconds = round(report.duration, 1)
+    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
+    if report.failed or (report.passed and report.when == "call"):
+        seconds = round(_seconds[report.nodeid], 1)
         _ended[report.nodeid] = {"outcome": report.outcome, "seconds": seconds}
 
 
