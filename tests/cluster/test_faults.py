@@ -158,7 +158,8 @@ def test_a_run_in_which_one_thing_dies_ends_well(
     if fault is node_killed and NODE_KILL not in os.environ:
         pytest.skip(f"SKIPPED, NOT PASSED: {NODE_KILL} does not say how a node is killed")
     name = fault.__name__.replace("_", "-")
-    short = (f"name={name}", "training.num_steps=30", "eval.num_games=200", CHECKPOINTS.format(2))
+    # Long enough for what a drain or a roll-out takes.
+    short = (f"name={name}", "training.num_steps=100", "eval.num_games=200", CHECKPOINTS.format(2))
     run_through([fault], release, tmp_path / "results", *short)
 
 
