@@ -13,7 +13,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.installed import AUTOSCALING_VALUES, ROOT, Installed, installed, why_not
+from tests.cluster.installed import (
+    AUTOSCALING_VALUES,
+    ROOT,
+    Installed,
+    installed,
+    kubectl,
+    why_not,
+)
+from tests.cluster.prometheus import is_there
 
 RESULTS = ROOT / "runs" / "cluster-test" / "results.json"
 _ended: dict[str, dict[str, object]] = {}
@@ -39,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def autoscaled() -> Iterator[Installed]:
     """A release that KEDA scales by what Prometheus says."""
+    if not has_keda():
+        pytest.skip("SKIPPED, NOT PASSED: KEDA or the Prometheus operator is not installed")
     with installed(AUTOSCALING_VALUES) as release:
         yield release
 
@@ -46,9 +56,15 @@ def autoscaled() -> Iterator[Installed]:
 @pytest.fixture(scope="session", autouse=True)
 def installed_first(request: pytest.FixtureRequest) -> None:
     """Install the one that is tested last: Prometheus finds a release after two minutes."""
-    wanted = filter(is_autoscaled, request.session.items)
-    if not why_not() and any(item.get_closest_marker("skip") is None for item in wanted):
+    items = filter(is_autoscaled, request.session.items)
+    is_wanted = any(item.get_closest_marker("skip") is None for item in items)
+    if is_wanted and not why_not() and has_keda():
         request.getfixturevalue("autoscaled")
+
+
+def has_keda() -> bool:
+    """Whether the cluster has what autoscaling by sessions needs."""
+    return "scaledobjects.keda.sh" in kubectl("get", "crd", "-o", "name") and is_there()
 
 
 def is_autoscaled(item: pytest.Item) -> bool:
