@@ -12,8 +12,8 @@ from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import LOG_ROW_PREFIX, METRICS_FILE, MetricsRow, Phase
 from ludus.services.cli import live_view
 from ludus.services.cli.live_view import PlainView, TerminalView
-from ludus.services.cli.metrics_follower import MetricsFollower
 from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.trainer_process import NUM_TAIL_LINES, TrainerOutput
 
 
@@ -121,48 +121,48 @@ def test_a_stop_is_said_whatever_the_phase() -> None:
 
 def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = MetricsFollower(path)
-    assert follower.new_rows() == []
+    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    assert follower.new() == []
     content = written(train_row(1, 1.0), train_row(2, 2.0))
     path.write_bytes(content[:-10])
-    assert [row.step for row in follower.new_rows()] == [1]
-    assert follower.new_rows() == []
+    assert [row.step for row in follower.new()] == [1]
+    assert follower.new() == []
     path.write_bytes(content)
-    assert [row.step for row in follower.new_rows()] == [2]
+    assert [row.step for row in follower.new()] == [2]
 
 
 def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
-    follower = MetricsFollower(path)
-    assert follower.new_rows() == []
+    follower = RecordsFollower(path, MetricsRow, skip_old=True)
+    assert follower.new() == []
     path.unlink()
-    assert follower.new_rows() == []
+    assert follower.new() == []
     path.write_bytes(written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new_rows()] == [1]
+    assert [row.step for row in follower.new()] == [1]
 
 
 def test_follower_starts_again_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = MetricsFollower(path)
+    follower = RecordsFollower(path, MetricsRow, skip_old=True)
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))
-    assert len(follower.new_rows()) == 5
+    assert len(follower.new()) == 5
     # Resuming drops the rows after the checkpoint; the new file may well be the longer one.
     aside = tmp_path / "aside"
     aside.write_bytes(written(*(train_row(step, step, loss=0.12345678) for step in range(1, 5))))
     aside.replace(path)
-    assert [row.step for row in follower.new_rows()] == [1, 2, 3, 4]
+    assert [row.step for row in follower.new()] == [1, 2, 3, 4]
     path.write_bytes(written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new_rows()] == [1]
+    assert [row.step for row in follower.new()] == [1]
     assert follower.num_unreadable == 0
 
 
 def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    follower = MetricsFollower(path)
+    follower = RecordsFollower(path, MetricsRow, skip_old=True)
     path.write_bytes(b'{"kind": "rumour"}\n' + written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new_rows()] == [1]
+    assert [row.step for row in follower.new()] == [1]
     assert follower.num_unreadable == 1
 
 
@@ -204,7 +204,7 @@ def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each
 
 def test_follower_waits_for_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    assert MetricsFollower(tmp_path / "runs" / METRICS_FILE).new_rows() == []
+    assert RecordsFollower(tmp_path / "runs" / METRICS_FILE, MetricsRow).new() == []
 
 
 def test_terminal_view_shows_phase_bar_and_facts() -> None:

@@ -23,7 +23,10 @@ from ludus.proto.runs import (
     PolicyChart,
     PolicyResult,
     RowKind,
+    Said,
     Summary,
+    Transcript,
+    TranscriptTurn,
 )
 
 NUM_STEPS = 120
@@ -54,6 +57,29 @@ def build_run(
         (run_dir / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2))
         (run_dir / CHART_FILE).write_text(build_chart().model_dump_json())
     return run_dir
+
+
+def transcript(step: int, *, environment: str = "blackjack", answer: str = "STAND") -> Transcript:
+    """An episode of one turn."""
+    turn = TranscriptTurn(
+        shown=(Said(role="user", text="hard 15 vs 10"),),
+        answer=answer,
+        action={"text": answer},
+        reward=1.0,
+    )
+    return Transcript(
+        step=step,
+        environment=environment,
+        group=step,
+        episode=0,
+        seed=7,
+        policy_version=step - 1,
+        status="terminated",
+        reward=0.9,
+        episode_return=1.0,
+        terms={"environment": 1.0, "brevity": -0.1},
+        turns=(turn,),
+    )
 
 
 def write_config(run_dir: Path, name: str, environments: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE
+from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
 from ludus.services.report import write_figure, write_report
 from ludus.services.report.policy_grid import num_agreeing
 from tests.report.synthetic_run import (
@@ -17,6 +17,7 @@ from tests.report.synthetic_run import (
     build_run,
     build_summary,
     metrics_rows,
+    transcript,
 )
 
 pytestmark = pytest.mark.slow
@@ -248,3 +249,21 @@ def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:
     (run_dir / METRICS_FILE).write_text("")
     with pytest.raises(ConfigError, match="at least one evaluation"):
         write_figure(run_dir, tmp_path / "figure.svg")
+
+
+def test_what_the_policy_said_is_shown_from_the_beginning_and_the_end(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    said = [transcript(step, answer=f"<b>{step}</b>") for step in range(1, 21)]
+    lines = "".join(one.model_dump_json() + "\n" for one in said)
+    (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
+    root = parse(write_report(run_dir).read_text(encoding="utf-8"))
+    shown = [text_of(node) for node in by_class(root, "said")]
+    assert shown == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
+
+
+def test_transcripts_that_cannot_be_read_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    (run_dir / TRANSCRIPTS_FILE).write_text('{"step": "x"}\n')
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert "transcripts.jsonl cannot be read: step" in page
+    assert "Learning" in page

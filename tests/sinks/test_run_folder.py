@@ -8,11 +8,19 @@ from ludus.env.evaluation import EpisodeOutcome, summarise
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, TrainMetric
-from ludus.proto.runs import LOG_ROW_PREFIX, EvalReport, MetricsRow, Phase, read_metrics
+from ludus.proto.runs import (
+    LOG_ROW_PREFIX,
+    EvalReport,
+    MetricsRow,
+    Phase,
+    read_metrics,
+    read_transcripts,
+)
 from ludus.trainer import run_folder
 from ludus.trainer.metrics import StepValues
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.weights import CanaryReport, WorkerWeights
+from tests.report.synthetic_run import transcript
 
 
 def config(output_dir: Path, **metrics: object) -> RunConfig:
@@ -150,7 +158,7 @@ def test_what_a_run_left_that_died_before_its_first_checkpoint_is_replaced(
     folder = RunFolder.create(config(tmp_path), overwrite=True)
     folder.close()
     left = {str(path.relative_to(folder.path)) for path in folder.path.rglob("*")}
-    assert left == {"config.json", "metrics.jsonl"}
+    assert left == {"config.json", "metrics.jsonl", "transcripts.jsonl"}
 
 
 def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
@@ -158,6 +166,31 @@ def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the folder of a run"):
         RunFolder.create(config(tmp_path), overwrite=True)
     assert (tmp_path / "demo" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, overwrite: bool) -> None:
+    first = RunFolder.create(config(tmp_path), overwrite=False)
+    (first.path / "initial_model").mkdir()
+    with pytest.raises(ConfigError, match="is in use: process"):
+        RunFolder.create(config(tmp_path, tensorboard=True), overwrite=overwrite)
+    with pytest.raises(ConfigError, match="is in use: process"):
+        RunFolder.reopen(config(tmp_path, tensorboard=True), 0)
+    assert (first.path / "initial_model").is_dir()
+    assert '"tensorboard": false' in (first.path / "config.json").read_text()
+    first.close()
+    RunFolder.create(config(tmp_path), overwrite=True).close()
+
+
+def test_what_was_said_after_a_step_goes_with_it(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    for step in (1, 2, 3):
+        folder.said(step, [transcript(0)])
+    folder.rewind(2)
+    folder.said(3, [transcript(0, answer="HIT")])
+    folder.close()
+    said = [(one.step, one.turns[0].answer) for one in read_transcripts(folder.path)]
+    assert said == [(1, "STAND"), (2, "STAND"), (3, "HIT")]
 
 
 def test_a_folder_that_is_half_removed_is_still_known_as_a_runs(

@@ -3,6 +3,7 @@
 runs/<name>/
     config.json      RunConfig, resolved
     metrics.jsonl    MetricsRow, one a line, in the order of time
+    transcripts.jsonl  Transcript, one a line: episodes that were trained on, word for word
     summary.json     Summary
     eval.json        Evaluation, made by `ludus eval`
     chart.json       PolicyChart, when the environment offers a policy chart
@@ -20,12 +21,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+TRANSCRIPTS_FILE = "transcripts.jsonl"
 SUMMARY_FILE = "summary.json"
 EVAL_FILE = "eval.json"
 CHART_FILE = "chart.json"
@@ -70,6 +72,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+RecordT = TypeVar("RecordT", bound=_Record)
 RowKind = Literal["phase", "train", "environment", "eval", "baseline", "weights", "event"]
 
 
@@ -122,6 +125,57 @@ class MetricsRow(_Record):
     values: dict[str, float] = {}
     """By TrainMetric or EvalMetric, and by reward term (`REWARD_TERM_PREFIX`); a value that
     could not be had is left out."""
+
+
+class Said(_Record):
+    """One message of a conversation."""
+
+    role: str
+    text: str
+
+
+class TranscriptTurn(_Record):
+    """What the policy was shown, what it answered, and what came of it."""
+
+    shown: tuple[Said, ...]
+    """Since the turn before."""
+    answer: str
+    """What it sampled, thoughts and all."""
+    action: JsonValue = None
+    """What the environment was asked to do: an action, a text that it parses itself, or calls of
+    tools; null where the answer was none of these."""
+    reward: float
+    """What the environment paid for it."""
+
+
+class Transcript(_Record):
+    """One line of transcripts.jsonl: an episode that was trained on.
+
+    Long texts are cut, and say so; turns past a limit are counted alone.
+    """
+
+    step: int
+    """The training step that learned from it."""
+    environment: str
+    """Its name in the run."""
+    group: int
+    """Counts the groups of a run; episodes of one group compare with each other."""
+    episode: int
+    """Its place in the group."""
+    seed: int
+    policy_version: int
+    """Oldest version of the weights that said any of it."""
+    status: str
+    """How it ended: terminated, truncated, invalid_action or lost."""
+    reward: float | None
+    """What was learned from: the weighted sum of the terms; null = it could not be scored."""
+    episode_return: float | None
+    """What the environment paid in all."""
+    terms: dict[str, float | None]
+    """The terms of the reward by name, before their weights."""
+    turns: tuple[TranscriptTurn, ...]
+    num_turns_left_out: int = 0
+    """Turns that followed."""
 
 
 class PolicyResult(_Record):
@@ -242,11 +296,16 @@ class PolicyChart(_Record):
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
     """The rows of a run's metrics.jsonl; a last line cut off by a crash is left out."""
-    rows: list[MetricsRow] = []
-    path = run_dir / METRICS_FILE
+    return _read_lines(run_dir / METRICS_FILE, MetricsRow)
+
+
+def read_transcripts(run_dir: Path) -> list[Transcript]:
+    """The lines of a run's transcripts.jsonl; a last one cut off by a crash is left out."""
+    return _read_lines(run_dir / TRANSCRIPTS_FILE, Transcript)
+
+
+def _read_lines(path: Path, record: type[RecordT]) -> list[RecordT]:
     if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(MetricsRow.model_validate_json(line))
-    return rows
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [record.model_validate_json(line) for line in lines[:-1]]

@@ -295,6 +295,7 @@ class Controller:
         self._deliver_s = 0.0
         values = train_values(taken, metrics, times, state.canary_max_error)
         self.parts.folder.trained(state.step, state.games_trained, values)
+        self.parts.folder.said(state.step, [one for g in taken.groups for one in g.transcripts])
 
     async def _save_checkpoint(self) -> None:
         parts = self.parts

@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -18,17 +18,21 @@ from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
+from ludus.proto.run_lock import LOCK_FILE, RunLock
 from ludus.proto.runs import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
+    TRANSCRIPTS_FILE,
     EvalReport,
     HeldWeights,
     MetricsRow,
     Phase,
     RowKind,
+    Transcript,
     read_metrics,
+    read_transcripts,
 )
 from ludus.trainer.metrics import StepValues, delivery_values, eval_values, held_weights
 from ludus.trainer.sinks import Sinks, open_sinks
@@ -51,12 +55,13 @@ class RunFolder:
                                                                       +-- sinks
     """
 
-    def __init__(self, run: RunConfig, *, resume_from: int | None = None) -> None:
+    def __init__(self, run: RunConfig, lock: RunLock, *, resume_from: int | None = None) -> None:
         self.path = path_of(run)
+        self._lock = lock
         self.checkpoints = self.path / CHECKPOINTS_FOLDER
         self._run = run
         self._resume_from = resume_from
-        self._metrics = _open_metrics(self.path)
+        self._open_files()
         self._sinks = Sinks([])
         self._clock_start: float | None = None
         self._elapsed_before_s = 0.0
@@ -66,18 +71,19 @@ class RunFolder:
         """A new run's folder.
 
         Raises:
-            ConfigError: it holds a run already, or cannot be written.
+            ConfigError: it holds a run already, another process trains there, or it cannot be
+                written.
         """
         path = path_of(run)
-        with _writing(path):
-            if path.exists() and any(path.iterdir()):
-                cls._clear(path, overwrite=overwrite)
-            path.mkdir(parents=True, exist_ok=True)
+        with _writing(path), _locked(path) as lock:
+            cls._clear(path, overwrite=overwrite)
             write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-            return cls(run)
+            return cls(run, lock)
 
     @staticmethod
     def _clear(path: Path, *, overwrite: bool) -> None:
+        if not _entries(path):
+            return
         if not any((path / name).is_file() for name in (CONFIG_FILE, CONFIG_FILE + _PARTIAL)):
             raise ConfigError(
                 f"'{path}' is not empty and not the folder of a run; take another name or "
@@ -88,20 +94,20 @@ class RunFolder:
                 f"'{path}' holds a run already; continue with --resume, replace it with "
                 "--overwrite, or take another name"
             )
-        _remove(path)
+        _empty(path)
 
     @classmethod
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
         """The folder of a run that continues from `step`; rows of later steps are dropped.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: another process trains there, or it cannot be written.
         """
         path = path_of(run)
-        with _writing(path):
+        with _writing(path), _locked(path) as lock:
             rows = _drop_rows_after(path, step)
             write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-            folder = cls(run, resume_from=step)
+            folder = cls(run, lock, resume_from=step)
         folder._elapsed_before_s = max((row.elapsed_s for row in rows), default=0.0)
         return folder
 
@@ -129,9 +135,9 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Go back to `step`: rows of later steps are dropped."""
-        self._metrics.close()
+        self._close_files()
         _drop_rows_after(self.path, step)
-        self._metrics = _open_metrics(self.path)
+        self._open_files()
         self._sinks.rewind(step)
 
     @property
@@ -164,6 +170,12 @@ class RunFolder:
                 num_games_trained=num_games_trained,
                 environment=name,
             )
+
+    def said(self, step: int, transcripts: Iterable[Transcript]) -> None:
+        """Append transcripts of a training step."""
+        for one in transcripts:
+            line = one.model_copy(update={"step": step}).model_dump_json()
+            self._transcripts.write(line + "\n")
 
     def evaluated(
         self, step: int, num_games_trained: int, environment: str, report: EvalReport
@@ -207,15 +219,30 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the folder."""
-        self.close()
+        self._close_all()
         # Some network file systems do not remove the folder of a file that is still open.
         logging.basicConfig(handlers=[logging.NullHandler()], force=True)
-        _remove(self.path)
+        _empty(self.path)
+        self._lock.release()
+        with suppress(OSError):  # another run of this name begins already
+            self.path.rmdir()
 
     def close(self) -> None:
-        """Close files and sinks."""
+        """Close files and sinks; others may write into the folder from now on."""
+        self._close_all()
+        self._lock.release()
+
+    def _close_all(self) -> None:
         self._sinks.close()
+        self._close_files()
+
+    def _open_files(self) -> None:
+        self._metrics = _open_for_lines(self.path / METRICS_FILE)
+        self._transcripts = _open_for_lines(self.path / TRANSCRIPTS_FILE)
+
+    def _close_files(self) -> None:
         self._metrics.close()
+        self._transcripts.close()
 
     def _append(
         self,
@@ -260,26 +287,47 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _remove(path: Path) -> None:
-    """Remove a run's folder; one that is left half removed is still known as a run's."""
-    for entry in path.iterdir():
+@contextmanager
+def _locked(path: Path) -> Iterator[RunLock]:
+    """The lock of a folder, which is made; free again, and the folder as it was, after an error."""
+    path.mkdir(parents=True, exist_ok=True)
+    lock = RunLock.take(path)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        with suppress(OSError):
+            path.rmdir()
+        raise
+
+
+def _entries(path: Path) -> list[Path]:
+    """What is in a folder beside its lock."""
+    return [entry for entry in path.iterdir() if entry.name != LOCK_FILE]
+
+
+def _empty(path: Path) -> None:
+    """Remove what is in a run's folder; one that is left half empty is still known as a run's."""
+    for entry in sorted(_entries(path), key=lambda entry: entry.name == CONFIG_FILE):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name != CONFIG_FILE:
+        else:
             entry.unlink()
-    shutil.rmtree(path)
 
 
-def _open_metrics(path: Path) -> TextIO:
+def _open_for_lines(path: Path) -> TextIO:
     # Line by line: whoever follows the file sees whole rows.
-    return (path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _drop_rows_after(path: Path, step: int) -> list[MetricsRow]:
-    """The rows that stay in the file."""
+    """The rows of metrics.jsonl that stay; transcripts of later steps go, too."""
     rows = [row for row in read_metrics(path) if row.step <= step]
     text = "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows)
     write_atomically(path / METRICS_FILE, text)
+    transcripts = [one for one in read_transcripts(path) if one.step <= step]
+    text = "".join(one.model_dump_json() + "\n" for one in transcripts)
+    write_atomically(path / TRANSCRIPTS_FILE, text)
     return rows
 
 

@@ -35,6 +35,7 @@ from numpy.typing import DTypeLike
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
+from ludus.proto.runs import Transcript
 from ludus.trainer.ragged import Ragged
 
 
@@ -238,6 +239,8 @@ class RolloutGroup(_Travels):
     environment: str
     rollouts: tuple[Rollout, ...]
     """[G]"""
+    transcripts: tuple[Transcript, ...] = ()
+    """What was said in some of them, for people to read."""
 
     @property
     def rewards(self) -> list[float | None]:

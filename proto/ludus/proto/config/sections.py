@@ -326,8 +326,10 @@ class WandbSink(Section):
 
 
 class MetricsConfig(Section):
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics go beside metrics.jsonl, and what is kept of the episodes."""
 
+    transcripts_per_step: NonNegativeInt = 4
+    """Episodes of each training step that go to transcripts.jsonl, word for word."""
     prometheus: PrometheusSink | None = None
     tensorboard: bool = False
     """Whether event files are written into the run's folder."""

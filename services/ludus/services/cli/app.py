@@ -19,6 +19,7 @@ from ludus.services.cli import (
     scale_command,
     submit_command,
     train_command,
+    watch_command,
 )
 
 INTERRUPTED = 130
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(env_commands.app, name="env")
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("eval")(train_command.evaluate)
+app.command("watch")(watch_command.watch)
 app.command("scale")(scale_command.scale)
 app.command("report")(report_command.report)
 app.command("gateway")(gateway_command.gateway)

@@ -19,13 +19,14 @@ from ludus.proto.runs import (
     METRICS_FILE,
     SUMMARY_FILE,
     Evaluation,
+    MetricsRow,
     Resume,
     Summary,
 )
 from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.live_view import progress_view
-from ludus.services.cli.metrics_follower import MetricsFollower
 from ludus.services.cli.progress import RunProgress
+from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.tables import eval_tables, summary_tables
 from ludus.services.cli.trainer_process import (
     STOP_GRACE_S,
@@ -184,14 +185,14 @@ def _check_environments(config: RunConfig) -> None:
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
     console = progress_console()
     progress = RunProgress(config.training.num_steps)
-    follower = MetricsFollower(run_dir / METRICS_FILE)
+    follower = RecordsFollower(run_dir / METRICS_FILE, MetricsRow, skip_old=True)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         resolved = Path(folder) / CONFIG_FILE
         resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         with progress_view(console) as view:
 
             def show(output: TrainerOutput) -> None:
-                progress.update(follower.new_rows())
+                progress.update(follower.new())
                 while output.warnings:
                     view.warn(output.warnings.popleft())
                 view.refresh(progress)

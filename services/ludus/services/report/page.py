@@ -68,6 +68,7 @@ def _content(run: RunFiles) -> list[Markup | None]:
         sections.learned_policy(run),
         sections.policies(run),
         sections.training(run),
+        sections.said(run),
         sections.details(run),
         join(element("footer", "Made by “ludus report” from the files of the run's folder.")),
     ]

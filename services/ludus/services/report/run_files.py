@@ -17,10 +17,13 @@ from ludus.proto.runs import (
     CONFIG_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
+    TRANSCRIPTS_FILE,
     MetricsRow,
     PolicyChart,
     Summary,
+    Transcript,
     read_metrics,
+    read_transcripts,
 )
 from ludus.services.results import readable
 
@@ -37,6 +40,7 @@ class RunFiles:
     summary: Summary | None
     chart: PolicyChart | None
     metrics: tuple[MetricsRow, ...]
+    transcripts: tuple[Transcript, ...]
     notices: tuple[str, ...]
 
     @property
@@ -108,7 +112,10 @@ def load_run_files(run_dir: Path) -> RunFiles:
     if (run_dir / CHART_FILE).exists():
         chart = _load(run_dir / CHART_FILE, PolicyChart, notices)
     metrics = _guarded(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
-    return RunFiles(run_dir, config, summary, chart, tuple(metrics), tuple(notices))
+    transcripts = _guarded(lambda: read_transcripts(run_dir), TRANSCRIPTS_FILE, notices) or []
+    return RunFiles(
+        run_dir, config, summary, chart, tuple(metrics), tuple(transcripts), tuple(notices)
+    )
 
 
 def _load(path: Path, record_type: type[RecordT], notices: list[str]) -> RecordT | None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ludus.proto.runs import EnvironmentResult, PolicyChart, PolicyResult, Summary
+from ludus.proto.runs import (
+    TRANSCRIPTS_FILE,
+    EnvironmentResult,
+    PolicyChart,
+    PolicyResult,
+    Summary,
+)
 from ludus.services.numbers import (
     compact,
     fixed,
@@ -20,6 +26,7 @@ from ludus.services.report.curves import (
     training_curves,
 )
 from ludus.services.report.drawing import Drawing, hover, line
+from ludus.services.report.episodes import NUM_SHOWN, episodes
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.policy_grid import (
     Panel,
@@ -109,6 +116,22 @@ def training(run: RunFiles) -> Markup | None:
         "The number on the right is the latest mean."
     )
     return _section("Training", explanation, *parts)
+
+
+def said(run: RunFiles) -> Markup | None:
+    """What the policy said, at first and at last; None where nothing was written down."""
+    parts = [
+        _part(run, environment, episodes(of_environment))
+        for environment in run.environments
+        if (of_environment := [one for one in run.transcripts if one.environment == environment])
+    ]
+    if not parts:
+        return None
+    explanation = (
+        f"Episodes that were trained on: of each environment the first {NUM_SHOWN} that were "
+        f"written down, and the last {NUM_SHOWN}. All of them are in {TRANSCRIPTS_FILE}."
+    )
+    return _section("What it said", explanation, *parts)
 
 
 def details(run: RunFiles) -> Markup | None:

@@ -27,6 +27,7 @@ from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
+from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.weights import WorkerWeights, check_canary
@@ -86,8 +87,16 @@ class RolloutWorkerActor:
         """The groups, once all of them are over."""
         rollout = self._run.rollout
         sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
+        per_step = self._run.metrics.transcripts_per_step
+        groups_per_step = self._run.training.groups_per_step
         groups = [
-            play_group(self._players[spec.environment], spec, sampling, rollout.group_timeout_s)
+            play_group(
+                self._players[spec.environment],
+                spec,
+                sampling,
+                rollout.group_timeout_s,
+                num_transcripts=num_transcripts(spec.index, per_step, groups_per_step),
+            )
             for spec in specs
         ]
         return list(await asyncio.gather(*groups))

@@ -40,6 +40,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ludus.proto.runs import Transcript
 from ludus.trainer.data.counts import RolloutCounts, count_group
 from ludus.trainer.types import RolloutGroup
 
@@ -54,12 +55,15 @@ class GroupSummary:
     """Versions between the weights that played it and those that it trains."""
     num_scored: int
     """Episodes that have a reward."""
+    transcripts: tuple[Transcript, ...] = ()
+    """Of some of its episodes."""
 
 
 def summarise(group: RolloutGroup, version: int) -> GroupSummary:
     """The summary of a group of batch `version`."""
     num_scored = sum(reward is not None for reward in group.rewards)
-    return GroupSummary(group.index, group.environment, version - group.policy_version, num_scored)
+    staleness = version - group.policy_version
+    return GroupSummary(group.index, group.environment, staleness, num_scored, group.transcripts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     add(messages)   what the environment says; may be called several times in a row
     answer()        what the policy says; one turn
     add_reward(r)   what the last turn has earned
+    acted(action)   what it made the environment do
 
 The tokens that are sent are always those sent before, those sampled, and those added since.
 Where thoughts of earlier turns are taken out, a prompt may not begin with what was sent
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
@@ -60,12 +62,12 @@ class Conversation:
         self._prompt: list[int] | None = None
         """Tokens of the waiting messages, once somebody asked."""
         self.num_turns = 0
-        self.num_first_messages = 0
-        """Messages before the first answer."""
-        self.num_answered_messages = 0
-        """Messages up to the last answer, that included."""
         self.messages: list[Message] = []
         """All so far, the policy's own included."""
+        self.answered: list[int] = []
+        """The places of the policy's own, one per turn."""
+        self.actions: dict[int, Any] = {}
+        """What its answers made the environment do, by their places; for people to read."""
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
         """List these tools in the first prompt."""
@@ -103,11 +105,9 @@ class Conversation:
         text = self._chat.decode(completion.token_ids)
         sequence.turns.append(Turn(prompt, completion))
         sequence.token_ids = [*sent, *completion.token_ids]
-        if self.num_turns == 0:
-            self.num_first_messages = len(self.messages)
         self.num_turns += 1
+        self.answered.append(len(self.messages))
         self.messages.append({"role": "assistant", "content": text})
-        self.num_answered_messages = len(self.messages)
         self._waiting, self._prompt = [], None
         return text
 
@@ -117,6 +117,11 @@ class Conversation:
         if turns is None:
             raise ValueError(f"expected an answer before it earns {reward:g}, got none yet")
         turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
+
+    def acted(self, action: Any) -> None:
+        """Note what the last answer made the environment do; None is nothing."""
+        if action is not None and self.answered:
+            self.actions[self.answered[-1]] = action
 
     @property
     def turns(self) -> list[Turn]:

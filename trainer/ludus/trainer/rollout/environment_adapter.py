@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
@@ -37,6 +38,8 @@ class Reply:
     reward: float = 0.0
     status: RolloutStatus | None = None
     """How the episode has ended; None while it continues."""
+    action: Any = None
+    """What the environment was asked to do; None where the answer said nothing that it could."""
 
 
 class EnvironmentAdapter:
@@ -65,15 +68,18 @@ class EnvironmentAdapter:
         Raises:
             InfrastructureError: the episode is void.
         """
+        action: dict[str, Any] = {}
         try:
             action = self._renderer.action(strip_reasoning(text), self.result)
             self.result = await self._session.step(**action)
         except ActionError:
-            return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
+            invalid = RolloutStatus.INVALID_ACTION
+            return Reply([], self._invalid_action_reward, invalid, action.get("action"))
+        asked = action.get("action", action)
         reward, status = self.result.reward or 0.0, status_of(self.result)
         if status is RolloutStatus.TERMINATED:
-            return Reply([], reward, status)
-        return Reply(self._renderer.messages(self.result, first=False), reward, status)
+            return Reply([], reward, status, asked)
+        return Reply(self._renderer.messages(self.result, first=False), reward, status, asked)
 
 
 def status_of(result: StepResult) -> RolloutStatus | None:

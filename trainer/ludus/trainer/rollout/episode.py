@@ -168,13 +168,14 @@ class Player:
             status=status,
             policy_version=min((turn.completion.policy_version for turn in turns), default=0),
         )
-        messages, num_first = conversation.messages, conversation.num_first_messages
+        messages, answered = conversation.messages, conversation.answered or [0]
         return PlayedEpisode(
             rollout,
-            prompt=messages[:num_first],
-            completion=messages[num_first : conversation.num_answered_messages],
+            prompt=messages[: answered[0]],
+            completion=messages[answered[0] : answered[-1] + 1] if turns else (),
             completion_ids=[token for turn in turns for token in turn.completion.token_ids],
             fields=ended.fields,
+            conversation=conversation,
         )
 
 
@@ -189,6 +190,7 @@ async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -
             status = RolloutStatus.TRUNCATED
             break
         reply = await adapter.reply(await conversation.answer())
+        conversation.acted(reply.action)
         conversation.add_reward(reply.reward)
         conversation.add(reply.messages)
         status = reply.status

@@ -23,15 +23,24 @@ from ludus.proto.errors import InfrastructureError
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.seeds import mix
+from ludus.trainer.rollout.transcript import make_transcript
 from ludus.trainer.types import GroupSpec, RolloutGroup, Sampling
 
 _NUM_SEEDS = 2**30
 
 
 async def play_group(
-    player: Player, spec: GroupSpec, sampling: Sampling, timeout_s: float
+    player: Player,
+    spec: GroupSpec,
+    sampling: Sampling,
+    timeout_s: float,
+    *,
+    num_transcripts: int = 0,
 ) -> RolloutGroup:
     """The group's episodes with their rewards; those that did not end in time are lost.
+
+    Args:
+        num_transcripts: of so many episodes it says what was said.
 
     Raises:
         RewardFunctionError: a reward function failed, or did not end within another `timeout_s`.
@@ -48,7 +57,12 @@ async def play_group(
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
-    return RolloutGroup(spec.index, spec.environment, tuple(rollouts))
+    transcripts = [
+        make_transcript(spec.index, number, rollout, episode.conversation)
+        for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True))
+        if number < num_transcripts and episode.conversation is not None
+    ]
+    return RolloutGroup(spec.index, spec.environment, tuple(rollouts), tuple(transcripts))
 
 
 def _opens_together(player: Player, spec: GroupSpec) -> bool:

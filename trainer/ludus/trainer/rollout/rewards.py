@@ -22,6 +22,7 @@ from typing import Any
 from ludus.env import Message
 from ludus.proto.config.environment import RewardTerm, name_of_term
 from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.renderer import import_object
 from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
 
@@ -44,6 +45,8 @@ class PlayedEpisode:
     """All sampled tokens."""
     fields: Mapping[str, Any] | None = None
     """What the last result or a rollout function adds."""
+    conversation: Conversation | None = None
+    """In which it was played; None where it never began."""
 
     @property
     def can_be_scored(self) -> bool:

@@ -143,15 +143,18 @@ class ToolAdapter(EnvironmentAdapter):
 
     async def _called(self, calls: Sequence[ToolCall]) -> Reply:
         messages: list[Message] = []
-        reward = 0.0
+        reward, status = 0.0, None
+        made: list[JsonObject] = []
         for call in calls:
             message, earned, status = await self._call(call)
+            made.append({"tool": call.name, "arguments": call.arguments})
             messages.append(message)
             reward += earned
             if status is not None:
-                ended = status is RolloutStatus.TERMINATED
-                return Reply([] if ended else messages, reward, status)
-        return Reply(messages, reward)
+                break
+        if status is RolloutStatus.TERMINATED:
+            messages = []
+        return Reply(messages, reward, status, made)
 
     async def _call(self, call: ToolCall) -> tuple[Message, float, RolloutStatus | None]:
         """What one tool returned; that it failed is for the model to know."""

@@ -1,33 +1,31 @@
-"""Reading metrics.jsonl while the trainer writes it."""
+"""Reading a run's files of records, one a line, while the trainer writes them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from ludus.proto.runs import MetricsRow
+RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
-class MetricsFollower:
-    """The rows of a metrics file as they come.
+class RecordsFollower(Generic[RecordT]):
+    """The records of a file as they come."""
 
-    A file that is there from the start is old: it is ignored until the trainer replaces it,
-    or, resuming, writes to it.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, record: type[RecordT], *, skip_old: bool = False) -> None:
+        """`skip_old`: a file that is there already is ignored until it is replaced or grows."""
         self._path = path
-        self._old = _fingerprint(path)
+        self._record = record
+        self._old = _fingerprint(path) if skip_old else None
         self._inode = 0
         self._offset_bytes = 0
         self.num_unreadable = 0
-        """Whole lines that are no row."""
+        """Whole lines that are no record."""
 
-    def new_rows(self) -> list[MetricsRow]:
-        """The rows since the last call; a line that is still being written has to wait."""
+    def new(self) -> list[RecordT]:
+        """The records since the last call; a line that is still being written has to wait."""
         if _fingerprint(self._path) in (None, self._old):
             return []
         self._old = None
@@ -38,7 +36,7 @@ class MetricsFollower:
         except FileNotFoundError:
             return []
         self._offset_bytes += len(whole) + len(newline)
-        return [row for line in whole.split(b"\n") if line and (row := self._parse(line))]
+        return [one for line in whole.split(b"\n") if line and (one := self._parse(line))]
 
     def _find_start(self, file: BinaryIO) -> None:
         """Move to what is new: to the very start of a file that took the other one's place."""
@@ -47,9 +45,9 @@ class MetricsFollower:
             self._inode, self._offset_bytes = status.st_ino, 0
         file.seek(self._offset_bytes)
 
-    def _parse(self, line: bytes) -> MetricsRow | None:
+    def _parse(self, line: bytes) -> RecordT | None:
         try:
-            return MetricsRow.model_validate_json(line)
+            return self._record.model_validate_json(line)
         except ValidationError:
             self.num_unreadable += 1
             return None

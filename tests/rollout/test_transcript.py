@@ -1,0 +1,86 @@
+"""What is written down of the episodes: which of them, what was said, and how much at most."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.runs import Transcript
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout import transcript
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.transcript import num_transcripts
+from ludus.trainer.types import GroupSpec, RolloutGroup
+from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+
+SPEC = GroupSpec(6, "game", (11,) * 4)
+
+
+async def played(
+    client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], num_written: int = 1
+) -> RolloutGroup:
+    player, _ = make_player(client, chat, itertools.cycle(answers))
+    return await play_group(player, SPEC, SAMPLING, timeout_s=60, num_transcripts=num_written)
+
+
+async def test_a_transcript_says_what_was_shown_answered_done_and_earned(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    group = await played(client, chat, ["STAND"])
+    [written] = group.transcripts
+    rollout = group.rollouts[0]
+    assert (written.group, written.episode, written.seed) == (6, 0, 11)
+    assert (written.reward, written.terms) == (rollout.reward, {"environment": rollout.reward})
+    assert written.status == "terminated"
+    [turn] = written.turns
+    assert [(said.role, said.text) for said in turn.shown] == [("user", "hard 11 vs 2")]
+    assert (turn.answer, turn.action, turn.reward) == ("STAND", {"text": "STAND"}, rollout.reward)
+
+
+async def test_as_many_as_are_wanted_are_written_and_none_by_default(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    assert len((await played(client, chat, ["STAND"], 3)).transcripts) == 3
+    assert len((await played(client, chat, ["STAND"], 9)).transcripts) == 4
+    assert (await played(client, chat, ["STAND"], 0)).transcripts == ()
+
+
+async def test_an_answer_that_is_no_action_is_written_as_it_was_said(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    [written] = (await played(client, chat, ["HIT me\u2028now"])).transcripts
+    assert written.status == "invalid_action"
+    assert written.turns[-1].reward == LIMITS.invalid_action_reward
+    line = written.model_dump_json()
+    assert "\n" not in line
+    assert Transcript.model_validate_json(line) == written
+
+
+async def test_long_texts_are_cut_and_late_turns_counted(
+    client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcript, "MAX_TEXT_CHARACTERS", 10)
+    monkeypatch.setattr(transcript, "MAX_TRANSCRIPT_CHARACTERS", 60)
+    [written] = (await played(client, chat, ["HIT"])).transcripts
+    num_turns = len(written.turns) + written.num_turns_left_out
+    assert num_turns > len(written.turns) >= 1
+    assert all(len(said.text) < 50 for turn in written.turns for said in turn.shown)
+    assert "more characters)" in written.turns[0].shown[0].text
+    json.loads(written.model_dump_json())
+
+
+@pytest.mark.parametrize(("per_step", "groups_per_step"), [(4, 16), (16, 16), (40, 16), (0, 16)])
+def test_each_step_has_as_many_as_it_shall(per_step: int, groups_per_step: int) -> None:
+    for block in range(20):
+        indices = range(block * groups_per_step, (block + 1) * groups_per_step)
+        assert sum(num_transcripts(i, per_step, groups_per_step) for i in indices) == per_step
+
+
+def test_environments_that_take_turns_are_all_written_down() -> None:
+    written = Counter(index % 4 for index in range(1600) if num_transcripts(index, 4, 16))
+    assert written.total() == 400
+    assert min(written.values()) > 60
