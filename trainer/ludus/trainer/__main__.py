@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(run: RunConfig, args: argparse.Namespace) -> int:
-    from ludus.trainer.main import Stopped, train
+    from ludus.trainer.main import train
+    from ludus.trainer.trainer import Stopped
 
     try:
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))

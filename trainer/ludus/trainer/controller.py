@@ -48,14 +48,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import BufferLostError, CanaryError, LearnerLostError
 from ludus.proto.metrics import TrainMetric
-from ludus.proto.runs import Phase
+from ludus.proto.runs import EvalReport, Phase, Transcript
 from ludus.trainer.checkpoint import (
     CheckpointFolder,
     RunState,
@@ -103,12 +103,37 @@ class Parts:
     """The environment servers that this run owns."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a training step came to."""
+
+    number: int
+    """Steps trained so far."""
+    values: Mapping[str, float]
+    """Of the whole run, by TrainMetric (docs/metrics.md)."""
+    environments: Mapping[str, Mapping[str, float]]
+    """By environment, what each has of its own; by reward term, too."""
+    transcripts: tuple[Transcript, ...]
+    """Some of the episodes that it learned from, word for word."""
+    evaluation: Mapping[str, EvalReport] | None
+    """By environment, where this step was one after which the policy is judged."""
+
+
+BetweenSteps = Callable[[Step | None], Awaitable[None]]
+"""Called before the first step (None) and after each; training stands still until it returns."""
+
+
+async def _go_on(step: Step | None) -> None:
+    """Return at once: nobody wants training to stand still."""
+
+
 @dataclass(slots=True)
 class Controller:
     """Runs both loops from `state` to the last step, or until `stop` is called."""
 
     parts: Parts
     state: RunState
+    between_steps: BetweenSteps = _go_on
     _mixture: Mixture = field(init=False)
     _sampling: SamplingLoop = field(init=False)
     _delivery: Delivery = field(init=False)
@@ -189,6 +214,8 @@ class Controller:
         await self._delivery.settled()
         await self._sampling.restore(state)
         state.forget_under_way()
+        if not self._clock_runs:
+            await self.between_steps(None)
         if state.step == 0 and not state.start:
             await self._evaluate()
         if not self._clock_runs:
@@ -197,7 +224,7 @@ class Controller:
         folder.phase(Phase.TRAIN, state.step)
         tasks.start(self._sampling.run(tasks))
         await self._training_loop(tasks)
-        await self._save_checkpoint()
+        await self.save_checkpoint()
 
     async def _training_loop(self, tasks: Tasks) -> None:
         training = self.parts.run.training
@@ -221,12 +248,13 @@ class Controller:
                 rollout_idle_s=self._sampling.take_idle_s(),
                 sync_bytes=num_bytes,
             )
-            self._record(taken, metrics, times)
+            step = self._record(taken, metrics, times)
             if self._is_due(self.parts.run.eval.every_steps):
-                await self._evaluate()
+                step = replace(step, evaluation=await self._evaluate())
             if self._is_due(training.checkpoint_every_steps):
-                await self._save_checkpoint()
+                await self.save_checkpoint()
                 self.parts.folder.phase(Phase.TRAIN, self.state.step)
+            await self.between_steps(step)
             if self._stopping.is_set():
                 return
 
@@ -267,10 +295,10 @@ class Controller:
     def _is_due(self, every_steps: int) -> bool:
         return not self.finished and self.state.step % every_steps == 0
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self) -> dict[str, EvalReport] | None:
         run, state, folder = self.parts.run, self.state, self.parts.folder
         if run.eval.num_games_during == 0:
-            return
+            return None
         # It is this step's weights that are judged, and not on some workers those before.
         await self._delivery.settled()
         folder.phase(Phase.EVALUATE, state.step)
@@ -282,8 +310,9 @@ class Controller:
         folder.phase(Phase.TRAIN, state.step)
         # The workers were not idle: they played the evaluation's games.
         self._sampling.take_idle_s()
+        return reports
 
-    def _record(self, taken: TakenBatch, metrics: StepMetrics, times: StepTimes) -> None:
+    def _record(self, taken: TakenBatch, metrics: StepMetrics, times: StepTimes) -> Step:
         state, counts = self.state, total(taken.counts.values())
         state.games_trained += sum(group.num_scored for group in taken.groups)
         state.games_played += counts.num_episodes
@@ -295,9 +324,17 @@ class Controller:
         self._deliver_s = 0.0
         values = train_values(taken, metrics, times, state.canary_max_error)
         self.parts.folder.trained(state.step, state.games_trained, values)
-        self.parts.folder.said(state.step, [one for g in taken.groups for one in g.transcripts])
+        said = self.parts.folder.said(
+            state.step, [one for group in taken.groups for one in group.transcripts]
+        )
+        return Step(state.step, values.run, values.environments, said, evaluation=None)
 
-    async def _save_checkpoint(self) -> None:
+    async def settled(self) -> None:
+        """Wait until all workers sample from the newest weights; to be called between two steps."""
+        await self._delivery.settled()
+
+    async def save_checkpoint(self) -> None:
+        """Write a checkpoint; to be called between two steps."""
         parts = self.parts
         await self._delivery.settled()
         parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)

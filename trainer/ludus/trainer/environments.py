@@ -22,7 +22,8 @@ from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
-from ludus.trainer.rollout.renderer import ChatRenderer, import_object, make_renderer
+from ludus.trainer.functions import import_object
+from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,10 +151,14 @@ def _legal_answers(result: StepResult) -> list[str]:
     return result.text.legal_answers if result.text else []
 
 
+def is_folder(model_path: str) -> bool:
+    """Whether a model's path means a folder, and not a Hugging Face id."""
+    return model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
+
+
 def _check_path(path: str) -> None:
     """Refuse a folder that is meant but not there, before anything heavy starts."""
-    is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if is_folder and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
+    if is_folder(path) and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
             f"model.path = '{path}': no model there; expected a folder with config.json, or a "
             "Hugging Face id like 'Qwen/Qwen3-1.7B'"

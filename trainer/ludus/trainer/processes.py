@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.data.buffer import BufferState, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.types import CanaryPrompt, Coefficients, GroupSpec, RolloutGroup
+from ludus.trainer.types import CanaryPrompt, Coefficients, GroupSpec, RolloutGroup, Sampling
 from ludus.trainer.weights import WorkerWeights
 
 SLOTS_PER_WORKER = 16
@@ -76,6 +77,11 @@ class Workers(Protocol):
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """The outcome of one game per seed, in the order of the seeds."""
+
+    async def answer(
+        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[str]:
+        """What the policy says to the messages, once per seed."""
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float

@@ -77,8 +77,9 @@ class RunFolder:
         path = path_of(run)
         with _writing(path), _locked(path) as lock:
             cls._clear(path, overwrite=overwrite)
-            write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
-            return cls(run, lock)
+            folder = cls(run, lock)
+            folder.configure()
+            return folder
 
     @staticmethod
     def _clear(path: Path, *, overwrite: bool) -> None:
@@ -100,16 +101,21 @@ class RunFolder:
     def reopen(cls, run: RunConfig, step: int) -> RunFolder:
         """The folder of a run that continues from `step`; rows of later steps are dropped.
 
+        Its configuration stays as it was until `configure`: the run may yet be refused.
+
         Raises:
             ConfigError: another process trains there, or it cannot be written.
         """
         path = path_of(run)
         with _writing(path), _locked(path) as lock:
             rows = _drop_rows_after(path, step)
-            write_atomically(path / CONFIG_FILE, run.model_dump_json(indent=2))
             folder = cls(run, lock, resume_from=step)
         folder._elapsed_before_s = max((row.elapsed_s for row in rows), default=0.0)
         return folder
+
+    def configure(self) -> None:
+        """Write the configuration that the run has from now on."""
+        write_atomically(self.path / CONFIG_FILE, self._run.model_dump_json(indent=2))
 
     def open_sinks(self, *, in_job_log: bool = False) -> None:
         """Open the sinks of the configuration: rows go there, too, from now on.
@@ -171,11 +177,12 @@ class RunFolder:
                 environment=name,
             )
 
-    def said(self, step: int, transcripts: Iterable[Transcript]) -> None:
-        """Append transcripts of a training step."""
-        for one in transcripts:
-            line = one.model_copy(update={"step": step}).model_dump_json()
-            self._transcripts.write(line + "\n")
+    def said(self, step: int, transcripts: Iterable[Transcript]) -> tuple[Transcript, ...]:
+        """The transcripts as those of a training step, which are appended."""
+        of_step = tuple(one.model_copy(update={"step": step}) for one in transcripts)
+        for one in of_step:
+            self._transcripts.write(one.model_dump_json() + "\n")
+        return of_step
 
     def evaluated(
         self, step: int, num_games_trained: int, environment: str, report: EvalReport
@@ -220,8 +227,6 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the folder."""
         self._close_all()
-        # Some network file systems do not remove the folder of a file that is still open.
-        logging.basicConfig(handlers=[logging.NullHandler()], force=True)
         _empty(self.path)
         self._lock.release()
         with suppress(OSError):  # another run of this name begins already
@@ -338,11 +343,22 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def log_to(path: Path, level: str) -> None:
-    """Log to a run's folder from now on."""
-    logging.basicConfig(
-        filename=path / LOG_FILE,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+@contextmanager
+def logging_to(path: Path, level: str) -> Iterator[None]:
+    """Log to a run's folder, too.
+
+    A program that has set up its logging keeps it, and what it lets through is what is logged.
+    """
+    handler = logging.FileHandler(path / LOG_FILE, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    level_before = root.level
+    if not root.handlers:
+        root.setLevel(level.upper())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level_before)
+        handler.close()

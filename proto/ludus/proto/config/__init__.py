@@ -23,7 +23,12 @@ from ludus.proto.config.environment import (
     RemoteEnvironment,
     RewardTerm,
 )
-from ludus.proto.config.load import apply_overrides, load_run_config, parse_override
+from ludus.proto.config.load import (
+    apply_overrides,
+    load_run_config,
+    parse_override,
+    run_config_from,
+)
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
 from ludus.proto.config.sections import (
     FolderWeightStore,
@@ -88,4 +93,5 @@ __all__ = [
     "apply_overrides",
     "load_run_config",
     "parse_override",
+    "run_config_from",
 ]

@@ -32,12 +32,25 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
         ConfigError: one line per mistake, each with field, value and way out.
     """
     tree = _read_file(path) if path else {}
+    return run_config_from(tree, overrides, source=str(path) if path else "the configuration")
+
+
+def run_config_from(
+    tree: JsonObject, overrides: Sequence[str] = (), *, source: str = "the configuration"
+) -> RunConfig:
+    """The run configuration of a tree of sections, after `a.b=value` overrides, over its preset.
+
+    Args:
+        source: what a message calls it.
+
+    Raises:
+        ConfigError: one line per mistake, each with field, value and way out.
+    """
     apply_overrides(tree, overrides)
     tree = with_preset(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        source = str(path) if path else "the configuration"
         lines = [_explain(detail) for detail in error.errors()]
         if "environment" in tree:
             # It was written alone; its name is not the user's.

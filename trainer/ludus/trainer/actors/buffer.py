@@ -107,6 +107,10 @@ class RemoteBuffer:
         actor_class = ray.remote(**placement.beside_driver())(BufferActor)
         self._actor: ActorHandle = actor_class.remote(run)
 
+    def close(self) -> None:
+        """End the buffer, with what waits in it."""
+        ray.kill(self._actor)
+
     async def begin(self, indices: Iterable[int], version: int) -> None:
         """See GroupBuffer.begin; without effect once the buffer is lost."""
         with suppress(BufferLostError):

@@ -16,14 +16,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import ray
 from ray.core.generated.autoscaler_pb2 import AutoscalingState, GetClusterStatusReply
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
@@ -51,8 +52,24 @@ ResultT = TypeVar("ResultT")
 
 
 def is_local() -> bool:
-    """Whether this process starts a Ray of its own, on this machine alone."""
+    """Whether RAY_ADDRESS names no cluster, so that a run starts a Ray on this machine alone."""
     return _address() == "local"
+
+
+@contextmanager
+def _joined_ray() -> Iterator[bool]:
+    """Whether Ray is this run's own, on this machine alone; it is left at the end.
+
+    A process that has joined a cluster already stays in it: that is where the run goes.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    start_ray()
+    try:
+        yield is_local()
+    finally:
+        ray.shutdown()
 
 
 def start_ray() -> None:
@@ -114,13 +131,29 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(internal_kv_get_gcs_client().get_draining_nodes(timeout=_LOOK_TIMEOUT_S))
 
 
-async def find_place(run: RunConfig, *, with_learner: bool = True) -> Placement:
+@asynccontextmanager
+async def place_in_ray(run: RunConfig, *, with_learner: bool = True) -> AsyncIterator[Placement]:
+    """Where the run's actors go, in a Ray that is joined and left again.
+
+    Raises:
+        ConfigError: there is no room for the run, and none will be.
+    """
+    with _joined_ray() as is_own:
+        placement = await _find_place(run, is_own=is_own, with_learner=with_learner)
+        try:
+            yield placement
+        finally:
+            if placement.group is not None:
+                remove_placement_group(placement.group)
+
+
+async def _find_place(run: RunConfig, *, is_own: bool, with_learner: bool) -> Placement:
     """Where the run's actors go; the learner's ranks have their room, which waits for them.
 
     Raises:
         ConfigError: there is no room for the run, and none will be.
     """
-    if is_local():
+    if is_own:
         placement = on_one_machine(run, with_learner=with_learner)
         nodes = [node["Resources"] for node in ray.nodes()]
         if not placement.demand.fits(nodes):

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 import torch
 
+from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.environments import environment_token
+from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
@@ -47,6 +49,8 @@ class RolloutWorkerSpec:
     """Of the run's folder, which holds the model; None where it cannot but be seen."""
     number: int = 0
     """Tells workers apart."""
+    functions: Mapping[str, Function] = field(default_factory=given_functions)
+    """What the configuration names and nobody can import."""
 
 
 class RolloutWorkerActor:
@@ -65,10 +69,11 @@ class RolloutWorkerActor:
         """
         if spec.token is not None:
             await asyncio.to_thread(spec.token.check)
+        take_functions(spec.functions)
         run = spec.run
         self._run = run
         self._store = make_store(spec.weights)
-        chat = ChatTokenizer.load(spec.model_path, run.model)
+        self._chat = chat = ChatTokenizer.load(spec.model_path, run.model)
         clients = {name: await self._connect(spec, name) for name in run.environments}
         self._generator = Generator(make_engine(run, spec.model_path, chat))
         self._merger = None
@@ -114,6 +119,14 @@ class RolloutWorkerActor:
                 return _outcome(await player.play(seed, sampling))
 
         return list(await asyncio.gather(*(play(seed) for seed in seeds)))
+
+    async def answer(
+        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[str]:
+        """What the policy says to the messages, once per seed."""
+        prompt = self._chat.first_prompt(messages, ())
+        said = [self._generator(prompt, sampling, seed) for seed in seeds]
+        return [self._chat.decode(one.token_ids) for one in await asyncio.gather(*said)]
 
     async def load_weights(self, published: PublishedWeights) -> WorkerWeights:
         """What the worker holds now, and whether its canary passed; raises nothing by itself."""

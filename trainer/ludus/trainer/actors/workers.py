@@ -29,6 +29,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import CanaryError, UserError, WeightSyncError, WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
@@ -39,7 +40,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorke
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import SLOTS_PER_WORKER, Slot
 from ludus.trainer.rollout.vllm_environment import vllm_environment
-from ludus.trainer.types import GroupSpec, lost_group
+from ludus.trainer.types import GroupSpec, Sampling, lost_group
 from ludus.trainer.weights import WorkerWeights
 
 _log = logging.getLogger(__name__)
@@ -194,6 +195,20 @@ class RolloutWorkers:
                 outcomes |= {outcome.seed: outcome for outcome in part}
             missing = [seed for seed in missing if seed not in outcomes]
         return [outcomes[seed] for seed in seeds]
+
+    async def answer(
+        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[str]:
+        """What the policy says to the messages, once per seed."""
+        while True:
+            slot = await self.slot()
+            worker: _Worker = slot.worker
+            try:
+                return await worker.actor.answer.remote(list(messages), sampling, list(seeds))
+            except _Gone:
+                self._leave(worker)
+            finally:
+                self.free(slot)
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float

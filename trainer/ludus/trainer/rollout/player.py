@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig, RunConfig
+from ludus.trainer.functions import import_object
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.renderer import import_object, make_renderer
+from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tool_adapter import Toolbox
 

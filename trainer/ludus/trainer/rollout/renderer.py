@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ludus.env import Message, StepResult
 from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ConfigError
+from ludus.trainer.functions import import_object
 
 
 class ChatRenderer(Protocol):
@@ -63,19 +62,3 @@ def make_renderer(config: EnvironmentConfig) -> ChatRenderer:
     if config.render is None or config.parse is None:
         return ServerRenderer()
     return ImportedRenderer(config.render, config.parse)
-
-
-def import_object(path: str, field: str) -> Callable[..., Any]:
-    """The callable named "module:attribute" in configuration field `field`."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{field} = '{path}': cannot import '{module_name}' ({error}); install it or fix "
-            "the name"
-        ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"{field} = '{path}': '{module_name}' has no callable '{attribute}'")
-    return found

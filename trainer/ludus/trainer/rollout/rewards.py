@@ -22,8 +22,8 @@ from typing import Any
 from ludus.env import Message
 from ludus.proto.config.environment import RewardTerm, name_of_term
 from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.conversation import Conversation
-from ludus.trainer.rollout.renderer import import_object
 from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
 
 ENVIRONMENT_TERM = RewardTerm()

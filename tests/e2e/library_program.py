@@ -1,0 +1,119 @@
+"""A program that trains with `Trainer`, as somebody would in a notebook: argv is a folder.
+
+It has a Ray and a logging of its own, runs its event loop in a thread, and hands a closure over as
+a reward. What it saw is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+
+from ludus.proto.errors import CheckpointError
+from ludus.proto.runs import read_metrics
+from ludus.trainer import Step, Trainer
+from tests.e2e.runs import EXAMPLE, SMALL
+
+SEEN: dict[str, Any] = {}
+
+
+class BodyError(Exception):
+    """What the program's own code raises."""
+
+
+def settings(folder: str) -> dict[str, Any]:
+    """The small example, with functions of this program in it."""
+    penalty = 0.01
+    words = "word by word"
+
+    def brevity(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+        assert words
+        return [-penalty * len(completion) for completion in completions]
+
+    run = Trainer(EXAMPLE, overrides=[*SMALL, "name=run", f"output_dir={json.dumps(folder)}"]).run
+    tree = run.model_dump(mode="json")
+    tree["environments"]["blackjack"]["rewards"] = [{}, brevity]
+    tree["training"]["num_steps"] = 4
+    return tree
+
+
+async def begin(folder: str) -> None:
+    """Train two steps by hand, look at what there is, and fail."""
+    steps: list[Step] = []
+    async with Trainer(settings(folder)) as trainer:
+        SEEN["before"] = await trainer.policy.generate("hard 15 vs 10", num=3)
+        async for step in trainer.steps():
+            steps.append(step)
+            if step.number == 1:
+                break
+        await asyncio.sleep(0.5)
+        rows = [row for row in read_metrics(trainer.folder) if row.kind == "train"]
+        SEEN["steps while it stood still"] = len(rows)
+        SEEN["saved"] = (await trainer.save()).name
+        report = (await trainer.evaluate(20))["blackjack"]
+        SEEN["games"] = report.policy.num_games
+        async for step in trainer.steps():
+            steps.append(step)
+            SEEN["steps"] = [one.number for one in steps]
+            SEEN["terms"] = sorted(k for k in step.environments["blackjack"] if "term" in k)
+            SEEN["transcripts"] = len(step.transcripts)
+            raise BodyError
+
+
+async def go_on(folder: str) -> None:
+    """Continue to the end."""
+    async with Trainer(settings(folder), resume="always") as trainer:
+        greedy = {"num": 2, "temperature": 0.0}
+        SEEN["greedy"] = await trainer.policy.generate(
+            [{"role": "user", "content": "hard 20 vs 10"}], **greedy
+        )
+        training = asyncio.create_task(trainer.train())
+        await asyncio.sleep(0)
+        try:
+            await trainer.save()
+        except CheckpointError as error:
+            SEEN["refused"] = str(error)
+        summary = await training
+        SEEN["finished"], SEEN["num_steps"] = summary.finished, summary.num_steps
+
+
+def main(folder: str) -> None:
+    """Train twice, in a thread, and print what was seen."""
+    logged = io.StringIO()
+    logging.basicConfig(stream=logged, level=logging.WARNING)
+    handlers, interrupt = list(logging.getLogger().handlers), signal.getsignal(signal.SIGINT)
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
+    num_cpus = ray.available_resources()["CPU"]
+
+    def work() -> None:
+        try:
+            asyncio.run(begin(folder))
+        except BodyError:
+            SEEN["raised"] = True
+        asyncio.run(go_on(folder))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    SEEN["ray stays"] = ray.is_initialized()
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU") != num_cpus and time.monotonic() < deadline:
+        time.sleep(0.2)
+    SEEN["ray is free"] = ray.available_resources().get("CPU") == num_cpus
+    SEEN["logging stays"] = logging.getLogger().handlers == handlers
+    SEEN["signals stay"] = signal.getsignal(signal.SIGINT) == interrupt
+    sys.stdout.write(json.dumps(SEEN) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,213 @@
+"""Builds what a run consists of from its configuration, and ends it in the right order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.env.evaluation import EpisodeOutcome
+from ludus.env.serving.subprocess import LocalServer
+from ludus.proto.config import (
+    PretrainedModel,
+    RunConfig,
+    TransformersGenerator,
+    VllmGenerator,
+)
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import CHECKPOINTS_FOLDER, Phase, Resume
+from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.cluster import place_in_ray
+from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.weight_store import check_reachable, located
+from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.checkpoint import (
+    CheckpointFolder,
+    learner_folder,
+    list_checkpoints,
+    newest_checkpoint,
+)
+from ludus.trainer.controller import Parts
+from ludus.trainer.environments import Environment, connected, local_servers
+from ludus.trainer.evaluation import Evaluator, play_baselines
+from ludus.trainer.functions import import_object
+from ludus.trainer.learner.learner import LearnerSpec
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.prepare import is_folder, make_canary_prompt, prepare_model
+from ludus.trainer.rollout.engines import has_vllm
+from ludus.trainer.run_folder import RunFolder, path_of
+from ludus.trainer.shared_folder import FolderToken
+from ludus.trainer.tasks import together
+
+_INITIAL_MODEL_FOLDER = "initial_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Infrastructure:
+    """What a run stands on: Ray, and its environments."""
+
+    placement: Placement
+    """Where its actors go."""
+    token: FolderToken | None
+    """By which actors on other nodes know the run's folder; None on one machine."""
+    servers: dict[str, LocalServer]
+    """Those that the run owns."""
+    environments: dict[str, Environment]
+    """All, in the run's order."""
+
+    @property
+    def first(self) -> Environment:
+        """The environment that the canary prompt and the chart are taken from."""
+        return next(iter(self.environments.values()))
+
+
+@asynccontextmanager
+async def built(
+    run: RunConfig, folder: RunFolder, infrastructure: Infrastructure, checkpoint: Path | None
+) -> AsyncIterator[Parts]:
+    """Everything a run consists of, started and connected."""
+    environments, placement = infrastructure.environments, infrastructure.placement
+    folder.connected({name: one.description.options for name, one in environments.items()})
+    folder.phase(Phase.PREPARE_MODEL)
+    model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
+    chat = ChatTokenizer.load(model_path, run.model)
+    canary = await make_canary_prompt(infrastructure.first, chat)
+    folder.phase(Phase.START_WORKERS)
+    learners = LearnerGroup(run, placement, infrastructure.token)
+    buffer = RemoteBuffer(run, placement)
+    spec = worker_spec(run, model_path, infrastructure, folder.path)
+    workers, baselines, _ = await together(
+        RolloutWorkers.start(spec, buffer, placement),
+        baselines_of(run, environments),
+        learners.start(make_learner_spec(run, model_path), spec.weights),
+    )
+    try:
+        if checkpoint:
+            await learners.load(learner_folder(checkpoint))
+            folder.configure()
+        yield Parts(
+            run=run,
+            folder=folder,
+            checkpoints=CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints),
+            learners=learners,
+            workers=workers,
+            buffer=buffer,
+            evaluator=Evaluator(run.eval, run.environments, workers, baselines),
+            chat=chat,
+            canary=canary,
+            servers=infrastructure.servers,
+        )
+    finally:
+        # Before Ray ends: a supervisor would restart it to replace the worker that it lost.
+        await workers.close()
+        learners.close()
+        buffer.close()
+
+
+@asynccontextmanager
+async def infrastructure_of(
+    run: RunConfig, run_path: Path, *, with_learner: bool = True
+) -> AsyncIterator[Infrastructure]:
+    """Ray and the run's environments, connected; what the run started ends with it.
+
+    The order matters: a server refuses bad options before Ray takes seconds to start, and
+    Ray forks processes, which must happen before this one speaks gRPC.
+    """
+    check_reachable(located(run.weights, run.name, run_path))
+    with local_servers(run, run_path) as servers:
+        async with place_in_ray(run, with_learner=with_learner) as placement:
+            with _token(run_path, placement) as token:
+                async with connected(run, servers) as environments:
+                    yield Infrastructure(placement, token, servers, environments)
+
+
+@contextmanager
+def _token(run_path: Path, placement: Placement) -> Iterator[FolderToken | None]:
+    """A token in the run's folder as long as actors start; one machine needs none."""
+    if placement.is_one_machine:
+        yield None
+        return
+    token = FolderToken.write(run_path)
+    try:
+        yield token
+    finally:
+        token.remove()
+
+
+def starting_point(run: RunConfig, resume: Resume) -> Path | None:
+    """The checkpoint that the run continues from; None where it begins anew."""
+    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
+    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
+        return None
+    return newest_checkpoint(checkpoints)
+
+
+def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
+    """What the learner's ranks are made from."""
+    return LearnerSpec(
+        model_path=model_path,
+        config=run.learner,
+        algorithm=run.algorithm,
+        temperature=run.rollout.temperature,
+        max_tokens=run.rollout.max_tokens,
+        seed=run.seed,
+        lora=run.model.lora,
+    )
+
+
+def worker_spec(
+    run: RunConfig, model_path: str, infrastructure: Infrastructure, run_path: Path
+) -> RolloutWorkerSpec:
+    addresses = {name: one.address for name, one in infrastructure.environments.items()}
+    weights = located(run.weights, run.name, run_path)
+    return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
+
+
+async def baselines_of(
+    run: RunConfig, environments: Mapping[str, Environment]
+) -> dict[str, dict[str, list[EpisodeOutcome]]]:
+    """The outcomes of the fixed policies that an evaluation compares with, by environment."""
+    return {
+        name: await _baselines_of(run, name, environment)
+        for name, environment in environments.items()
+    }
+
+
+async def _baselines_of(
+    run: RunConfig, name: str, environment: Environment
+) -> dict[str, list[EpisodeOutcome]]:
+    config = environment.config
+    if not config.baselines:
+        return {}
+    assert config.policies is not None
+    field = f"environments.{name}"
+    policies = import_object(config.policies, f"{field}.policies")(environment.description.options)
+    unknown = sorted(set(config.baselines) - policies.keys())
+    if unknown:
+        raise ConfigError(
+            f"{field}.baselines: '{config.policies}' has no policy {unknown}; it has "
+            f"{sorted(policies)}"
+        )
+    return await play_baselines(environment.client, policies, config.baselines, run.eval)
+
+
+def resolved(run: RunConfig) -> RunConfig:
+    """The run as this machine can have it, and every process of it understands it.
+
+    transformers generates where vLLM is not installed; folders are absolute, since processes
+    elsewhere do not stand where this one does.
+    """
+    changes: dict[str, object] = {}
+    if isinstance(run.generator, VllmGenerator) and not has_vllm():
+        sys.stderr.write(
+            "warning: vLLM is not installed here; generator.kind = 'transformers' takes over\n"
+        )
+        changes["generator"] = TransformersGenerator()
+    if isinstance(run.model, PretrainedModel) and is_folder(run.model.path):
+        path = str(Path(run.model.path).expanduser().absolute())
+        changes["model"] = run.model.model_copy(update={"path": path})
+    return run.model_copy(update=changes)
