@@ -208,6 +208,8 @@ def resolved(run: RunConfig) -> RunConfig:
         )
         changes["generator"] = TransformersGenerator()
     if isinstance(run.model, PretrainedModel) and is_folder(run.model.path):
-        path = str(Path(run.model.path).expanduser().absolute())
-        changes["model"] = run.model.model_copy(update={"path": path})
+        folder = Path(run.model.path).expanduser().absolute()
+        # One that is not there is refused by the name that the user gave it.
+        if folder.exists():
+            changes["model"] = run.model.model_copy(update={"path": str(folder)})
     return run.model_copy(update=changes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -29,13 +30,14 @@ from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
 from ludus.trainer import control
 from ludus.trainer.build import built, infrastructure_of, resolved, starting_point
+from ludus.trainer.changes import Change, changes_since, in_words
 from ludus.trainer.checkpoint import RunState, read_state
 from ludus.trainer.controller import Controller, Parts, Step
 from ludus.trainer.environments import check_names
 from ludus.trainer.functions import import_object, name_of
 from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.seeds import mix
-from ludus.trainer.run_folder import RunFolder, logging_to
+from ludus.trainer.run_folder import RunFolder, logging_to, path_of
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import Sampling
@@ -132,11 +134,15 @@ class Trainer:
         self._begun_s = time.monotonic()
         check_names(self.run)
         checkpoint = starting_point(self.run, self._resume)
-        state = RunState() if checkpoint is None else read_state(checkpoint)
+        state = RunState()
+        changes: list[Change] = []
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            changes = changes_since(path_of(self.run), self.run)
         self._folder = self._open_folder(None if checkpoint is None else state.step)
         self.folder = self._folder.path
         try:
-            await self._start(checkpoint, state)
+            await self._start(checkpoint, state, changes)
         except BaseException as error:
             await self._stack.aclose()
             self._leave_folder(error, is_new=checkpoint is None)
@@ -262,9 +268,13 @@ class Trainer:
         is_repeated = self._resume is Resume.AUTO
         return RunFolder.create(self.run, overwrite=self._overwrite or is_repeated)
 
-    async def _start(self, checkpoint: Path | None, state: RunState) -> None:
+    async def _start(self, checkpoint: Path | None, state: RunState, changes: list[Change]) -> None:
         folder, enter = self._folder, self._stack.enter_async_context
         self._stack.enter_context(logging_to(folder.path, self.run.log_level))
+        if changes:
+            told = f"the run continues with another configuration: {in_words(changes)}"
+            _log.warning("%s", told)
+            sys.stderr.write(f"warning: {told}\n")
         folder.open_sinks(in_job_log=self._print_rows)
         folder.phase(Phase.START_ENVIRONMENT)
         self._infrastructure = await enter(infrastructure_of(self.run, folder.path))

@@ -1,0 +1,77 @@
+"""What a run may change when it continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import RunConfig, load_run_config, run_config_from
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import CONFIG_FILE
+from ludus.trainer.changes import changes_since, in_words
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> RunConfig:
+    """A run whose folder is there."""
+    run = load_run_config(EXAMPLE)
+    (tmp_path / CONFIG_FILE).write_text(run.model_dump_json())
+    return run
+
+
+def changed(run: RunConfig, *overrides: str) -> RunConfig:
+    return run_config_from(run.model_dump(mode="json"), overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.width=256", r"model.width was \d+ and is 256"),
+        ("algorithm.kind=ppo", "algorithm.kind was 'grpo' and is 'ppo'"),
+    ],
+)
+def test_another_model_or_algorithm_is_another_run(
+    tmp_path: Path, begun: RunConfig, override: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        changes_since(tmp_path, changed(begun, override))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("seed=7", f"seed was {load_run_config(EXAMPLE).seed} and is 7"),
+        ("learner.learning_rate=0.5", "is 0.5"),
+        ("environments.blackjack.options.game=pig", "options.game was 'blackjack' and is 'pig'"),
+        ("environments.more.package=math_env", "environments.more was None and is {"),
+    ],
+)
+def test_what_makes_figures_unlike_is_told(
+    tmp_path: Path, begun: RunConfig, override: str, told: str
+) -> None:
+    changes = changes_since(tmp_path, changed(begun, override))
+    assert told in in_words(changes)
+
+
+@pytest.mark.parametrize(
+    "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
+)
+def test_how_far_and_where_a_run_goes_is_nobodys_business(
+    tmp_path: Path, begun: RunConfig, override: str
+) -> None:
+    assert changes_since(tmp_path, changed(begun, override)) == []
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, begun: RunConfig) -> None:
+    (tmp_path / CONFIG_FILE).write_text("{")
+    with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' expected the configuration"):
+        changes_since(tmp_path, begun)
+
+
+def test_many_changes_are_counted(tmp_path: Path, begun: RunConfig) -> None:
+    names = [f"environments.more{n}.package=math_env" for n in range(30)]
+    words = in_words(changes_since(tmp_path, changed(begun, *names)))
+    assert words.endswith("and 10 more")
