@@ -46,6 +46,8 @@ def main() -> int:
             signal.raise_signal(signal.SIGKILL)
     if args.command == "eval":
         return evaluate(args)
+    if args.command == "check":
+        return 0
     run = RunConfig.model_validate_json(args.config.read_text())
     folder = Path(run.output_dir) / run.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["train", "eval"])
+    parser.add_argument("command", choices=["train", "check", "eval"])
     for name in ("--config", "--run-dir", "--output", "--checkpoint"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--games", type=int)

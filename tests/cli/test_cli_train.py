@@ -14,7 +14,7 @@ import pytest
 
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import Evaluation
-from ludus.services.cli import trainer_process
+from ludus.services.cli import train_command, trainer_process
 from tests.cli.commands import FAKE_TRAINER, RunCli
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ UseFake = Callable[[str], None]
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
     ludus: RunCli, fake_trainer: UseFake, tmp_path: Path
 ) -> None:
-    fake_trainer("crashes")
+    fake_trainer("goes_well")
     result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
     config = RunConfig.model_validate(json.loads(result.out))
     assert result.code == 0
@@ -273,7 +273,8 @@ def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
     _, err = cli.communicate(timeout=120)
     assert cli.returncode == 130
     assert "stopping, writing a checkpoint" in err
-    assert "ludus train runs/demo/config.json --resume" in err
+    # The fake has written none.
+    assert "no checkpoint was written yet; the same command begins anew" in err
     assert "Traceback" not in err
     assert (tmp_path / "runs/demo/told").read_text() == str(int(number))
     assert not any(is_running(pid) for pid in trainer_pids)
@@ -289,6 +290,14 @@ def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -
     assert cli.returncode == 130
     assert "killed after" in err
     assert not any(is_running(pid) for pid in trainer_pids)
+
+
+def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+    assert "begins anew" in train_command._way_on(tmp_path)
+    (tmp_path / "checkpoints/step-00000005.partial").mkdir(parents=True)
+    assert "begins anew" in train_command._way_on(tmp_path)
+    (tmp_path / "checkpoints/step-00000005").mkdir()
+    assert train_command._way_on(tmp_path).endswith("config.json --resume")
 
 
 def test_the_trainer_is_started_as_a_module_of_this_python() -> None:

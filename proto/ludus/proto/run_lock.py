@@ -67,7 +67,7 @@ def is_in_use(folder: Path) -> bool:
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as file:
             return not _try_lock(file, fcntl.LOCK_SH)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         run = load_run_config(args.config, args.set)
-        return _train(run, args) if args.command == "train" else _eval(run, args)
+        return _VERBS[args.command](run, args)
     except UserError as error:
         return _fail(error, UserError.exit_code)
     except LudusError as error:
@@ -44,6 +44,14 @@ def _train(run: RunConfig, args: argparse.Namespace) -> int:
         # Whoever wanted it through the control file gets what they wanted: a RayJob that
         # failed would be tried again.
         return 0 if stopped.is_wanted else _INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _check(run: RunConfig, args: argparse.Namespace) -> int:
+    from ludus.trainer.build import resolved
+    from ludus.trainer.preflight import preflight
+
+    preflight(resolved(run), Resume(args.resume))
     return 0
 
 
@@ -69,26 +77,31 @@ def _eval(run: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
+_VERBS = {"train": _train, "check": _check, "eval": _eval}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ludus.trainer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a policy")
-    train.add_argument(
-        "--resume",
-        nargs="?",
-        const=Resume.ALWAYS,
-        default=Resume.NEVER,
-        choices=[Resume.ALWAYS, Resume.AUTO],
-        help="continue from the newest checkpoint; with =auto begin anew where there is none",
-    )
-    train.add_argument("--overwrite", action="store_true", help="replace a run of this name")
+    check = commands.add_parser("check", help="look at what a start would trip over")
+    for command in (train, check):
+        command.add_argument(
+            "--resume",
+            nargs="?",
+            const=Resume.ALWAYS,
+            default=Resume.NEVER,
+            choices=[Resume.ALWAYS, Resume.AUTO],
+            help="continue from the newest checkpoint; with =auto begin anew where there is none",
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace a run of this name")
     evaluate = commands.add_parser("eval", help="judge a checkpoint")
     evaluate.add_argument("--run-dir", type=Path, help="folder of the run")
     evaluate.add_argument("--checkpoint", type=Path, help="default: the newest")
     evaluate.add_argument("--games", type=int, help="default: eval.num_games")
     evaluate.add_argument("--temperature", type=float, help="default: eval.temperature")
     evaluate.add_argument("--output", type=Path, help="default: standard output")
-    for command in (train, evaluate):
+    for command in (train, check, evaluate):
         command.add_argument("--config", type=Path, required=True, help="TOML, YAML or JSON")
         command.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     return parser

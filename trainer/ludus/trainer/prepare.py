@@ -45,7 +45,7 @@ async def prepare_model(
     """
     match run.model:
         case PretrainedModel(path=path, lora=lora):
-            _check_path(path)
+            check_model_path(path)
             if lora is not None:
                 await asyncio.to_thread(check_targets, path, lora)
             return path
@@ -156,8 +156,12 @@ def is_folder(model_path: str) -> bool:
     return model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
 
 
-def _check_path(path: str) -> None:
-    """Refuse a folder that is meant but not there, before anything heavy starts."""
+def check_model_path(path: str) -> None:
+    """Refuse a folder that is meant but not there, before anything heavy starts.
+
+    Raises:
+        NotFoundError: there is no model in it.
+    """
     if is_folder(path) and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
         raise NotFoundError(
             f"model.path = '{path}': no model there; expected a folder with config.json, or a "

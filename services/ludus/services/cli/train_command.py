@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from ludus.proto.errors import ConfigError, NotFoundError, UserError
 from ludus.proto.runs import (
+    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     EVAL_FILE,
     LOG_FILE,
@@ -66,7 +67,11 @@ def train(
     ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Look at all that a start would trip over, and print the resolved configuration.",
+        ),
     ] = False,
     resume: Annotated[
         Resume,
@@ -93,16 +98,17 @@ def train(
     config = load_run_config(config_path, overrides or ())
     if resume is not Resume.NEVER and overwrite:
         raise ConfigError("expected --resume or --overwrite, got both; choose one")
-    if dry_run:
-        typer.echo(config.model_dump_json(indent=2))
-        return
-    _check_environments(config)
     run_dir = Path(config.output_dir) / config.name
     flags = ["--overwrite"] if overwrite else []
     if resume is not Resume.NEVER:
         flags.append(f"--resume={resume}")
+    if dry_run:
+        _exit_unless_well(_run_check(config, flags), run_dir, "nothing was written")
+        typer.echo(config.model_dump_json(indent=2))
+        return
+    _check_environments(config)
     end = _run_training(config, run_dir, flags)
-    _exit_unless_well(end, run_dir, f"continue with: ludus train {run_dir / CONFIG_FILE} --resume")
+    _exit_unless_well(end, run_dir, _way_on(run_dir))
     show_results(
         run_dir,
         {
@@ -142,7 +148,7 @@ def evaluate(
     for flag, value in choices.items():
         if value is not None:
             arguments += [flag, str(value)]
-    end = _run_evaluation([*arguments, "--output", str(output)])
+    end = _run_quietly("evaluating", [*arguments, "--output", str(output)])
     _exit_unless_well(end, run_dir, "nothing was written")
     evaluation = Evaluation.model_validate_json(output.read_bytes())
     console = results_console()
@@ -182,6 +188,20 @@ def _check_environments(config: RunConfig) -> None:
             environment_factory(environment.package, environment.options)().close()
 
 
+def _way_on(run_dir: Path) -> str:
+    """What to do with a run that was stopped."""
+    if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
+        return f"continue with: ludus train {run_dir / CONFIG_FILE} --resume"
+    return "no checkpoint was written yet; the same command begins anew"
+
+
+def _run_check(config: RunConfig, flags: list[str]) -> TrainerEnd:
+    with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
+        resolved = Path(folder) / CONFIG_FILE
+        resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        return _run_quietly("checking", ["check", "--config", str(resolved), *flags])
+
+
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
     console = progress_console()
     progress = RunProgress(config.training.num_steps)
@@ -212,14 +232,14 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
             return end
 
 
-def _run_evaluation(arguments: list[str]) -> TrainerEnd:
+def _run_quietly(doing: str, arguments: list[str]) -> TrainerEnd:
     console = progress_console()
 
     def show(output: TrainerOutput) -> None:
         while output.warnings:
             say(console, f"warning: {output.warnings.popleft()}", style="yellow")
 
-    with console.status("evaluating"):
+    with console.status(doing):
         return run_trainer(
             arguments, on_tick=show, on_stopping=lambda: say(console, "stopping", style="yellow")
         )

@@ -1,0 +1,61 @@
+"""What `ludus train --dry-run` looks at, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import load_run_config
+from ludus.proto.errors import UserError
+from ludus.proto.run_lock import RunLock
+from ludus.proto.runs import Resume
+from ludus.trainer.preflight import preflight
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
+
+
+def check(folder: Path, *overrides: str, resume: Resume = Resume.NEVER) -> None:
+    place = f"output_dir={json.dumps(str(folder))}"
+    preflight(load_run_config(EXAMPLE, [place, "name=run", *overrides]), resume)
+
+
+def test_a_run_that_can_start_passes_and_nothing_is_written(tmp_path: Path) -> None:
+    check(tmp_path / "runs" / "deep")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("environment.options.game=blackjak", "blackjak"),
+        ("environment.package=blakjack_env", "no environment package 'blakjack_env'"),
+        ("environment.policy_chart=openspiel_env.policy_chart:nothing", "no callable 'nothing'"),
+        ('environment.baselines=["card_counter"]', "card_counter"),
+        ('environment.rewards=[{"function": "no_such_module:f"}]', "no_such_module"),
+        ('model={"kind": "pretrained", "path": "./no-such-model"}', "./no-such-model"),
+        ("learner.num_gpus_per_rank=64", "the run asks for"),
+    ],
+)
+def test_what_a_start_would_trip_over_is_told(tmp_path: Path, override: str, told: str) -> None:
+    gap = ["environment.random_policy=null", "environment.optimal_policy=null"]
+    with pytest.raises(UserError, match=told):
+        check(tmp_path, *gap, override)
+
+
+def test_a_folder_that_is_a_file_or_in_use_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file' is no folder that may be written to"):
+        check(tmp_path / "file")
+    (tmp_path / "run").mkdir()
+    lock = RunLock.take(tmp_path / "run")
+    with pytest.raises(UserError, match="is in use"):
+        check(tmp_path)
+    lock.release()
+
+
+def test_a_resume_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="checkpoint"):
+        check(tmp_path, resume=Resume.ALWAYS)
+    check(tmp_path, resume=Resume.AUTO)
