@@ -96,13 +96,13 @@ def kl(
 ) -> Tensor:
     """Estimates [N, T] of KL(pi || ref) from samples of pi (http://joschu.net/blog/kl-approx.html).
 
-    With d = log ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. In k3, |d| is clamped
-    to `input_clamp`, or exp overflows; clamping its result as well would end the gradient early.
+    With d = log ref - log pi: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. In k3, d is clamped
+    from above to `input_clamp`, or exp overflows; far below it falls evenly, with its gradient.
     """
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
-    d = d.clamp(-input_clamp, input_clamp)
+    d = d.clamp(max=input_clamp)
     return d.expm1() - d
