@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +16,7 @@ from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
@@ -49,16 +49,17 @@ class LearnerActor:
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
     ) -> None:
         """Join the ranks and load the model."""
-        os.environ["LOCAL_RANK"] = str(self._rank)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        device = take_device(self._rank)
+        has_gpu = device.type == "cuda"
         self._timeout_s = spec.config.collective_timeout_s
         with self._meeting_others():
             dist.init_process_group(
-                backend,
+                "nccl" if has_gpu else "gloo",
                 init_method=address,
                 rank=self._rank,
                 world_size=num_ranks,
                 timeout=timedelta(seconds=self._timeout_s),
+                device_id=device if has_gpu else None,
             )
             self._learner = Learner(spec)
         self._store = make_store(weights) if self._rank == 0 else None

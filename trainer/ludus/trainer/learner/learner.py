@@ -38,6 +38,7 @@ from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees
+from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.lora import (
     ADAPTER_FOLDER,
     adapter_state,
@@ -95,7 +96,7 @@ class Learner:
     def __init__(self, spec: LearnerSpec) -> None:
         self._spec = spec
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._device = _device_of_rank(self._rank)
+        self._device = take_device(self._rank)
         torch.manual_seed(spec.seed)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         config, algorithm = spec.config, spec.algorithm
@@ -373,10 +374,3 @@ def _as_sample(canary: CanaryPrompt) -> TrainingSample:
     token_ids = canary.prompt_ids + canary.completion_ids
     mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
     return unscored_sample(token_ids, mask)
-
-
-def _device_of_rank(rank: int) -> torch.device:
-    """The GPU that Ray gave this process, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())

@@ -1,0 +1,82 @@
+"""A rank takes the GPU that Ray shows it before it meets the others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ludus.proto.config import GrpoConfig, LearnerConfig, RayWeightStore
+from ludus.trainer.actors import learner as learner_actor
+from ludus.trainer.actors.learner import LearnerActor
+from ludus.trainer.learner.device import take_device
+from ludus.trainer.learner.learner import LearnerSpec
+
+
+class FakeCuda:
+    """What torch.cuda is to a process that is shown `num_gpus` GPUs."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self.num_gpus = num_gpus
+        self.current: int | None = None
+
+    def is_available(self) -> bool:
+        return self.num_gpus > 0
+
+    def device_count(self) -> int:
+        return self.num_gpus
+
+    def is_initialized(self) -> bool:
+        return self.current is not None
+
+    def set_device(self, device: torch.device | int) -> None:
+        index = device if isinstance(device, int) else device.index
+        assert index is not None
+        if index >= self.num_gpus:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        self.current = index
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> FakeCuda:
+    """Let this process see so many GPUs."""
+    cuda = FakeCuda(num_gpus)
+    for name in ("is_available", "device_count", "is_initialized", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
+@pytest.mark.parametrize(("rank", "num_gpus", "index"), [(0, 1, 0), (1, 1, 0), (3, 2, 1)])
+def test_a_rank_sets_one_of_the_gpus_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, rank: int, num_gpus: int, index: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    cuda = show_gpus(monkeypatch, num_gpus)
+    assert take_device(rank) == torch.device("cuda", index)
+    assert cuda.current == index
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_a_rank_without_a_gpu_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = show_gpus(monkeypatch, 0)
+    assert take_device(1) == torch.device("cpu")
+    assert cuda.current is None
+
+
+def test_the_second_rank_meets_the_others_with_the_one_gpu_that_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = show_gpus(monkeypatch, 1)
+    joined: list[tuple[object, object, int | None]] = []
+
+    def join(backend: str, *, device_id: torch.device | None = None, **_: object) -> None:
+        joined.append((backend, device_id, cuda.current))
+
+    monkeypatch.setattr(learner_actor.dist, "init_process_group", join)
+    monkeypatch.setattr(learner_actor, "Learner", lambda spec: init_device_mesh("cuda", (1,)))
+    monkeypatch.setattr(learner_actor, "freeze_heap", lambda: None)
+    spec = LearnerSpec("model", LearnerConfig(), GrpoConfig(), 1.0, max_tokens=64, seed=0)
+    LearnerActor(1, num_threads=1).start("tcp://127.0.0.1:1", 2, spec, RayWeightStore())
+    assert joined == [("nccl", torch.device("cuda", 0), 0)]
+    assert cuda.current == 0
