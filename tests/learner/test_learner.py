@@ -195,12 +195,6 @@ def test_answers_to_prompts_are_log_softmax_of_the_model(model_path: str) -> Non
     assert answer == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(model_path: str) -> None:
-    batch = with_advantages(make_batch(), np.inf)
-    with pytest.raises(FloatingPointError, match=r"learner\.learning_rate"):
-        make_learner(model_path).train_step(batch, PLAIN)
-
-
 def test_a_model_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         make_learner(str(tmp_path / "nowhere"))

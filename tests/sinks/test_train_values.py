@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -131,3 +132,14 @@ def test_what_a_run_does_not_have_is_left_out_and_what_it_has_is_there() -> None
     assert values[TrainMetric.EXPLAINED_VARIANCE] == 0.25
     # 3 GFLOP in one second, of 12 that were possible.
     assert values[TrainMetric.MFU] == pytest.approx(0.25)
+
+
+def test_what_an_update_that_was_skipped_leaves_without_a_number_is_left_out() -> None:
+    skipped = dataclasses.replace(
+        METRICS, loss=math.nan, entropy=math.inf, grad_norm=None, num_skipped_updates=1
+    )
+    values = train_values(MIXED, skipped, TIMES, canary_error=0.0).run
+    absent = {TrainMetric.LOSS, TrainMetric.ENTROPY, TrainMetric.GRAD_NORM}
+    assert not absent & values.keys()
+    assert values[TrainMetric.NUM_SKIPPED_UPDATES] == 1
+    assert values[TrainMetric.LEARNING_RATE] == 1e-3

@@ -170,6 +170,7 @@ class TrainMetric(_Metric):
         _per_token("share", "Sampled tokens that the correction took out of the loss."),
     )
     GRAD_NORM = auto(), Spec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
+    NUM_SKIPPED_UPDATES = auto(), _total("Updates left out: their gradient was not finite.")
     LEARNING_RATE = auto(), Spec(Reduction.LAST, "", "Learning rate of the step.")
     NUM_TOKENS_TRAINED = auto(), _total("Sampled tokens in the loss.")
     NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, prompts included.")

@@ -53,7 +53,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import BufferLostError, CanaryError, LearnerLostError
+from ludus.proto.errors import BufferLostError, CanaryError, LearnerLostError, TrainingStalledError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase, Transcript
 from ludus.trainer.checkpoint import (
@@ -84,6 +84,8 @@ _log = logging.getLogger(__name__)
 
 _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
+_MAX_SKIPPED_UPDATES = 10
+"""In a row: after so many the policy or the data is broken, and no further batch mends it."""
 
 
 @dataclass(slots=True)
@@ -171,6 +173,7 @@ class Controller:
         Raises:
             WeightSyncError: weights did not arrive, or a canary failed.
             LearnerLostError: the learner was lost once too often.
+            TrainingStalledError: no update is taken any more, or nothing played teaches anything.
             BufferLostError: the buffer died; there is a checkpoint without what waited in it.
             Exception: a failed step or an environment that stays unavailable ends the run.
         """
@@ -249,6 +252,7 @@ class Controller:
                 sync_bytes=num_bytes,
             )
             step = self._record(taken, metrics, times)
+            self._judge_updates(metrics)
             if self._is_due(self.parts.run.eval.every_steps):
                 step = replace(step, evaluation=await self._evaluate())
             if self._is_due(training.checkpoint_every_steps):
@@ -328,6 +332,25 @@ class Controller:
             state.step, [one for group in taken.groups for one in group.transcripts]
         )
         return Step(state.step, values.run, values.environments, said, evaluation=None)
+
+    def _judge_updates(self, metrics: StepMetrics) -> None:
+        """Say that updates were skipped.
+
+        Raises:
+            TrainingStalledError: none is taken any more.
+        """
+        if metrics.num_skipped_updates:
+            _log.warning(
+                "step %d: %d of its updates skipped, their gradients were not finite",
+                self.state.step,
+                metrics.num_skipped_updates,
+            )
+        if metrics.num_skipped_in_a_row >= _MAX_SKIPPED_UPDATES:
+            raise TrainingStalledError(
+                f"the gradients of {metrics.num_skipped_in_a_row} updates in a row were not "
+                "finite, so none of them was taken; lower learner.learning_rate or "
+                "learner.max_grad_norm, and look at mismatch_kl in metrics.jsonl"
+            )
 
     async def settled(self) -> None:
         """Wait until all workers sample from the newest weights; to be called between two steps."""

@@ -178,7 +178,7 @@ def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
         TrainMetric.CLIP_RATIO: metrics.clip_ratio,
         TrainMetric.MASKED_SEQUENCE_RATIO: metrics.masked_sequence_ratio,
         TrainMetric.MASKED_TOKEN_RATIO: metrics.masked_token_ratio,
-        TrainMetric.GRAD_NORM: metrics.grad_norm,
+        TrainMetric.NUM_SKIPPED_UPDATES: metrics.num_skipped_updates,
         TrainMetric.LEARNING_RATE: metrics.learning_rate,
         TrainMetric.NUM_TOKENS_TRAINED: metrics.num_tokens_trained,
         TrainMetric.NUM_TOKENS_IN_BATCH: metrics.num_tokens_in_batch,
@@ -192,10 +192,13 @@ def _learner_values(metrics: StepMetrics, times: StepTimes) -> dict[str, float]:
         TrainMetric.WEIGHT_SYNC_S: times.sync_s,
         TrainMetric.WEIGHT_SYNC_BYTES: times.sync_bytes,
     }
+    if metrics.grad_norm is not None:
+        values[TrainMetric.GRAD_NORM] = metrics.grad_norm
     if metrics.value_loss is not None:
         values[TrainMetric.VALUE_LOSS] = metrics.value_loss
     if metrics.explained_variance is not None:
         values[TrainMetric.EXPLAINED_VARIANCE] = metrics.explained_variance
     if metrics.peak_flops and times.train_s > 0:
         values[TrainMetric.MFU] = metrics.flops / (times.train_s * metrics.peak_flops)
-    return values
+    # A row is JSON, which has no other numbers; num_skipped_updates says why one is missing.
+    return {name: value for name, value in values.items() if math.isfinite(value)}

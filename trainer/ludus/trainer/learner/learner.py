@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +136,13 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self._num_skipped_in_a_row = 0
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        """What the step did; the policy has moved by one update per minibatch."""
+        """What the step did; the policy has moved by one update per minibatch.
+
+        A minibatch whose gradient is not finite on any rank moves nothing, on all ranks.
+        """
         self._policy.train()
         for group in self._optimizer.param_groups:
             group["lr"] = coefficients.learning_rate
@@ -146,12 +150,13 @@ class Learner:
         minibatches = [self._cut(batch, samples) for samples in parts]
         targets = self._targets(minibatches, coefficients)
         sums: list[MicroBatchSums] = []
-        grad_norms: list[float] = []
+        grad_norms: list[float | None] = []
         for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
             denominators = self._denominators(batch, samples)
             sums += self._accumulate(micro_batches, aims, denominators, coefficients)
             grad_norms.append(self._apply_gradients())
-        return _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
+        metrics = _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
+        return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
@@ -320,39 +325,40 @@ class Learner:
         num_sampled = torch.from_numpy(batch.num_sampled[batch.sequence_of_sample[samples]])
         return self._algorithm.denominators(num_sampled, self._spec.max_tokens)
 
-    def _apply_gradients(self) -> float:
-        """The gradient's norm before clipping.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; the step has not been taken.
-        """
+    def _apply_gradients(self) -> float | None:
+        """The gradient's norm before clipping; None where the update is skipped."""
         parameters = [p for p in self._policy.parameters() if p.grad is not None]
         total = torch.nn.utils.clip_grad_norm_(parameters, self._spec.config.max_grad_norm)
         norm = float(full_tensor(total))
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient's norm is {norm}; lower learner.learning_rate or "
-                "learner.max_grad_norm, and look at mismatch_kl in metrics.jsonl"
-            )
-        self._optimizer.step()
+        is_taken = self._agree(math.isfinite(norm))
+        if is_taken:
+            self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
+        self._num_skipped_in_a_row = 0 if is_taken else self._num_skipped_in_a_row + 1
+        return norm if is_taken else None
+
+    def _agree(self, is_fine: bool) -> bool:
+        """Whether it is fine on every rank."""
+        answer = torch.tensor(float(is_fine), device=self._device)
+        dist.all_reduce(answer, dist.ReduceOp.MIN)
+        return bool(answer)
 
 
 def _metrics(
     totals: StepTotals,
-    grad_norms: Sequence[float],
+    grad_norms: Sequence[float | None],
     coefficients: Coefficients,
     batch: Batch,
     work: TrainingWork,
 ) -> StepMetrics:
     terms = totals.terms
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
+    norms = [norm for norm in grad_norms if norm is not None]
     has_critic = float(totals.returned[0]) > 0
     lengths = batch.sequences.lengths[batch.sequence_of_sample]
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
-        grad_norm=float(np.mean(grad_norms)),
+        grad_norm=float(np.mean(norms)) if norms else None,
         learning_rate=coefficients.learning_rate,
         entropy=float(terms.entropy_sum) / num_tokens,
         clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
@@ -367,6 +373,7 @@ def _metrics(
         num_tokens_forwarded=totals.num_tokens_forwarded,
         flops=work.flops(lengths.tolist(), totals.num_tokens_forwarded),
         peak_flops=work.peak_flops,
+        num_skipped_updates=num_updates - len(norms),
     )
 
 

@@ -23,8 +23,10 @@ class StepMetrics:
     """What a training step did, over all its minibatches and ranks."""
 
     loss: float
-    """Of the policy, mean over the minibatches."""
-    grad_norm: float
+    """Of the policy, mean over the minibatches. It, and what follows from the same numbers, is
+    not finite where an update was skipped because they are not."""
+    grad_norm: float | None
+    """Mean over the updates that were taken; None where none was."""
     learning_rate: float
     entropy: float
     clip_ratio: float
@@ -51,6 +53,10 @@ class StepMetrics:
     """Floating-point work that the step needed; see models/flops.py."""
     peak_flops: float | None = None
     """FLOP/s that all ranks together could do; None where that is not known."""
+    num_skipped_updates: int = 0
+    """Minibatches whose gradient was not finite: they have moved nothing."""
+    num_skipped_in_a_row: int = 0
+    """Such minibatches since the last update, also of the steps before."""
 
 
 @dataclass(frozen=True, slots=True)
