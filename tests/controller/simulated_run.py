@@ -31,6 +31,7 @@ from ludus.trainer.types import (
     Coefficients,
     GroupSpec,
     RolloutGroup,
+    SavedFile,
     WeightManifest,
     lost_group,
 )
@@ -112,11 +113,13 @@ class SimulatedLearner:
         self._refuse_if_lost()
         return [[0.0]] * len(prompts)
 
-    async def save(self, state_folder: Path, model_folder: Path) -> None:
+    async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         self._refuse_if_lost()
         state_folder.mkdir()
         await asyncio.sleep(0.002)
-        (state_folder / "steps.json").write_text(json.dumps(self.steps))
+        file = state_folder / "steps.json"
+        file.write_text(json.dumps(self.steps))
+        return [SavedFile.of(file)]
 
     async def restart(self, learner_folder: Path | None) -> None:
         self.load(learner_folder)

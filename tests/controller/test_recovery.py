@@ -13,7 +13,7 @@ from ludus.proto.errors import BufferLostError, LearnerLostError, WeightSyncErro
 from ludus.trainer.checkpoint import newest_checkpoint, read_state
 from ludus.trainer.controller import Controller
 from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.types import GroupSpec
+from ludus.trainer.types import GroupSpec, SavedFile
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -158,10 +158,10 @@ async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
     lose_buffer_in(run, 6)
     save = run.learner.save
 
-    async def save_or_die(state_folder: Path, model_folder: Path) -> None:
+    async def save_or_die(state_folder: Path, model_folder: Path) -> list[SavedFile]:
         if run.learner.steps == 7:
             run.learner.die()
-        await save(state_folder, model_folder)
+        return await save(state_folder, model_folder)
 
     monkeypatch.setattr(run.learner, "save", save_or_die)
     with pytest.raises(BufferLostError, match="from the newest checkpoint with --resume"):

@@ -4,14 +4,22 @@
         learner/     weights, optimizer, random state, one part per rank
         model/       the weights as a Hugging Face folder, for evaluation and for others
         state.json   RunState
+        files.json   the sizes of all the others, as who wrote them saw them
 
-A checkpoint is written aside and renamed, so one that has its name is whole.
+    ranks --write--> step-00000050.partial --the driver sees every file--> renamed, old ones go
+
+Ranks may write on other nodes: a checkpoint gets its name once the driver has seen all of it, and
+only then older ones are removed. One that was damaged since is known by its sizes, and passed over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,9 +28,13 @@ from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
-from ludus.trainer.types import GroupSpec, RolloutGroup
+from ludus.trainer.types import GroupSpec, RolloutGroup, SavedFile
 
 _STATE_FILE = "state.json"
+_FILES_FILE = "files.json"
+_APPEARS_TIMEOUT_S = 30.0
+"""In which a network file system shows to one node what another has written."""
+_PAUSE_S = 0.1
 
 
 class RunState(BaseModel):
@@ -70,6 +82,13 @@ class RunState(BaseModel):
         self.unfinished_groups, self.buffered_groups, self.counts = [], [], {}
 
 
+class FileList(BaseModel):
+    """What a checkpoint consists of."""
+
+    num_bytes: Mapping[str, int]
+    """Of each file, by its path in the checkpoint."""
+
+
 class CheckpointFolder:
     """The checkpoints of one run."""
 
@@ -84,19 +103,33 @@ class CheckpointFolder:
         aside.mkdir(parents=True)
         return aside
 
-    def commit(self, aside: Path, state: RunState) -> Path:
-        """The checkpoint, now whole; the oldest beyond those kept are gone."""
+    async def commit(self, aside: Path, state: RunState, files: Iterable[SavedFile]) -> Path:
+        """The checkpoint, now whole; the oldest beyond those kept are gone.
+
+        Raises:
+            CheckpointError: a file that a rank has written does not reach this process whole.
+        """
+        sizes = {str(file.path.relative_to(aside.absolute())): file.num_bytes for file in files}
+        await asyncio.to_thread(_wait_until_whole, aside, sizes)
         (aside / _STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+        sizes[_STATE_FILE] = (aside / _STATE_FILE).stat().st_size
+        listed = FileList(num_bytes=sizes).model_dump_json(indent=2)
+        (aside / _FILES_FILE).write_text(listed, encoding="utf-8")
         target = aside.with_suffix("")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        for old in list_checkpoints(self._folder)[: -self._keep]:
-            shutil.rmtree(old)
+        _replace(aside, target)
+        self._remove_others(target)
         return target
 
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint, if there is one."""
-        return next(reversed(list_checkpoints(self._folder)), None)
+    def newest_first(self) -> list[Path]:
+        """All checkpoints, whole or not."""
+        return list_checkpoints(self._folder)[::-1]
+
+    def _remove_others(self, newest: Path) -> None:
+        """Remove the oldest, and later ones, which the run has passed over."""
+        found = list_checkpoints(self._folder)
+        num_before = found.index(newest)
+        for old in [*found[: max(0, num_before + 1 - self._keep)], *found[num_before + 1 :]]:
+            shutil.rmtree(old)
 
 
 def learner_folder(checkpoint: Path) -> Path:
@@ -110,22 +143,43 @@ def model_folder(checkpoint: Path) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first; some may have been damaged since."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "")
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """The newest whole checkpoint.
+    """The newest whole checkpoint; the user is told of later ones that are damaged.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = list_checkpoints(folder)
-    if not found:
-        raise CheckpointError(
-            f"no checkpoint in '{folder}'; train first, or name one with --checkpoint"
-        )
-    return found[-1]
+    failure = CheckpointError(
+        f"no checkpoint in '{folder}'; train first, or name one with --checkpoint"
+    )
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            check_whole(checkpoint)
+        except CheckpointError as error:
+            sys.stderr.write(f"warning: {error}\n")
+            failure = error
+        else:
+            return checkpoint
+    raise failure
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Check that all files are there, as large as they were written.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    path = checkpoint / _FILES_FILE
+    try:
+        listed = FileList.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise _damaged(checkpoint, f"{path.name}: {str(error).splitlines()[0]}") from error
+    if (flaw := _flaw(checkpoint, listed.num_bytes)) is not None:
+        raise _damaged(checkpoint, flaw)
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -143,3 +197,44 @@ def read_state(checkpoint: Path) -> RunState:
             f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
             "to continue from the one before, or start again with --overwrite"
         ) from error
+
+
+def _damaged(checkpoint: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint '{checkpoint}' cannot be read: {reason}; the one before is taken where there "
+        "is one, otherwise start again with --overwrite"
+    )
+
+
+def _wait_until_whole(aside: Path, sizes: Mapping[str, int]) -> None:
+    deadline_s = time.monotonic() + _APPEARS_TIMEOUT_S
+    while (flaw := _flaw(aside, sizes)) is not None:
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"checkpoint '{aside}' is not whole: {flaw}, {_APPEARS_TIMEOUT_S:g} s after it was "
+                "written; set output_dir to a folder that all nodes share (the checkpoints before "
+                "it stay)"
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _flaw(checkpoint: Path, sizes: Mapping[str, int]) -> str | None:
+    """The first file that is not as it was written, in words."""
+    for name, num_bytes in sizes.items():
+        try:
+            found = (checkpoint / name).stat().st_size
+        except OSError:
+            return f"'{name}' ({num_bytes} bytes) is not there"
+        if found != num_bytes:
+            return f"'{name}' has {found} bytes, and {num_bytes} were written"
+    return None
+
+
+def _replace(aside: Path, target: Path) -> None:
+    """Give `aside` the name of `target`, which another may have; one of them is always there."""
+    old = target.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(aside, target)
+    shutil.rmtree(old, ignore_errors=True)

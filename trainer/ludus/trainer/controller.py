@@ -53,12 +53,19 @@ from dataclasses import dataclass, field, replace
 
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import BufferLostError, CanaryError, LearnerLostError, TrainingStalledError
+from ludus.proto.errors import (
+    BufferLostError,
+    CanaryError,
+    CheckpointError,
+    LearnerLostError,
+    TrainingStalledError,
+)
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase, Transcript
 from ludus.trainer.checkpoint import (
     CheckpointFolder,
     RunState,
+    check_whole,
     learner_folder,
     model_folder,
     read_state,
@@ -389,8 +396,8 @@ class Controller:
     async def _write_checkpoint(self, state: RunState) -> None:
         parts = self.parts
         aside = parts.checkpoints.begin(state.step)
-        await parts.learners.save(learner_folder(aside), model_folder(aside))
-        parts.checkpoints.commit(aside, state)
+        written = await parts.learners.save(learner_folder(aside), model_folder(aside))
+        await parts.checkpoints.commit(aside, state, written)
 
     def _count_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; raise when it may not be started once more."""
@@ -407,11 +414,9 @@ class Controller:
         _log.warning("the learner is lost (%s); restarting it", reason)
 
     async def _start_learner_again(self) -> None:
-        """Take learner and state back to the newest checkpoint."""
+        """Take learner and state back to the newest checkpoint that can be read."""
         parts, state = self.parts, self.state
-        checkpoint = parts.checkpoints.newest()
-        earlier = read_state(checkpoint) if checkpoint else RunState()
-        await parts.learners.restart(learner_folder(checkpoint) if checkpoint else None)
+        earlier = await self._restarted_learner()
         trained_since = state.step - earlier.step
         state.num_groups_rolled_back += trained_since * parts.run.training.groups_per_step
         self._mixture.go_back_to(earlier.mixture)
@@ -421,3 +426,25 @@ class Controller:
         parts.folder.rewind(state.step)
         parts.folder.happened(state.step, TrainMetric.NUM_LEARNER_RESTARTS)
         _log.warning("training continues from step %d", state.step)
+
+    async def _restarted_learner(self) -> RunState:
+        """Where the run stood when the learner, which is started again, was saved.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be read.
+        """
+        learners, failure = self.parts.learners, None
+        for checkpoint in self.parts.checkpoints.newest_first():
+            try:
+                check_whole(checkpoint)
+                earlier = read_state(checkpoint)
+                await learners.restart(learner_folder(checkpoint))
+            except CheckpointError as error:
+                _log.warning("%s", getattr(error, "cause", None) or error)
+                failure = error
+            else:
+                return earlier
+        if failure is not None:
+            raise failure
+        await learners.restart(None)
+        return RunState()

@@ -20,7 +20,14 @@ from ludus.trainer.data.buffer import BufferState, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.types import CanaryPrompt, Coefficients, GroupSpec, RolloutGroup, Sampling
+from ludus.trainer.types import (
+    CanaryPrompt,
+    Coefficients,
+    GroupSpec,
+    RolloutGroup,
+    Sampling,
+    SavedFile,
+)
 from ludus.trainer.weights import WorkerWeights
 
 SLOTS_PER_WORKER = 16
@@ -47,8 +54,8 @@ class Learners(Protocol):
     async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""
 
-    async def save(self, state_folder: Path, model_folder: Path) -> None:
-        """Write the learner's state, and the model as a Hugging Face folder."""
+    async def save(self, state_folder: Path, model_folder: Path) -> Sequence[SavedFile]:
+        """Write the learner's state, and the model as a Hugging Face folder: what was written."""
 
     async def restart(self, learner_folder: Path | None) -> None:
         """Replace all ranks; they continue from a checkpoint or from the first model."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -375,3 +376,16 @@ class WeightManifest:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.num_bytes for entry in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file of a checkpoint, as the rank that wrote it sees it."""
+
+    path: Path
+    num_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> SavedFile:
+        """The file as it is now."""
+        return cls(path, path.stat().st_size)

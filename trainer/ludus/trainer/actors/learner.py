@@ -19,7 +19,7 @@ from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile
 from ludus.trainer.weights import cast_floats, make_manifest
 
 
@@ -86,11 +86,11 @@ class LearnerActor:
         with self._meeting_others():
             return self._learner.answer_logprobs(prompts)
 
-    def save(self, state_folder: Path, model_folder: Path) -> None:
-        """Write this rank's part of a checkpoint, and from rank 0 the model."""
+    def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
+        """Write this rank's part of a checkpoint, and from rank 0 the model: the rank's files."""
         with self._meeting_others():
-            self._learner.save(state_folder)
-            self._learner.export_model(model_folder)
+            written = self._learner.save(state_folder)
+            return written + self._learner.export_model(model_folder)
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""

@@ -20,7 +20,7 @@ from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import together
-from ludus.trainer.types import CanaryPrompt, Coefficients
+from ludus.trainer.types import CanaryPrompt, Coefficients, SavedFile
 
 
 class LearnerGroup:
@@ -81,9 +81,11 @@ class LearnerGroup:
         """The log-probs of each prompt's completion under the policy."""
         return await self._all("answer_logprobs", list(prompts))
 
-    async def save(self, state_folder: Path, model_folder: Path) -> None:
-        """Write the learner's state, and the model as a Hugging Face folder."""
-        await self._all("save", state_folder.absolute(), model_folder.absolute())
+    async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
+        """Write the learner's state, and the model as a Hugging Face folder: all ranks' files."""
+        folders = state_folder.absolute(), model_folder.absolute()
+        written = await self._call("save", self._ranks, *folders)
+        return [file for of_rank in written for file in of_rank]
 
     async def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""

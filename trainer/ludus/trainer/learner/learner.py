@@ -67,7 +67,7 @@ from ludus.trainer.learner.model import (
 from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, TrainingSample
+from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile, TrainingSample
 from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
@@ -186,12 +186,24 @@ class Learner:
         self._reshard()
         return answers
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and random state, each rank its part."""
-        dcp.save(self._state(), checkpoint_id=folder)
+    def save(self, folder: Path) -> list[SavedFile]:
+        """Write weights, optimizer and random state, each rank its part: this rank's files.
 
-    def export_model(self, folder: Path) -> None:
-        """Write the policy, from rank 0, as a folder that any Hugging Face loader reads."""
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        try:
+            dcp.save(self._state(), checkpoint_id=folder)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"checkpoint '{folder}' cannot be written: {_reason(error)}; see that there is "
+                "room, and that every node can write there"
+            ) from error
+        written = sorted(folder.glob(f"__{self._rank}_*"))
+        return [SavedFile.of(path) for path in (*written, *self._of_rank_0(folder / ".metadata"))]
+
+    def export_model(self, folder: Path) -> list[SavedFile]:
+        """Write the policy, from rank 0, as a Hugging Face folder: what it has written."""
         state = self.full_state()
         value_head = self._value_head_state()
         lora = self._spec.lora
@@ -206,6 +218,8 @@ class Learner:
             save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
             if value_head:
                 save_file(value_head, folder / _VALUE_HEAD_FILE)
+        written = self._of_rank_0(*sorted(folder.rglob("*")))
+        return [SavedFile.of(path) for path in written if path.is_file()]
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, also with another number of ranks.
@@ -217,11 +231,9 @@ class Learner:
         try:
             dcp.load(state, checkpoint_id=folder)
         except (CheckpointException, RuntimeError, OSError) as error:
-            failures = getattr(error, "failures", {})
-            reason = next((repr(failure[0]) for failure in failures.values()), str(error))
             raise CheckpointError(
-                f"checkpoint '{folder}' cannot be read: {reason}; it must be whole, and come "
-                "from a run with the same model"
+                f"checkpoint '{folder}' cannot be read: {_reason(error)}; it must be whole, and "
+                "come from a run with the same model"
             ) from error
         set_state_dict(
             self._policy,
@@ -231,6 +243,10 @@ class Learner:
             options=self._state_options,
         )
         torch.set_rng_state(state["torch_random"])
+
+    def _of_rank_0(self, *paths: Path) -> Sequence[Path]:
+        """The paths, which rank 0 writes, on that rank; none on the others."""
+        return paths if self._rank == 0 else ()
 
     def _load_policy(self, *, value_head: bool = False, offload: bool = False) -> Policy:
         language_model = load_language_model(self._spec.model_path)
@@ -375,6 +391,12 @@ def _metrics(
         peak_flops=work.peak_flops,
         num_skipped_updates=num_updates - len(norms),
     )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on the first rank on which anything did."""
+    failures = getattr(error, "failures", {})
+    return next((repr(failure[0]) for failure in failures.values()), str(error))
 
 
 def _as_sample(canary: CanaryPrompt) -> TrainingSample:

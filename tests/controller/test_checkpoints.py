@@ -1,0 +1,188 @@
+"""A checkpoint counts once all of it was seen; one that is damaged later is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.errors import CheckpointError
+from ludus.trainer.checkpoint import (
+    CheckpointFolder,
+    RunState,
+    list_checkpoints,
+    newest_checkpoint,
+    read_state,
+)
+from ludus.trainer.controller import Controller
+from ludus.trainer.types import SavedFile
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+
+pytestmark = pytest.mark.timeout(120)
+
+NAMES = ("learner/.metadata", "learner/__0_0.distcp", "learner/__1_0.distcp", "model/config.json")
+
+
+def write(aside: Path) -> list[SavedFile]:
+    """Write what two ranks write, and say so."""
+    for name in NAMES:
+        (aside / name).parent.mkdir(exist_ok=True)
+        (aside / name).write_text(name * 10)
+    return [SavedFile.of(aside / name) for name in NAMES]
+
+
+async def save(folder: Path, step: int, keep: int = 2) -> Path:
+    """Write a checkpoint of `step`."""
+    checkpoints = CheckpointFolder(folder, keep)
+    aside = checkpoints.begin(step)
+    return await checkpoints.commit(aside, RunState(step=step), write(aside))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints."""
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5])
+
+
+@pytest.mark.parametrize("damage", [remove, truncate])
+@pytest.mark.parametrize("name", ["learner/__1_0.distcp", "model/config.json"])
+async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr("ludus.trainer.checkpoint._APPEARS_TIMEOUT_S", 0.0)
+    await save(tmp_path, 5, keep=1)
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    aside = checkpoints.begin(10)
+    written = write(aside)
+    damage(aside / name)
+    with pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"):
+        await checkpoints.commit(aside, RunState(step=10), written)
+    assert read_state(newest_checkpoint(tmp_path)).step == 5
+
+
+async def test_a_file_that_appears_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    aside = checkpoints.begin(10)
+    written = write(aside)
+    late = aside / "learner" / "__1_0.distcp"
+    text = late.read_text()
+    late.unlink()
+    monkeypatch.setattr("ludus.trainer.checkpoint.time.sleep", lambda _: late.write_text(text))
+    assert await checkpoints.commit(aside, RunState(step=10), written) == newest_checkpoint(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize("damage", [remove, truncate])
+@pytest.mark.parametrize("name", [*NAMES, "state.json", "files.json"])
+async def test_a_damaged_checkpoint_is_passed_over_with_a_word(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    first = await save(tmp_path, 5)
+    damage(await save(tmp_path, 10) / name)
+    assert newest_checkpoint(tmp_path) == first
+    assert "step-00000010' cannot be read" in capsys.readouterr().err
+
+
+async def test_where_every_checkpoint_is_damaged_the_first_is_named(tmp_path: Path) -> None:
+    for step in (5, 10):
+        remove(await save(tmp_path, step) / "learner" / ".metadata")
+    with pytest.raises(CheckpointError, match="step-00000005' cannot be read"):
+        newest_checkpoint(tmp_path)
+
+
+async def test_a_run_that_passed_over_a_checkpoint_keeps_those_that_it_writes(
+    tmp_path: Path,
+) -> None:
+    await save(tmp_path, 5, keep=1)
+    (tmp_path / "step-00000010").mkdir()
+    await save(tmp_path, 6, keep=1)
+    assert steps_in(tmp_path) == [6]
+
+
+async def test_the_oldest_beyond_those_kept_are_removed(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 15):
+        await save(tmp_path, step, keep=2)
+    assert steps_in(tmp_path) == [10, 15]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015"]
+
+
+def make_run(folder: Path, **training: Any) -> SimulatedRun:
+    """A run with a checkpoint every third step."""
+    training = {
+        "num_steps": 12,
+        "groups_per_step": 4,
+        "max_staleness": 1,
+        "checkpoint_every_steps": 3,
+    } | training
+    return SimulatedRun(folder, {"training": training})
+
+
+def lose_learner_in(run: SimulatedRun, step: int, damage: Callable[[Path], None]) -> None:
+    """Let the learner die in a step in which a checkpoint is damaged, too."""
+    to_come = {step}
+
+    def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
+        async def in_step(number: int) -> None:
+            if number in to_come:
+                to_come.discard(number)
+                damage(controller.parts.checkpoints.newest_first()[0])
+                run.learner.die()
+
+        run.learner.in_step = in_step
+
+    run.prepare = prepare
+
+
+async def test_a_lost_learner_continues_from_the_checkpoint_before_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    lose_learner_in(run, 7, lambda newest: remove(newest / "learner" / "steps.json"))
+    state = await run.go()
+    assert (state.step, state.learner_restarts, run.learner.num_restarts) == (12, 1, 1)
+    assert "step-00000006' cannot be read" in caplog.text
+    assert "training continues from step 3" in caplog.text
+    assert [row.step for row in run.rows] == list(range(1, 13)), "each step once"
+    assert len(set(run.trained)) == len(run.trained) == 4 * 12
+
+
+async def test_a_checkpoint_that_no_rank_can_load_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    lose_learner_in(run, 7, lambda newest: None)
+    restart = run.learner.restart
+
+    async def restart_or_refuse(folder: Path | None) -> None:
+        if folder is not None and "step-00000006" in str(folder):
+            raise CheckpointError("checkpoint 6 cannot be read: bad checksum")
+        await restart(folder)
+
+    monkeypatch.setattr(run.learner, "restart", restart_or_refuse)
+    state = await run.go()
+    assert state.step == 12
+    assert "training continues from step 3" in caplog.text
+
+
+async def test_a_run_without_a_checkpoint_that_can_be_read_does_not_begin_anew(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, keep_checkpoints=1)
+    lose_learner_in(run, 4, lambda newest: remove(newest / "learner" / "steps.json"))
+    with pytest.raises(CheckpointError, match="step-00000003' cannot be read"):
+        await run.go()
