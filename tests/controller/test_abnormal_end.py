@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ludus.proto.errors import TrainingStalledError
+from ludus.proto.errors import (
+    CanaryError,
+    CheckpointError,
+    StoreUnavailableError,
+    TrainingStalledError,
+    UnavailableError,
+)
+from ludus.trainer.__main__ import main
+from ludus.trainer.checkpoint import list_checkpoints, newest_checkpoint, read_state, step_of
+from ludus.trainer.controller import Controller
+from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.step_metrics import StepMetrics
-from tests.controller.simulated_run import SimulatedRun
+from ludus.trainer.types import SavedFile
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,3 +66,180 @@ async def test_a_run_that_takes_no_update_any_more_ends_with_a_sentence(tmp_path
     with pytest.raises(TrainingStalledError, match=r"10 updates in a row .*learning_rate"):
         await run.go()
     assert run.rows[-1].step == 13
+    assert saved_steps(tmp_path) == [13]
+
+
+class Broken(Exception):
+    """What no part of the run expects."""
+
+
+@dataclass
+class Failure:
+    """Something beside the training loop that fails while the learner is in a step."""
+
+    run: SimulatedRun
+    step: int
+    error: Exception
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def prepare(self, workers: SimulatedWorkers, _: Controller) -> None:
+        """Let the delivery of the step's own version fail, once the step is under way."""
+        begun = asyncio.Event()
+
+        async def in_step(step: int) -> None:
+            if step == self.step and not self.happened.is_set():
+                begun.set()
+                await self.happened.wait()
+
+        async def in_delivery(published: PublishedWeights) -> None:
+            if published.manifest.version == self.step and not self.happened.is_set():
+                await begun.wait()
+                # The step ends only after the run has heard of the failure.
+                asyncio.get_running_loop().call_later(0.02, self.happened.set)
+                raise self.error
+
+        self.run.learner.in_step, workers.in_delivery = in_step, in_delivery
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints."""
+    return [step_of(path) for path in list_checkpoints(folder / "run" / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    "error", [Broken("a bug"), CanaryError("other weights"), UnavailableError("the server is away")]
+)
+async def test_the_step_in_progress_ends_and_is_saved_whatever_fails_beside_it(
+    tmp_path: Path, error: Exception
+) -> None:
+    run = make_run(tmp_path)
+    run.prepare = Failure(run, 4, error).prepare
+    with pytest.raises(type(error), match="continue with --resume from step 5") as caught:
+        await run.go()
+    assert caught.value is error
+    assert saved_steps(tmp_path) == [5]
+    assert run.learner.steps == 5
+    assert [row.step for row in run.rows] == list(range(1, 6))
+    saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
+    assert saved.games_trained == 5 * 4 * 2
+
+    run.prepare = lambda workers, controller: None
+    run.learner.in_step = at_once
+    state = await run.go(resume=True)
+    assert state.step == 20
+    assert [row.step for row in run.rows] == list(range(1, 21)), "each step once"
+    assert len(set(run.trained)) == len(run.trained) == 4 * 20
+
+
+async def test_a_step_that_fails_leaves_no_checkpoint_of_half_of_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, checkpoint_every_steps=3)
+
+    async def in_step(step: int) -> None:
+        if step == 4:
+            raise Broken("out of memory")
+
+    run.learner.in_step = in_step
+    with pytest.raises(Broken, match="continue with --resume from step 3"):
+        await run.go()
+    assert saved_steps(tmp_path) == [3]
+
+
+async def test_a_run_that_fails_before_its_first_step_writes_no_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+
+    async def in_step(step: int) -> None:
+        raise Broken("out of memory")
+
+    run.learner.in_step = in_step
+    with pytest.raises(Broken, match="there is no checkpoint to continue from"):
+        await run.go()
+    assert saved_steps(tmp_path) == []
+
+
+async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_run_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path)
+    error = Broken("a bug")
+    run.prepare = Failure(run, 4, error).prepare
+
+    async def fail(*_: object) -> list[SavedFile]:
+        raise OSError("no space left on device")
+
+    run.learner.save = fail
+    with pytest.raises(Broken, match="there is no checkpoint") as caught:
+        await run.go()
+    assert caught.value is error
+    assert "no checkpoint of step 5 can be written: no space left" in caplog.text
+
+
+@pytest.mark.parametrize("waits_in", ["save", "answer_logprobs"])
+async def test_a_learner_that_does_not_answer_holds_up_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
+) -> None:
+    monkeypatch.setattr("ludus.trainer.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.2)
+    run = make_run(tmp_path)
+    run.prepare = Failure(run, 4, Broken("a bug")).prepare
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    setattr(run.learner, waits_in, never)
+    with pytest.raises(Broken):
+        await run.go()
+    assert saved_steps(tmp_path) == []
+
+
+async def test_weights_that_are_not_published_leave_a_checkpoint_of_what_was_trained(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    publish = run.learner.publish
+
+    async def publish_or_fail(version: int, *rest: Any) -> PublishedWeights:
+        if version == 6:
+            raise StoreUnavailableError("the bucket is away")
+        return await publish(version, *rest)
+
+    run.learner.publish = publish_or_fail
+    with pytest.raises(StoreUnavailableError):
+        await run.go()
+    assert saved_steps(tmp_path) == [6]
+    assert run.rows[-1].step == 6
+
+
+async def test_a_restart_that_fails_half_way_saves_no_weights_that_belong_to_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, checkpoint_every_steps=3)
+    to_come = {4}
+
+    async def in_step(step: int) -> None:
+        if step in to_come:
+            to_come.discard(step)
+            run.learner.die()
+
+    async def restart_but_not_load(folder: Path | None) -> None:
+        run.learner.steps, run.learner.is_alive = 0, True
+        raise CheckpointError("checkpoint cannot be read: bad checksum")
+
+    run.learner.in_step = in_step
+    monkeypatch.setattr(run.learner, "restart", restart_but_not_load)
+    with pytest.raises(CheckpointError, match="bad checksum"):
+        await run.go()
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_the_command_line_says_what_to_continue_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object, **__: object) -> Path:
+        error = UnavailableError("the server is away")
+        error.add_note("continue with --resume from step 7")
+        raise error
+
+    monkeypatch.setattr("ludus.trainer.main.train", fail)
+    (tmp_path / "run.toml").write_text('name = "run"')
+    assert main(["train", "--config", str(tmp_path / "run.toml")]) == 1
+    said = "error: the server is away; continue with --resume from step 7\n"
+    assert capsys.readouterr().err == said

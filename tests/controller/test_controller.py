@@ -121,7 +121,10 @@ async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
     assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
 
 
-async def test_a_failed_delivery_ends_the_run_at_once_with_its_error(tmp_path: Path) -> None:
+async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learner_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.trainer.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.05)
     run = make_run(tmp_path)
 
     async def in_step(step: int) -> None:

@@ -139,7 +139,9 @@ async def test_a_lost_buffer_ends_the_run_with_a_checkpoint_of_the_step_it_was_i
     run = make_run(tmp_path)
     prepare_run = run.prepare
     lose_buffer_in(run, 6)
-    with pytest.raises(BufferLostError, match=r"the buffer died; continue with --resume from step"):
+    with pytest.raises(
+        BufferLostError, match=r"the buffer died\ncontinue with --resume from step 7"
+    ):
         await run.go()
     saved = read_state(newest_checkpoint(tmp_path / "run" / "checkpoints"))
     assert saved.step == run.learner.steps == 7
@@ -164,7 +166,9 @@ async def test_a_learner_lost_with_the_buffer_leaves_the_checkpoint_before(
         return await save(state_folder, model_folder)
 
     monkeypatch.setattr(run.learner, "save", save_or_die)
-    with pytest.raises(BufferLostError, match="from the newest checkpoint with --resume"):
+    with pytest.raises(
+        BufferLostError, match=r"the buffer died\ncontinue with --resume from step 5"
+    ):
         await run.go()
     assert read_state(newest_checkpoint(tmp_path / "run" / "checkpoints")).step == 5
 

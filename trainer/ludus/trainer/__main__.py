@@ -110,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
 def _fail(error: LudusError, code: int) -> int:
     # An error that crossed a Ray actor carries its traceback in the text; people want the cause.
     cause = getattr(error, "cause", None) or error
-    sys.stderr.write(f"error: {cause}\n")
+    text = "; ".join([str(cause), *getattr(error, "__notes__", [])])
+    sys.stderr.write(f"error: {text}\n")
     return code
 
 

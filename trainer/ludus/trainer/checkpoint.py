@@ -142,6 +142,11 @@ def model_folder(checkpoint: Path) -> Path:
     return checkpoint / "model"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; some may have been damaged since."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "")

@@ -36,8 +36,9 @@ since is not trained on (`GroupBuffer.restore` holds what the checkpoint held, a
 comers), and no group index is given twice. Versions repeat with other contents; no group that an
 old one sampled can be in the buffer, and workers tell contents apart by their hash.
 
-When the buffer is lost, the training loop hears of it between two steps, and the run ends with a
-checkpoint that lacks what waited there.
+When anything else ends the run, the step that the learner is in is brought to its end, and there is
+a checkpoint of it if the learner lives; without what waited in the buffer, where that is lost. What
+is raised is what was wrong first, whatever else goes wrong over the checkpoint.
 
 Between two steps the run stands still for a checkpoint: what trained is in the learner, what
 waits or is played is listed, and what is listed as played is played again.
@@ -69,6 +70,7 @@ from ludus.trainer.checkpoint import (
     learner_folder,
     model_folder,
     read_state,
+    step_of,
 )
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
@@ -93,6 +95,9 @@ _TAKE_TIMEOUT_S = 1.0
 _WATCH_INTERVAL_S = 0.2
 _MAX_SKIPPED_UPDATES = 10
 """In a row: after so many the policy or the data is broken, and no further batch mends it."""
+_LEARNER_ANSWERS_WITHIN_S = 60.0
+_LAST_CHECKPOINT_TIMEOUT_S = 900.0
+"""For the step that the learner is in when the run fails, and the checkpoint after it."""
 
 
 @dataclass(slots=True)
@@ -136,6 +141,19 @@ async def _go_on(step: Step | None) -> None:
     """Return at once: nobody wants training to stand still."""
 
 
+@dataclass(eq=False, slots=True)
+class _StepUnderWay:
+    """A step of the learner, from its batch to its row; it cannot be stopped half-way."""
+
+    taken: TakenBatch
+    wait_s: float
+    """For its batch."""
+    metrics: StepMetrics | None = None
+    """None while it trains, or where it failed."""
+    train_s: float = 0.0
+    training: asyncio.Task[None] | None = None
+
+
 @dataclass(slots=True)
 class Controller:
     """Runs both loops from `state` to the last step, or until `stop` is called."""
@@ -148,10 +166,15 @@ class Controller:
     _delivery: Delivery = field(init=False)
     _deliver_s: float = field(init=False, default=0.0)
     """Of the deliveries that ended since the last step."""
+    _step: _StepUnderWay | None = field(init=False, default=None)
+    """None between two steps."""
+    _saved_step: int = field(init=False)
+    """Of the newest checkpoint, or where the run began."""
     _clock_runs: bool = field(init=False, default=False)
     _stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self._saved_step = self.state.step
         run = self.parts.run
         size, shared = run.rollout.group_size, run.rollout.group_seed == "shared"
         self._mixture = Mixture(
@@ -181,27 +204,33 @@ class Controller:
             WeightSyncError: weights did not arrive, or a canary failed.
             LearnerLostError: the learner was lost once too often.
             TrainingStalledError: no update is taken any more, or nothing played teaches anything.
-            BufferLostError: the buffer died; there is a checkpoint without what waited in it.
-            Exception: a failed step or an environment that stays unavailable ends the run.
+            BufferLostError: the buffer died.
+            Exception: a failed step or an environment that stays unavailable ends the run. A note
+                on what is raised says what to continue from.
         """
-        lost = False
         try:
-            while True:
-                try:
-                    if lost:
-                        await self._start_learner_again()
-                    return await self._run_until_lost()
-                except LearnerLostError as error:
-                    self._count_loss(error)
-                    lost = True
-        except CanaryError:
-            self.state.canary_failures += 1
-            self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            await self._run_and_start_again()
+        except Exception as error:
+            if isinstance(error, CanaryError):
+                self.state.canary_failures += 1
+                self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            error.add_note(await self._save_at_the_end())
             raise
-        except BufferLostError as error:
-            raise BufferLostError(f"{error}; {await self._save_without_buffer()}") from error
         finally:
+            self._forget_step()
             self.parts.folder.stop_clock()
+
+    async def _run_and_start_again(self) -> None:
+        """Do what `run` does, with one learner after the other."""
+        lost = False
+        while True:
+            try:
+                if lost:
+                    await self._start_learner_again()
+                return await self._run_until_lost()
+            except LearnerLostError as error:
+                self._count_loss(error)
+                lost = True
 
     async def _run_until_lost(self) -> None:
         """Do what `run` does, with the learner that is there."""
@@ -244,22 +273,7 @@ class Controller:
             taken = await self._take_batch(progress)
             if taken is None:
                 return
-            waited = time.monotonic()
-            coefs = coefficients(self.parts.run, self.state.step)
-            metrics = await self.parts.learners.train_step(taken.batch, coefs)
-            trained = time.monotonic()
-            self.state.step += 1
-            num_bytes = await self._delivery.publish(self.state.step, tasks)
-            times = StepTimes(
-                wait_s=waited - started,
-                train_s=trained - waited,
-                publish_s=time.monotonic() - trained,
-                deliver_s=self._deliver_s,
-                rollout_idle_s=self._sampling.take_idle_s(),
-                sync_bytes=num_bytes,
-            )
-            step = self._record(taken, metrics, times)
-            self._judge_updates(metrics)
+            step = await self._train(taken, time.monotonic() - started, tasks)
             if self._is_due(self.parts.run.eval.every_steps):
                 step = replace(step, evaluation=await self._evaluate())
             if self._is_due(training.checkpoint_every_steps):
@@ -268,6 +282,26 @@ class Controller:
             await self.between_steps(step)
             if self._stopping.is_set():
                 return
+
+    async def _train(self, taken: TakenBatch, wait_s: float, tasks: Tasks) -> Step:
+        """What training on the batch came to; the new weights are on their way."""
+        step = self._step = _StepUnderWay(taken, wait_s)
+        step.training = asyncio.create_task(self._train_on(step))
+        # When something else fails meanwhile, the learner is in this step all the same.
+        await asyncio.shield(step.training)
+        trained = time.monotonic()
+        num_bytes = await self._delivery.publish(self.state.step, tasks)
+        done = self._record(step, publish_s=time.monotonic() - trained, sync_bytes=num_bytes)
+        assert step.metrics is not None
+        self._judge_updates(step.metrics)
+        return done
+
+    async def _train_on(self, step: _StepUnderWay) -> None:
+        begun = time.monotonic()
+        coefs = coefficients(self.parts.run, self.state.step)
+        step.metrics = await self.parts.learners.train_step(step.taken.batch, coefs)
+        step.train_s = time.monotonic() - begun
+        self.state.step += 1
 
     async def _take_batch(self, progress: Progress) -> TakenBatch | None:
         """The next batch; None when the run is to stop.
@@ -323,8 +357,12 @@ class Controller:
         self._sampling.take_idle_s()
         return reports
 
-    def _record(self, taken: TakenBatch, metrics: StepMetrics, times: StepTimes) -> Step:
-        state, counts = self.state, total(taken.counts.values())
+    def _record(self, step: _StepUnderWay, *, publish_s: float = 0.0, sync_bytes: int = 0) -> Step:
+        """The step, which has been trained, counted and written down."""
+        assert step.metrics is not None
+        self._step = None
+        state, taken = self.state, step.taken
+        counts = total(taken.counts.values())
         state.games_trained += sum(group.num_scored for group in taken.groups)
         state.games_played += counts.num_episodes
         state.episodes_lost += counts.num_lost
@@ -332,8 +370,16 @@ class Controller:
         staleness = [group.staleness for group in taken.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
         self._mixture.observe(taken.counts)
+        times = StepTimes(
+            wait_s=step.wait_s,
+            train_s=step.train_s,
+            publish_s=publish_s,
+            deliver_s=self._deliver_s,
+            rollout_idle_s=self._sampling.take_idle_s(),
+            sync_bytes=sync_bytes,
+        )
         self._deliver_s = 0.0
-        values = train_values(taken, metrics, times, state.canary_max_error)
+        values = train_values(taken, step.metrics, times, state.canary_max_error)
         self.parts.folder.trained(state.step, state.games_trained, values)
         said = self.parts.folder.said(
             state.step, [one for group in taken.groups for one in group.transcripts]
@@ -365,39 +411,68 @@ class Controller:
 
     async def save_checkpoint(self) -> None:
         """Write a checkpoint; to be called between two steps."""
-        parts = self.parts
         await self._delivery.settled()
+        await self._write_checkpoint()
+
+    async def _write_checkpoint(self) -> None:
+        parts = self.parts
         parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)
         begun = time.monotonic()
-        under_way = await self._sampling.under_way()
-        # A copy: sampling continues while the learner writes.
+        state = await self._state_to_save()
+        aside = parts.checkpoints.begin(state.step)
+        written = await parts.learners.save(learner_folder(aside), model_folder(aside))
+        await parts.checkpoints.commit(aside, state, written)
+        self._saved_step = state.step
+        parts.folder.saved(state.step, time.monotonic() - begun)
+
+    async def _state_to_save(self) -> RunState:
+        """A copy of the state, with all that is under way: sampling goes on while it is written."""
+        try:
+            under_way = await self._sampling.under_way()
+        except BufferLostError:
+            outside = self._sampling.outside_buffer()
+            state = self.state.model_copy(deep=True)
+            state.unfinished_groups += outside
+            return state
         state = self.state.model_copy(deep=True)
         state.unfinished_groups = under_way.unfinished
         state.buffered_groups = under_way.finished
         state.counts = under_way.counts
-        await self._write_checkpoint(state)
-        parts.folder.saved(state.step, time.monotonic() - begun)
+        return state
 
-    async def _save_without_buffer(self) -> str:
-        """Write a checkpoint if the learner lives, and say what to continue from.
+    async def _save_at_the_end(self) -> str:
+        """What a run that has failed continues from: a checkpoint of now, if the learner lives.
 
-        The tasks of the run have ended, and the learner stands between two steps.
+        The tasks of the run have ended. A batch that was taken and not begun is lost.
         """
-        outside = self._sampling.outside_buffer()
-        state = self.state.model_copy(deep=True)
-        state.unfinished_groups += outside
         try:
-            await self._write_checkpoint(state)
-        except LearnerLostError as error:
-            _log.warning("no checkpoint can be written: %s", error)
-            return "continue from the newest checkpoint with --resume"
-        return f"continue with --resume from step {state.step}, of which there is a checkpoint"
+            async with asyncio.timeout(_LAST_CHECKPOINT_TIMEOUT_S):
+                await self._end_step()
+                if self.state.step > self._saved_step:
+                    async with asyncio.timeout(_LEARNER_ANSWERS_WITHIN_S):
+                        await self.parts.learners.answer_logprobs([])
+                    await self._write_checkpoint()
+        except Exception as failure:  # noqa: BLE001 - the run ends with what was wrong first
+            reason = str(getattr(failure, "cause", None) or failure) or type(failure).__name__
+            _log.warning("no checkpoint of step %d can be written: %s", self.state.step, reason)
+        checkpoints = self.parts.checkpoints.newest_first()
+        if not checkpoints:
+            return "there is no checkpoint to continue from"
+        step = step_of(checkpoints[0])
+        return f"continue with --resume from step {step}, of which there is a checkpoint"
 
-    async def _write_checkpoint(self, state: RunState) -> None:
-        parts = self.parts
-        aside = parts.checkpoints.begin(state.step)
-        written = await parts.learners.save(learner_folder(aside), model_folder(aside))
-        await parts.checkpoints.commit(aside, state, written)
+    async def _end_step(self) -> None:
+        """Bring the step that the learner is in to its end."""
+        step = self._step
+        if step is not None and step.training is not None:
+            await asyncio.shield(step.training)
+            self._record(step)
+
+    def _forget_step(self) -> None:
+        """Wait for no step any more."""
+        step, self._step = self._step, None
+        if step is not None and step.training is not None:
+            step.training.cancel()
 
     def _count_loss(self, error: LearnerLostError) -> None:
         """Count a lost learner; raise when it may not be started once more."""
@@ -416,7 +491,11 @@ class Controller:
     async def _start_learner_again(self) -> None:
         """Take learner and state back to the newest checkpoint that can be read."""
         parts, state = self.parts, self.state
+        self._forget_step()
+        # Until it stands there again: what it holds meanwhile belongs to no step.
+        self._saved_step = state.step
         earlier = await self._restarted_learner()
+        self._saved_step = earlier.step
         trained_since = state.step - earlier.step
         state.num_groups_rolled_back += trained_since * parts.run.training.groups_per_step
         self._mixture.go_back_to(earlier.mixture)
