@@ -1,13 +1,21 @@
-"""Tasks that end together: the first failure ends the others, and is raised as itself."""
+"""Tasks that end together, and waits that end.
+
+`Tasks` and `together`: the first failure ends the others, and is raised as itself. `limited`: what
+takes too long is named and given up.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Awaitable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+_SAY_EVERY_S = 60.0
 
 
 class Tasks(asyncio.TaskGroup):
@@ -49,3 +57,28 @@ async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     async with Tasks() as tasks:
         started = [tasks.start(coroutine) for coroutine in coroutines]
         return [await task for task in started]
+
+
+async def limited(
+    waiting: Awaitable[ResultT], what: str, *, timeout_s: float, setting: str
+) -> ResultT:
+    """What `waiting` returns; meanwhile the log says now and then that `what` is waited for.
+
+    Raises:
+        TimeoutError: it took longer than `timeout_s`, which is set by `setting`.
+    """
+    task = asyncio.ensure_future(waiting)
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    try:
+        while (left_s := begun_s + timeout_s - loop.time()) > 0:
+            await asyncio.wait([task], timeout=min(left_s, _SAY_EVERY_S))
+            if task.done():
+                return task.result()
+            _log.info("waiting for %s, %.0f s so far", what, loop.time() - begun_s)
+    finally:
+        task.cancel()
+    raise TimeoutError(
+        f"waited for {what} longer than {setting} = {timeout_s:g} s; see trainer.log for what was "
+        "done last, and raise the limit if it needs longer"
+    )

@@ -15,7 +15,13 @@ from ludus.proto.config.environment import (
     RemoteEnvironment,
     name_of_environment,
 )
-from ludus.proto.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from ludus.proto.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from ludus.proto.config.sections import (
     GeneratorConfig,
     LearnerConfig,
@@ -51,6 +57,9 @@ class TrainingConfig(Section):
     less than this share of all groups that may be begun."""
     max_learner_restarts: NonNegativeInt = 3
     """How often the learner's ranks are restarted from the newest checkpoint when one dies."""
+    learner_timeout_s: PositiveFloat = 3600.0
+    """How long the learner may take for one call, such as a training step or a checkpoint, before
+    its ranks are restarted."""
     shuffle_rewards: bool = False
     """Negative control: shuffles the rewards of a batch, so that nothing is learned."""
 

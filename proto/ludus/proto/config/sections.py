@@ -303,6 +303,9 @@ class PlacementConfig(Section):
     """How the learner's ranks share nodes: as few as have room, or one and no other."""
     join_timeout_s: NonNegativeFloat = 60.0
     """How long a run waits for nodes that it needs, and that no autoscaler is about to bring."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """How long the learner's ranks may take to start: to get their room, to meet, and to load the
+    model."""
 
 
 class PrometheusSink(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,30 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.tasks import together
+from ludus.trainer.tasks import limited, together
 from ludus.trainer.types import CanaryPrompt, Coefficients, SavedFile
+
+_STARTS_WITH = {
+    "answer": "the learner's ranks to start",
+    "rendezvous": "learner rank 0 to say where the ranks meet",
+    "start": "the learner's ranks to meet and load the model",
+}
 
 
 class LearnerGroup:
     """All ranks of the learner; each call goes to all of them and returns rank 0's answer.
 
     A rank that dies leaves the others waiting in a collective. So the first rank that is lost,
-    by its death or because a collective ran out of time, ends them all; the call that was under
-    way, and every later one, raises LearnerLostError until `restart`.
+    by its death or because a collective or a call ran out of time, ends them all; the call that was
+    under way, and every later one, raises LearnerLostError until `restart`.
     """
 
     def __init__(
         self, run: RunConfig, placement: Placement, token: FolderToken | None = None
     ) -> None:
         self._config = run.learner
+        self._start_timeout_s = run.placement.start_timeout_s
+        self._call_timeout_s = run.training.learner_timeout_s
         self._placement = placement
         self._token = token
         self._ranks: list[ActorHandle] = []
@@ -44,7 +52,7 @@ class LearnerGroup:
 
         Raises:
             ConfigError: a rank does not share the run's folder with the driver.
-            LearnerLostError: a rank died over it.
+            LearnerLostError: a rank died over it, or it took too long.
         """
         self._spec, self._weights = spec, weights
         config = self._config
@@ -102,8 +110,9 @@ class LearnerGroup:
     async def _call(self, method: str, ranks: Sequence[ActorHandle], *args: object) -> list[Any]:
         if not ranks:
             raise LearnerLostError("the learner's ranks were lost and have not been restarted")
+        answers = together(*(_answer(rank, method, *args) for rank in ranks))
         try:
-            return await together(*(_answer(rank, method, *args) for rank in ranks))
+            return await self._limited(method, answers)
         except ray.exceptions.RayActorError as error:
             self._end_ranks()
             raise LearnerLostError(
@@ -114,6 +123,17 @@ class LearnerGroup:
                 raise
             self._end_ranks()
             raise error.cause from None
+        except TimeoutError as error:
+            self._end_ranks()
+            raise LearnerLostError(str(error)) from None
+
+    async def _limited(self, method: str, answers: Awaitable[list[Any]]) -> list[Any]:
+        """The answers to a call, each kind of which has its limit."""
+        if method in _STARTS_WITH:
+            what, setting = _STARTS_WITH[method], "placement.start_timeout_s"
+            return await limited(answers, what, timeout_s=self._start_timeout_s, setting=setting)
+        what, setting = f"the learner's '{method}'", "training.learner_timeout_s"
+        return await limited(answers, what, timeout_s=self._call_timeout_s, setting=setting)
 
     def _end_ranks(self) -> None:
         ranks, self._ranks = self._ranks, []

@@ -1,0 +1,151 @@
+"""Whatever waits has a limit, and says what it waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray
+
+from ludus.proto.config import RayWeightStore, RunConfig
+from ludus.proto.errors import LearnerLostError
+from ludus.trainer.actors.learner_group import LearnerGroup
+from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.main import make_learner_spec
+from ludus.trainer.tasks import limited
+from ludus.trainer.types import Coefficients
+
+pytestmark = pytest.mark.timeout(60)
+
+STEP = None, Coefficients(1e-3, entropy=0.0, kl=0.0)
+
+
+async def forever(ended: list[str]) -> None:
+    """Wait, and say that it is over."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("forever")
+
+
+async def test_what_takes_too_long_is_named_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+    with pytest.raises(TimeoutError, match=r"waited for a friend longer than patience = 0\.01 s"):
+        await limited(forever(ended), "a friend", timeout_s=0.01, setting="patience")
+    await asyncio.sleep(0)
+    assert ended == ["forever"]
+
+
+async def test_what_is_waited_for_is_said_meanwhile(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("ludus.trainer.tasks._SAY_EVERY_S", 0.001)
+    with pytest.raises(TimeoutError):
+        await limited(forever([]), "a friend", timeout_s=0.02, setting="patience")
+    assert "waiting for a friend" in caplog.text
+
+
+async def test_what_comes_in_time_is_returned_and_a_failure_is_its_own() -> None:
+    async def fail() -> None:
+        raise TimeoutError("its own")
+
+    assert await limited(asyncio.sleep(0, 7), "it", timeout_s=60, setting="patience") == 7
+    with pytest.raises(TimeoutError, match=r"^its own$"):
+        await limited(fail(), "it", timeout_s=60, setting="patience")
+
+
+async def test_who_is_cancelled_takes_along_what_was_waited_for() -> None:
+    ended: list[str] = []
+    waiting = asyncio.create_task(
+        limited(forever(ended), "a friend", timeout_s=60, setting="patience")
+    )
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert ended == ["forever"]
+
+
+class SimulatedRank:
+    """A rank that never answers one of its calls."""
+
+    def __init__(self, hangs_in: str) -> None:
+        self._hangs_in = hangs_in
+
+    def __getattr__(self, method: str) -> Any:
+        return SimulatedCall(hangs=method == self._hangs_in)
+
+
+class SimulatedCall:
+    """A call of a rank."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self._hangs = hangs
+
+    async def remote(self, *_: object) -> str:
+        """Something, or nothing for ever."""
+        if self._hangs:
+            await asyncio.Event().wait()
+        return "answer"
+
+
+def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerGroup, list[Any]]:
+    """A learner of two such ranks, and those that have been ended."""
+    ended: list[Any] = []
+
+    class Options:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def __call__(self, _: type) -> Options:
+            return self
+
+        def remote(self, *_: object) -> SimulatedRank:
+            return SimulatedRank(hangs_in)
+
+    monkeypatch.setattr(ray, "remote", Options)
+    monkeypatch.setattr(ray, "kill", ended.append)
+    settings = {
+        "learner": {"num_ranks": 2},
+        "placement": {"start_timeout_s": 60 if hangs_in == "train_step" else 0.25},
+        "training": {"learner_timeout_s": 0.25},
+    }
+    run = RunConfig.model_validate(settings)
+    return LearnerGroup(run, on_one_machine(run)), ended
+
+
+async def start(group: LearnerGroup) -> None:
+    """Start its ranks."""
+    await group.start(make_learner_spec(RunConfig(), "model"), RayWeightStore())
+
+
+@pytest.mark.parametrize(
+    ("hangs_in", "what"),
+    [
+        ("answer", "the learner's ranks to start"),
+        ("rendezvous", "where the ranks meet"),
+        ("start", "to meet and load the model"),
+    ],
+)
+async def test_a_learner_that_does_not_start_is_lost_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, hangs_in: str, what: str
+) -> None:
+    group, ended = make_group(monkeypatch, hangs_in)
+    with pytest.raises(LearnerLostError, match=rf"{what}.*placement\.start_timeout_s = 0\.25"):
+        await start(group)
+    assert len(ended) == 2
+
+
+async def test_a_learner_that_hangs_in_a_call_is_lost_until_it_is_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, ended = make_group(monkeypatch, "train_step")
+    await start(group)
+    with pytest.raises(
+        LearnerLostError, match=r"'train_step'.*training\.learner_timeout_s = 0\.25"
+    ):
+        await group.train_step(*STEP)
+    assert len(ended) == 2
+    with pytest.raises(LearnerLostError, match="have not been restarted"):
+        await group.answer_logprobs([])
