@@ -17,16 +17,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from sys import getsizeof
 
 from transformers import PreTrainedTokenizerBase
 
 from ludus.env import Message
 from ludus.proto.config import ModelConfig, PretrainedModel
 from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.models.sized_cache import SizedCache
 from ludus.trainer.models.template import ChatTemplate, ToolSpec
 
-_CACHED_TEXTS = 65536
+_CACHE_BYTES = 32 << 20
+"""Of each of the three caches, about."""
+_BYTES_PER_TOKEN = 40
+"""Of an int and the place that it has in a tuple."""
+_BYTES_PER_ENTRY = 512
+_MAX_CACHED_ANSWER = 64
+"""Tokens: a move is said again and again, a train of thought never."""
 _OPEN_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 MessageKey = tuple[tuple[str, str], ...]
@@ -49,9 +56,9 @@ class ChatTokenizer:
         self.end_token_id: int = self._template.end_token_id
         self._end_text: str = tokenizer.decode([self.end_token_id])
         # Environments repeat themselves: the same few texts come thousands of times.
-        self._first = lru_cache(_CACHED_TEXTS)(self._encode_first)
-        self._next = lru_cache(_CACHED_TEXTS)(self._encode_next)
-        self._decode = lru_cache(_CACHED_TEXTS)(self._decode_ids)
+        self._first = SizedCache(self._encode_first, _first_size, _CACHE_BYTES)
+        self._next = SizedCache(self._encode_next, _next_size, _CACHE_BYTES)
+        self._decode = SizedCache(self._decode_ids, _answer_size, _CACHE_BYTES)
 
     @classmethod
     def load(cls, model_path: str, config: ModelConfig) -> ChatTokenizer:
@@ -69,7 +76,7 @@ class ChatTokenizer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:
         """The tokens of a new conversation, up to where the assistant speaks."""
-        return list(self._first(_key(messages), json.dumps(tools)))
+        return list(self._first((_key(messages), json.dumps(tools))))
 
     def next_prompt(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """The tokens between a sampled answer and the next one.
@@ -85,7 +92,7 @@ class ChatTokenizer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:
         """The tokens of a conversation with earlier answers, as the template shows those."""
-        return list(self._encode_first(_key(messages), json.dumps(tools)))
+        return list(self._encode_first((_key(messages), json.dumps(tools))))
 
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer as the policy would sample it, end token included."""
@@ -94,12 +101,15 @@ class ChatTokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of sampled tokens, without special tokens."""
+        if len(token_ids) > _MAX_CACHED_ANSWER:
+            return self._decode_ids(token_ids)
         return self._decode(tuple(token_ids))
 
-    def _decode_ids(self, token_ids: tuple[int, ...]) -> str:
+    def _decode_ids(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _encode_first(self, key: MessageKey, tools: str) -> tuple[int, ...]:
+    def _encode_first(self, asked: tuple[MessageKey, str]) -> tuple[int, ...]:
+        key, tools = asked
         return self._encode(self._template.render(_messages(key), json.loads(tools)))
 
     def _encode_next(self, key: MessageKey) -> tuple[int, ...]:
@@ -129,3 +139,17 @@ def _key(messages: Sequence[Message]) -> MessageKey:
 
 def _messages(key: MessageKey) -> list[Message]:
     return [{"role": role, "content": content} for role, content in key]
+
+
+def _first_size(asked: tuple[MessageKey, str], token_ids: tuple[int, ...]) -> int:
+    key, tools = asked
+    return _next_size(key, token_ids) + getsizeof(tools)
+
+
+def _next_size(key: MessageKey, token_ids: tuple[int, ...]) -> int:
+    texts = sum(getsizeof(role) + getsizeof(content) for role, content in key)
+    return _BYTES_PER_ENTRY + texts + _BYTES_PER_TOKEN * len(token_ids)
+
+
+def _answer_size(token_ids: tuple[int, ...], text: str) -> int:
+    return _BYTES_PER_ENTRY + getsizeof(text) + _BYTES_PER_TOKEN * len(token_ids)

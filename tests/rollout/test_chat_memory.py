@@ -1,0 +1,97 @@
+"""What a rollout worker remembers of prompts and answers stays small, however long it plays."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ludus.env import Message
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.sized_cache import SizedCache
+from ludus.trainer.models.tiny import make_tokenizer
+
+TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"] * 5
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer(TEXTS, vocab_size=320)
+
+
+def kept_by(function: Callable[[], None]) -> int:
+    """The bytes that are still allocated when the function has returned."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def user(content: str) -> list[Message]:
+    """One message of the user."""
+    return [{"role": "user", "content": content}]
+
+
+def test_long_answers_are_not_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat, draw = ChatTokenizer(tokenizer), random.Random(0)
+
+    def decode_many() -> None:
+        for _ in range(200):
+            # As they come from an engine: numbers of their own, which nobody else holds.
+            chat.decode([int(str(draw.randrange(260, 300))) for _ in range(4096)])
+
+    assert kept_by(decode_many) < MEGABYTE
+
+
+@pytest.mark.parametrize("method", ["first_prompt", "next_prompt"])
+def test_long_prompts_are_kept_up_to_a_bound(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("ludus.trainer.models.chat._CACHE_BYTES", MEGABYTE)
+    chat = ChatTokenizer(tokenizer)
+    ask: Callable[[list[Message]], list[int]] = {
+        "first_prompt": chat.first_prompt,
+        "next_prompt": lambda messages: chat.next_prompt(messages, ended=True),
+    }[method]
+
+    def ask_much() -> None:
+        for number in range(300):
+            ask(user(f"{number} hard 16 vs 10" * 200))
+
+    ask(user("warm up"))
+    assert kept_by(ask_much) < 2 * MEGABYTE
+
+
+def test_a_move_that_is_said_again_is_not_decoded_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = ChatTokenizer(tokenizer)
+    answer = chat.answer_ids("HIT")
+    assert chat.decode(answer) == "HIT"
+    monkeypatch.setattr(chat._tokenizer, "decode", lambda *_, **__: "decoded again")
+    assert chat.decode(answer) == "HIT"
+
+
+def test_what_was_not_asked_for_longest_goes_first_and_the_sum_is_bounded() -> None:
+    made: list[str] = []
+
+    def double(key: str) -> str:
+        made.append(key)
+        return key * 2
+
+    cache = SizedCache(double, lambda key, value: len(key) + len(value), max_size=12)
+    for key in ("aa", "bb", "aa", "cc", "aa", "bb"):
+        assert cache(key) == key * 2
+        assert cache.size <= 12
+    assert made == ["aa", "bb", "cc", "bb"]
+
+
+def test_what_is_larger_than_the_bound_is_made_and_not_kept() -> None:
+    cache = SizedCache(len, lambda key, _: len(key), max_size=3)
+    assert [cache("abc"), cache("abcdef"), cache.size] == [3, 6, 3]
