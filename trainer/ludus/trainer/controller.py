@@ -214,6 +214,7 @@ class Controller:
             if isinstance(error, CanaryError):
                 self.state.canary_failures += 1
                 self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            _log.warning("the run ends: %s", error)
             error.add_note(await self._save_at_the_end())
             raise
         finally:
