@@ -20,10 +20,11 @@ from ludus.proto.errors import BufferLostError, LearnerLostError
 from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
-from ludus.trainer.controller import Controller, Parts
+from ludus.trainer.controller import Controller
 from ludus.trainer.data.buffer import BufferState, GroupSummary, TakenBatch
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.parts import Parts
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.types import (
     Batch,

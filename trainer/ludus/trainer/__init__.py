@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ludus.trainer.controller import Step
+    from ludus.trainer.parts import Step
     from ludus.trainer.trainer import Policy, Stopped, Trainer
 
 __all__ = ["Policy", "Step", "Stopped", "Trainer"]
@@ -12,7 +12,7 @@ __all__ = ["Policy", "Step", "Stopped", "Trainer"]
 def __getattr__(name: str) -> Any:
     # torch and Ray take seconds to import, and most of what lies here needs neither.
     if name == "Step":
-        from ludus.trainer.controller import Step
+        from ludus.trainer.parts import Step
 
         return Step
     if name in __all__:

@@ -31,12 +31,12 @@ from ludus.trainer.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
-from ludus.trainer.controller import Parts
 from ludus.trainer.environments import Environment, connected, local_servers
 from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.functions import import_object
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.parts import Parts
 from ludus.trainer.prepare import is_folder, make_canary_prompt, prepare_model
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.run_folder import RunFolder, path_of

@@ -49,11 +49,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import RunConfig
 from ludus.proto.errors import (
     BufferLostError,
     CanaryError,
@@ -62,9 +59,8 @@ from ludus.proto.errors import (
     TrainingStalledError,
 )
 from ludus.proto.metrics import TrainMetric
-from ludus.proto.runs import EvalReport, Phase, Transcript
+from ludus.proto.runs import EvalReport, Phase
 from ludus.trainer.checkpoint import (
-    CheckpointFolder,
     RunState,
     check_whole,
     learner_folder,
@@ -77,17 +73,13 @@ from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import Progress
 from ludus.trainer.delivery import Delivered, Delivery
-from ludus.trainer.evaluation import Evaluator
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.processes import Buffer, Learners, Workers
+from ludus.trainer.parts import BetweenSteps, Parts, Step, go_on
 from ludus.trainer.rollout.group import group_seeds
-from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.sampling import SamplingLoop
 from ludus.trainer.schedule import coefficients
 from ludus.trainer.tasks import Tasks
-from ludus.trainer.types import CanaryPrompt
 
 _log = logging.getLogger(__name__)
 
@@ -98,47 +90,6 @@ _MAX_SKIPPED_UPDATES = 10
 _LEARNER_ANSWERS_WITHIN_S = 60.0
 _LAST_CHECKPOINT_TIMEOUT_S = 900.0
 """For the step that the learner is in when the run fails, and the checkpoint after it."""
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a run is made of; every choice was made when these were built."""
-
-    run: RunConfig
-    folder: RunFolder
-    checkpoints: CheckpointFolder
-    learners: Learners
-    workers: Workers
-    buffer: Buffer
-    evaluator: Evaluator
-    chat: ChatTokenizer
-    canary: CanaryPrompt
-    servers: Mapping[str, LocalServer]
-    """The environment servers that this run owns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a training step came to."""
-
-    number: int
-    """Steps trained so far."""
-    values: Mapping[str, float]
-    """Of the whole run, by TrainMetric (docs/metrics.md)."""
-    environments: Mapping[str, Mapping[str, float]]
-    """By environment, what each has of its own; by reward term, too."""
-    transcripts: tuple[Transcript, ...]
-    """Some of the episodes that it learned from, word for word."""
-    evaluation: Mapping[str, EvalReport] | None
-    """By environment, where this step was one after which the policy is judged."""
-
-
-BetweenSteps = Callable[[Step | None], Awaitable[None]]
-"""Called before the first step (None) and after each; training stands still until it returns."""
-
-
-async def _go_on(step: Step | None) -> None:
-    """Return at once: nobody wants training to stand still."""
 
 
 @dataclass(eq=False, slots=True)
@@ -160,7 +111,7 @@ class Controller:
 
     parts: Parts
     state: RunState
-    between_steps: BetweenSteps = _go_on
+    between_steps: BetweenSteps = go_on
     _mixture: Mixture = field(init=False)
     _sampling: SamplingLoop = field(init=False)
     _delivery: Delivery = field(init=False)

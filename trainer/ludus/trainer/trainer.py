@@ -32,9 +32,10 @@ from ludus.trainer import control
 from ludus.trainer.build import built, infrastructure_of, resolved, starting_point
 from ludus.trainer.changes import Change, changes_since, in_words
 from ludus.trainer.checkpoint import RunState, read_state
-from ludus.trainer.controller import Controller, Parts, Step
+from ludus.trainer.controller import Controller
 from ludus.trainer.environments import check_names
 from ludus.trainer.functions import import_object, name_of
+from ludus.trainer.parts import Parts, Step
 from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
