@@ -201,6 +201,10 @@ def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one():
     assert len(seen) == 4
 
 
+NO_NUMBERS = ("--1", "-", "1-", "²", "٣", "1\x1e2", "1" * 5000, "-" + "9" * 5000, "[" * 100_000)
+"""What a policy may say that looks like a number to some of Python's functions."""
+
+
 @pytest.mark.parametrize(
     ("env_id", "answers"),
     [
@@ -218,7 +222,7 @@ def test_a_language_model_plays_by_name_number_or_json(env_id, answers):
     assert env_id in message["content"]
     for answer in answers:
         environment.text_renderer.parse(answer, observation)
-    for nonsense in ("", "left and right", "7000", "[1, 2, 3]"):
+    for nonsense in ("", "left and right", "7000", "[1, 2, 3]", *NO_NUMBERS):
         with pytest.raises(ActionParseError, match="expected "):
             environment.text_renderer.parse(nonsense, observation)
 

@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 
 _COLOURED = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+"""What Python takes for an integer, and not what looks like one: no signs in a row, no other
+scripts' digits, nothing longer than it will convert."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
 
 
@@ -122,7 +123,7 @@ class GymnasiumRenderer:
         if not self._number_of:
             return self._parse_json(said)
         number = self._number_of.get(said.casefold())
-        if number is None and said.lstrip("-").isdecimal() and int(said) in self._name_of:
+        if number is None and _NUMBER.fullmatch(said) and int(said) in self._name_of:
             number = int(said)
         if number is None:
             number = self._only_mention(said)
@@ -151,7 +152,8 @@ class GymnasiumRenderer:
     def _parse_json(self, text: str) -> Action:
         try:
             return self._action_type.model_validate({"action": json.loads(text)})
-        except (json.JSONDecodeError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:
+            # Not JSON, not of the space, or nested or long beyond what Python reads.
             raise ActionParseError(
                 f"expected an action as JSON, got {text[-200:]!r}: {error}"
             ) from None
