@@ -64,7 +64,11 @@ def test_time_left_follows_the_pace_of_recent_steps() -> None:
 
 def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -> None:
     progress = RunProgress(num_steps=100)
-    rewards = {TrainMetric.REWARD_MEAN.value: 0.5, TrainMetric.NUM_EPISODES_LOST.value: 2.0}
+    rewards = {
+        TrainMetric.REWARD_MEAN.value: 0.5,
+        TrainMetric.NUM_EPISODES_LOST.value: 2.0,
+        TrainMetric.NUM_EPISODES_FAILED.value: 3.0,
+    }
     progress.update([phase_row(Phase.TRAIN), eval_row(0, 0.28), eval_row(10, 0.4)])
     progress.update([train_row(step, step, **rewards) for step in range(8, 11)])
     facts = progress.facts()
@@ -72,6 +76,7 @@ def test_progress_knows_the_latest_evaluation_the_mean_reward_and_all_losses() -
     assert facts["return"] == "−0.200"
     assert facts["reward"] == "0.500"
     assert facts["lost episodes"] == "6"
+    assert facts["failed episodes"] == "9"
     assert progress.line().startswith("step 10/100 · training · wins 40.0%")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
-from ludus.trainer.types import ScoredTerm
+from ludus.trainer.types import RolloutStatus, ScoredTerm
 from tests.data.rollouts import make_group
 
 
@@ -14,6 +14,23 @@ def test_a_lost_episode_counts_neither_as_win_nor_as_draw_nor_as_loss() -> None:
     assert (counts.num_wins, counts.num_draws, counts.num_losses) == (1, 1, 2)
     assert (counts.num_scored, counts.num_lost) == (4, 1)
     assert (counts.reward_sum, counts.reward_square_sum) == (-1, 3)
+
+
+def test_failed_episodes_are_counted_apart_from_lost_ones_with_the_reasons_of_both() -> None:
+    group = make_group(1, 0, -1)
+    fates = [(RolloutStatus.LOST, "away"), (RolloutStatus.FAILED, "bug 1")]
+    void = [
+        replace(r, reward=None, episode_return=None, status=status, failure=reason)
+        for r, (status, reason) in zip(group.rollouts, fates, strict=False)
+    ]
+    counts = count_group(replace(group, rollouts=(*void, group.rollouts[2])))
+    assert (counts.num_lost, counts.num_failed, counts.num_scored) == (1, 1, 1)
+    assert counts.num_void_groups == 1
+    both = counts + counts
+    assert {kind: count.num_episodes for kind, count in both.failures.items()} == {
+        "away": 2,
+        "bug #": 2,
+    }
 
 
 def test_wins_are_counted_by_what_the_environment_paid_not_by_the_reward() -> None:

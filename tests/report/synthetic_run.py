@@ -252,6 +252,7 @@ def build_summary(name: str = "demo", environments: Sequence[str] = ("blackjack"
         games_trained=NUM_STEPS * GAMES_PER_STEP,
         games_played=NUM_STEPS * GAMES_PER_STEP + 3584,
         episodes_lost=12,
+        episodes_failed=5,
         wall_seconds_training=93.6,
         wall_seconds_total=148.2,
         weight_syncs=121,

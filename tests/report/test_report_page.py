@@ -66,7 +66,7 @@ def test_headline_numbers_are_those_of_the_summary(page: str) -> None:
     assert f"{low} to {high}%" in win_rate
     assert f"{summary.expected_return:.3f}".replace("-", "−") in expected_return
     assert "96.1%" in gap and "93.5 to 98.8%" in gap and "random to basic strategy" in gap
-    assert "61,440" in games and "12 lost" in games
+    assert "61,440" in games and "12 lost, 5 failed" in games
     assert "94 s" in time
 
 

@@ -17,6 +17,7 @@ CALLS: list[dict[str, list[Any]]] = []
 """What `remember` was called with."""
 THREADS: set[int] = set()
 LOOP_RUNS = threading.Event()
+THE_END = threading.Event()
 
 
 def remember(**columns: list[Any]) -> list[float]:
@@ -84,6 +85,12 @@ async def never_ends(prompts: list[list[Message]]) -> list[float]:
 def waits_for_the_loop(prompts: list[list[Message]]) -> list[float]:
     """1 each, once the event loop has set `LOOP_RUNS`; 0 each where it never does."""
     return [float(LOOP_RUNS.wait(20))] * len(prompts)
+
+
+def waits_for_the_end(prompts: list[list[Message]]) -> list[float]:
+    """Ends with the test."""
+    THE_END.wait(60)
+    return [0.0] * len(prompts)
 
 
 def positional_only(prompts: list[list[Message]], /) -> list[float]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
@@ -162,8 +160,9 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     )
     assert (await player.play(4, SAMPLING)).status is RolloutStatus.TRUNCATED
     player, _ = make_player(client, chat, iter([]), rollout_function=play_and_say_nothing)
-    with pytest.raises(TypeError, match=r"environments\.game\.rollout expected to return Ended"):
-        await player.play(4, SAMPLING)
+    failed = await player.play(4, SAMPLING)
+    assert failed.status is RolloutStatus.FAILED
+    assert "environments.game.rollout expected to return Ended" in failed.failure
     assert server.core.load.num_sessions == 0
 
 
@@ -196,6 +195,7 @@ async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTok
         never_began = await player.play(2, SAMPLING)
     for rollout in (lost, never_began):
         assert (rollout.status, rollout.reward) == (RolloutStatus.LOST, None)
+        assert rollout.failure
 
 
 async def test_render_and_parse_of_the_configuration_replace_the_renderer(

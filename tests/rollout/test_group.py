@@ -10,7 +10,6 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.errors import GroupMismatchError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.group import group_seeds, play_group
@@ -97,14 +96,15 @@ async def test_groups_wait_for_each_other_when_the_server_is_full(chat: ChatToke
     assert statuses == {RolloutStatus.TERMINATED}
 
 
-async def test_a_group_whose_episodes_begin_differently_is_a_crash(chat: ChatTokenizer) -> None:
+async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTokenizer) -> None:
     async with (
         EnvServer(GloballyRandomEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         player, policy = make_player(client, chat, itertools.repeat("ADD 1"), max_sessions=256)
-        with pytest.raises(GroupMismatchError, match="on seed 4 to begin alike"):
-            await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=60)
+        group = await play_group(player, GroupSpec(0, "game", (4,) * 4), SAMPLING, timeout_s=60)
+        assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.FAILED}
+        assert "on seed 4 to begin alike" in group.rollouts[0].failure
         assert policy.prompts == []
         await emptied(server)
 
@@ -135,6 +135,7 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     player = Player("game", client, never, chat, ServerRenderer(), LIMITS, max_sessions)
     group = await play_group(player, GroupSpec(7, "game", (1, 1)), SAMPLING, timeout_s=0.2)
     assert group.num_lost == 2
+    assert "rollout.group_timeout_s" in group.rollouts[0].failure
     assert group.index == 7
     await emptied(server)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,7 @@ import pytest_asyncio
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
-from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.proto.errors import ConfigError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
@@ -113,15 +114,61 @@ async def test_a_function_that_returns_no_rewards_is_named_with_what_was_expecte
     function: str, message: str
 ) -> None:
     timeout_s = 0.2 if function == "never_ends" else 60.0
-    with pytest.raises(RewardFunctionError, match=message) as caught:
-        await score([term(function)], episode(1.0), episode(2.0), timeout_s=timeout_s)
-    assert f"tests.rollout.reward_functions:{function}" in str(caught.value)
+    played = episode(1.0), episode(2.0)
+    rollouts = await score([term(None), term(function)], *played, timeout_s=timeout_s)
+    for rollout in rollouts:
+        assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+        assert re.search(message, rollout.failure)
+        assert f"tests.rollout.reward_functions:{function}" in rollout.failure
+    assert [rollout.episode_return for rollout in rollouts] == [1.0, 2.0]
 
 
-async def test_the_traceback_of_a_function_that_raised_is_kept() -> None:
-    with pytest.raises(RewardFunctionError) as caught:
-        await score([term("fails")], episode(1.0))
-    assert isinstance(caught.value.__cause__, KeyError)
+async def test_where_a_function_raised_is_said() -> None:
+    [rollout] = await score([term("fails")], episode(1.0))
+    assert "(in fails, reward_functions.py:" in rollout.failure
+
+
+async def test_a_function_of_weight_0_that_fails_is_named_and_voids_nothing() -> None:
+    [rollout] = await score([term(None), term("fails", 0.0)], episode(1.0))
+    assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, 1.0)
+    assert "KeyError" in rollout.failure
+
+
+async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
+    terms = [term(None), term("first_cannot_be_scored", 0.0)]
+    rollouts = await score(terms, episode(1.0), episode(1.0))
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0]
+    assert [rollout.terms[1].value for rollout in rollouts] == [None, 2.0]
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [term(None)],
+        [term("num_words", 5.0)],
+        [term(None, 0.0), term("num_words", 5.0)],
+        [term("first_cannot_be_scored")],
+    ],
+    ids=["the environment's own", "a function alone", "both", "a term that cannot say"],
+)
+async def test_an_answer_that_was_no_action_is_worth_the_same_whatever_the_terms(
+    terms: list[RewardTerm],
+) -> None:
+    invalid = episode(3.0, RolloutStatus.INVALID_ACTION, "What is to be done?")
+    rollouts = await Reward(terms, invalid_action_reward=-0.7).score([invalid, invalid], 60.0)
+    assert [rollout.reward for rollout in rollouts] == [-0.7, -0.7]
+    assert {rollout.status for rollout in rollouts} == {RolloutStatus.INVALID_ACTION}
+
+
+async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> None:
+    reward = Reward([term("waits_for_the_end")])
+    try:
+        stuck = [reward.score([episode(1.0)], timeout_s=0.05) for _ in range(80)]
+        for [rollout] in await asyncio.gather(*stuck):
+            assert rollout.status is RolloutStatus.FAILED
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), timeout=20) == "free"
+    finally:
+        reward_functions.THE_END.set()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +230,7 @@ async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
     assert group.rollouts[0].reward == 7.0
 
 
-async def test_a_failing_function_ends_the_group_and_leaves_no_session(
+async def test_a_failing_function_voids_the_group_and_leaves_no_session(
     chat: ChatTokenizer,
 ) -> None:
     async with (
@@ -192,6 +239,7 @@ async def test_a_failing_function_ends_the_group_and_leaves_no_session(
     ):
         reward = Reward([term("fails")])
         player, _ = make_player(client, chat, itertools.repeat("ADD 1"), LIMITS, reward=reward)
-        with pytest.raises(RewardFunctionError, match="fails"):
-            await play_group(player, GroupSpec(0, "count", (1, 1)), SAMPLING, timeout_s=60)
+        group = await play_group(player, GroupSpec(0, "count", (1, 1)), SAMPLING, timeout_s=60)
+        assert group.rewards == [None, None]
+        assert "reward_functions:fails" in group.rollouts[0].failure
         assert server.core.load.num_sessions == 0

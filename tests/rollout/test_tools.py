@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.client import AsyncEnvClient, AsyncSession, EnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import ActionParseError, ConfigError, ToolError
+from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, ToolError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
@@ -157,6 +157,19 @@ async def test_a_tool_that_fails_says_so_and_the_episode_continues(
     played = await play(client, chat, lambda _: next(answers))
     assert "expected two integers" in json.loads(played.completion[1]["content"])["error"]
     assert (played.rollout.status, played.rollout.reward) == (RolloutStatus.TERMINATED, 0.0)
+
+
+async def test_what_fails_beside_a_tool_voids_the_episode_and_is_not_told_to_the_model(
+    client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def limited(*_: object) -> None:
+        raise RateLimitError("60 calls a minute are used up")
+
+    monkeypatch.setattr(AsyncSession, "call_tool", limited)
+    played = await play(client, chat, lambda _: call("add", a=1, b=2))
+    assert played.rollout.status is RolloutStatus.FAILED
+    assert "60 calls a minute" in played.rollout.failure
+    assert len(played.rollout.turns) == 1
 
 
 async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatTokenizer) -> None:

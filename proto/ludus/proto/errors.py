@@ -27,6 +27,7 @@
     │   ├── StoreUnavailableError        the weight store does not answer now
     │   └── CanaryError
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
+    ├── EpisodesFailedError       nearly all that is played is void, since code fails
     ├── TrainingStalledError      nothing that is played teaches anything any more
     ├── LearnerLostError          a learner rank died, or its ranks no longer meet
     ├── BufferLostError           the replay buffer died, with what waited in it
@@ -34,7 +35,8 @@
     └── CheckpointError
 
 A message names the value that was found, what was expected, and the way out. A failed
-rollout is data (its status says why); a failed optimizer step is a crash.
+rollout is data, whatever failed: its status and reason say why, and only a UserError, or that
+nearly all of them fail, ends the run. A failed optimizer step is a crash.
 """
 
 from __future__ import annotations
@@ -237,6 +239,10 @@ class TrainingStalledError(LudusError):
 
 class RewardFunctionError(LudusError):
     """A reward function raised, took too long, or returned something other than rewards."""
+
+
+class EpisodesFailedError(LudusError):
+    """Nearly all episodes fail, for a reason that the message names."""
 
 
 class LearnerLostError(LudusError):

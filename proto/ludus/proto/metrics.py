@@ -127,6 +127,7 @@ class TrainMetric(_Metric):
     NUM_EPISODES_FINISHED = auto(), _count("Episodes that have a return.")
     NUM_EPISODES_SCORED = auto(), _count("Episodes that have a reward.")
     NUM_EPISODES_LOST = auto(), _count("Episodes that infrastructure voided.")
+    NUM_EPISODES_FAILED = auto(), _count("Episodes voided by code that failed.")
     NUM_EPISODES_INVALID = auto(), _count("Episodes ended by text, not an action.")
     NUM_EPISODES_TRUNCATED = auto(), _count("Episodes cut off by a limit.")
     NUM_TURNS_MEAN = auto(), _per("num_episodes", "turns", "Turns of an episode.")
@@ -237,6 +238,7 @@ class EvalMetric(_Metric):
     """Values of one evaluation."""
 
     NUM_GAMES = auto(), _count("Games of the evaluation.")
+    NUM_GAMES_VOID = auto(), _count("Games beside them that failed.")
     WIN_RATE = auto(), _per_game("share", "Games with a return above 0.")
     WIN_RATE_CI95_LOW = (
         auto(),

@@ -166,7 +166,7 @@ class Transcript(_Record):
     policy_version: int
     """Oldest version of the weights that said any of it."""
     status: str
-    """How it ended: terminated, truncated, invalid_action or lost."""
+    """How it ended: terminated, truncated, invalid_action, lost or failed."""
     reward: float | None
     """What was learned from: the weighted sum of the terms; null = it could not be scored."""
     episode_return: float | None
@@ -191,6 +191,8 @@ class PolicyResult(_Record):
     """Normal interval of the mean."""
     invalid_rate: float = 0.0
     """Share of episodes that ended because the text was no action."""
+    num_void: int = 0
+    """Games that failed, beside those that count."""
 
 
 class EvalReport(_Record):
@@ -257,6 +259,8 @@ class Summary(_Record):
     games_played: int
     episodes_lost: int
     """Episodes that infrastructure voided: counted, never trained on."""
+    episodes_failed: int = 0
+    """Episodes that code voided, the environment's, the engine's or the run's own: the same."""
     wall_seconds_training: float
     wall_seconds_total: float
     weight_syncs: int

@@ -55,6 +55,7 @@ class RunState(BaseModel):
     games_played: int = 0
     games_trained: int = 0
     episodes_lost: int = 0
+    episodes_failed: int = 0
     weight_syncs: int = 0
     canary_failures: int = 0
     canary_max_error: float = 0.0

@@ -260,6 +260,7 @@ class Controller:
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
+            EpisodesFailedError: nearly all that is played in an environment fails.
             UnavailableError: an environment stays unavailable for longer than it may.
         """
         while not self._stopping.is_set():
@@ -318,6 +319,7 @@ class Controller:
         state.games_trained += sum(group.num_scored for group in taken.groups)
         state.games_played += counts.num_episodes
         state.episodes_lost += counts.num_lost
+        state.episodes_failed += counts.num_failed
         state.num_groups_rolled_back += counts.num_rolled_back_groups
         staleness = [group.staleness for group in taken.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)

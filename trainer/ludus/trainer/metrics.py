@@ -86,6 +86,7 @@ def eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mappin
     """How a policy did in an evaluation, by EvalMetric."""
     values: dict[str, float] = {
         EvalMetric.NUM_GAMES: result.num_games,
+        EvalMetric.NUM_GAMES_VOID: result.num_void,
         EvalMetric.WIN_RATE: result.win_rate,
         EvalMetric.WIN_RATE_CI95_LOW: result.win_rate_ci95[0],
         EvalMetric.WIN_RATE_CI95_HIGH: result.win_rate_ci95[1],
@@ -129,6 +130,7 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_EPISODES_FINISHED: num_finished,
         TrainMetric.NUM_EPISODES_SCORED: counts.num_scored,
         TrainMetric.NUM_EPISODES_LOST: counts.num_lost,
+        TrainMetric.NUM_EPISODES_FAILED: counts.num_failed,
         TrainMetric.NUM_EPISODES_INVALID: counts.num_invalid,
         TrainMetric.NUM_EPISODES_TRUNCATED: counts.num_truncated,
         TrainMetric.NUM_WINS: counts.num_wins,

@@ -64,6 +64,7 @@ def make_summary(
         games_trained=state.games_trained,
         games_played=state.games_played,
         episodes_lost=state.episodes_lost,
+        episodes_failed=state.episodes_failed,
         wall_seconds_training=training_s,
         wall_seconds_total=total_s,
         weight_syncs=state.weight_syncs,

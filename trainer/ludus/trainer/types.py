@@ -108,6 +108,13 @@ class RolloutStatus(StrEnum):
     """The text was no action."""
     LOST = "lost"
     """Infrastructure failed: void, not a loss."""
+    FAILED = "failed"
+    """Code failed, the environment's, the engine's or the run's own: void, too."""
+
+    @property
+    def is_void(self) -> bool:
+        """True when nothing may be learned from the episode."""
+        return self in (RolloutStatus.LOST, RolloutStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +186,13 @@ class Rollout(_Travels):
     reward: float | None
     """What is learned from: the weighted sum of the terms; None = it could not be scored."""
     episode_return: float | None
-    """What the environment paid in all, by which wins are counted; None when it was lost."""
+    """What the environment paid in all, by which wins are counted; None when that is unknown."""
     terms: tuple[ScoredTerm, ...]
     status: RolloutStatus
     policy_version: int
     """Oldest version of the weights that sampled any of its tokens."""
+    failure: str = ""
+    """What made it void, or a term of its reward unknown; empty where nothing failed."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
@@ -265,11 +274,11 @@ class RolloutGroup(_Travels):
         return len(scored) < 2
 
 
-def lost_group(spec: GroupSpec) -> RolloutGroup:
+def lost_group(spec: GroupSpec, reason: str = "its rollout worker ended") -> RolloutGroup:
     """The group of which nothing came back."""
-    lost, environment = RolloutStatus.LOST, spec.environment
-    rollouts = [Rollout(environment, seed, (), None, None, (), lost, 0) for seed in spec.seeds]
-    return RolloutGroup(spec.index, environment, tuple(rollouts))
+    lost, name = RolloutStatus.LOST, spec.environment
+    rollouts = [Rollout(name, seed, (), None, None, (), lost, 0, reason) for seed in spec.seeds]
+    return RolloutGroup(spec.index, name, tuple(rollouts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ class RewardTerm(Section):
     """One term of an episode's reward."""
 
     function: ImportPath | None = None
-    """Called with lists, one entry per episode of a group that was not lost, as keyword
+    """Called with lists, one entry per episode of a group that is not void, as keyword
     arguments: prompts, completions, and every field of the rollouts (docs/rewards.md); returns
     one number or None (cannot be scored) per episode. Null is the environment's own return."""
     weight: float = 1.0
-    """What the term is multiplied with."""
+    """What the term is multiplied with; with 0 it is shown, and decides nothing."""
     name: str | None = None
     """In metrics; null takes the function's name, or "environment"."""
 
@@ -63,7 +63,8 @@ class _Environment(Section):
     max_completion_tokens: PositiveInt | None = None
     """Replaces rollout.max_completion_tokens here."""
     reconnect_timeout_s: PositiveFloat = 60.0
-    """How long a lost server may stay away before the run fails."""
+    """How long a lost server may stay away, or nearly all episodes may fail, before the run
+    ends."""
     resume: bool = False
     """Plays episodes again that are lost with their server, up to where they were, instead of
     leaving them out: for servers on machines that may be taken away at any time. The environment

@@ -36,7 +36,7 @@ class RunProgress:
         self.is_stopping = False
         self.place = ""
         """What a run in a cluster waits for, in words; empty while it goes on."""
-        self._num_lost: dict[int, int] = {}
+        self._num_void: dict[int, dict[str, int]] = {}
         """By step: after a restart of the learner its rows come once more."""
         self._evals: dict[str, dict[str, float]] = {}
         """The newest evaluation of each environment."""
@@ -59,7 +59,12 @@ class RunProgress:
     @property
     def num_episodes_lost(self) -> int:
         """Episodes that infrastructure voided."""
-        return sum(self._num_lost.values())
+        return self._total_void(TrainMetric.NUM_EPISODES_LOST)
+
+    @property
+    def num_episodes_failed(self) -> int:
+        """Episodes that code voided."""
+        return self._total_void(TrainMetric.NUM_EPISODES_FAILED)
 
     @property
     def phase_name(self) -> str:
@@ -90,7 +95,8 @@ class RunProgress:
             "staleness": _compact(self._lately(TrainMetric.STALENESS_MEAN)),
             "zero-variance groups": _percent(self._lately(TrainMetric.ZERO_VARIANCE_GROUP_RATIO)),
             "canary error": _compact(self._lately(TrainMetric.CANARY_ERROR)),
-            "lost episodes": f"{self.num_episodes_lost:,}" if self.num_episodes_lost else None,
+            "lost episodes": _count(self.num_episodes_lost),
+            "failed episodes": _count(self.num_episodes_failed),
         }
         return {name: text for name, text in facts.items() if text is not None}
 
@@ -105,7 +111,13 @@ class RunProgress:
     def _take_step(self, row: MetricsRow) -> None:
         self._recent.append(row.values)
         self._pace.append((row.step, row.elapsed_s))
-        self._num_lost[row.step] = int(row.values.get(TrainMetric.NUM_EPISODES_LOST, 0))
+        self._num_void[row.step] = {
+            metric: int(row.values.get(metric, 0))
+            for metric in (TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES_FAILED)
+        }
+
+    def _total_void(self, metric: TrainMetric) -> int:
+        return sum(of_step[metric] for of_step in self._num_void.values())
 
     def _take_place(self, row: MetricsRow) -> None:
         # The newest row, not the largest: a run whose learner died goes back some steps.
@@ -129,6 +141,10 @@ def _wins(values: Mapping[str, float]) -> str | None:
         ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
         text += f" ({percent_interval(ends)})"
     return text
+
+
+def _count(number: int) -> str | None:
+    return f"{number:,}" if number else None
 
 
 def _decimal(value: float | None) -> str | None:

@@ -150,7 +150,7 @@ def _of_run(run: RunFiles) -> list[Markup]:
         _tile(
             "Games trained",
             f"{summary.games_trained:,}",
-            [f"{summary.games_played:,} played", f"{summary.episodes_lost:,} lost"],
+            [f"{summary.games_played:,} played", _void(summary)],
         ),
         _tile(
             "Training time",
@@ -168,6 +168,11 @@ def _tile(title: str, figure: str, notes: list[str], *, main: bool = False) -> M
         *(element("dd", note, class_="note") for note in notes),
         class_="tile main" if main else "tile",
     )
+
+
+def _void(summary: Summary) -> str:
+    lost = f"{summary.episodes_lost:,} lost"
+    return f"{lost}, {summary.episodes_failed:,} failed" if summary.episodes_failed else lost
 
 
 def _workers(summary: Summary) -> str:

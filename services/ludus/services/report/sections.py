@@ -254,6 +254,7 @@ def _run_facts(summary: Summary) -> list[tuple[str, str]]:
         ("Groups lost with a learner", f"{summary.groups_rolled_back:,}"),
         ("Invalid answers", percent(summary.invalid_rate, 2)),
         ("Episodes lost", f"{summary.episodes_lost:,}"),
+        ("Episodes failed", f"{summary.episodes_failed:,}"),
         *(("Environment", result.environment) for result in summary.results.values()),
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ludus.trainer.data.failures import Failures, add_failures, count_failures
 from ludus.trainer.types import RolloutGroup, RolloutStatus
 
 
@@ -28,6 +29,7 @@ class RolloutCounts:
     num_scored: int = 0
     """Episodes that have a reward."""
     num_lost: int = 0
+    num_failed: int = 0
     num_invalid: int = 0
     num_truncated: int = 0
     num_wins: int = 0
@@ -48,14 +50,20 @@ class RolloutCounts:
     reward_square_sum: float = 0.0
     terms: Mapping[str, TermSum] = field(default_factory=dict)
     """By name."""
+    failures: Failures = field(default_factory=dict)
+    """Why episodes were lost or failed."""
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
         sums: dict[str, Any] = {
             f.name: getattr(self, f.name) + getattr(other, f.name)
             for f in fields(self)
-            if f.name != "terms"
+            if f.name not in ("terms", "failures")
         }
-        return RolloutCounts(**sums, terms=_add_terms(self.terms, other.terms))
+        return RolloutCounts(
+            **sums,
+            terms=_add_terms(self.terms, other.terms),
+            failures=add_failures(self.failures, other.failures),
+        )
 
 
 def total(counts: Iterable[RolloutCounts]) -> RolloutCounts:
@@ -72,6 +80,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_episodes=len(statuses),
         num_scored=len(scored),
         num_lost=statuses.count(RolloutStatus.LOST),
+        num_failed=statuses.count(RolloutStatus.FAILED),
         num_invalid=statuses.count(RolloutStatus.INVALID_ACTION),
         num_truncated=statuses.count(RolloutStatus.TRUNCATED),
         num_wins=sum(value > 0 for value in paid),
@@ -85,6 +94,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         reward_sum=sum(scored),
         reward_square_sum=sum(reward * reward for reward in scored),
         terms=_count_terms(group),
+        failures=count_failures(r.failure for r in group.rollouts if r.failure),
     )
 
 

@@ -1,20 +1,45 @@
 """Ends a run that gets nowhere: groups come, but none that can be trained on.
 
-Two ways to get nowhere, both seen in the counts since the last batch:
+Three ways to get nowhere, all seen in the counts since the last batch:
 
 - groups whose rewards are all equal are replaced without end: the policy is certain, or lost
-- groups whose episodes are all lost are replaced without end: an environment is unavailable
+- groups whose episodes are void are replaced without end: an environment is away, or fails
+- nothing of an environment was ever scored, and two batches of it have failed: it never worked
+
+A reason for which episodes are void is logged when it is new, and named when it ends the run.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import TrainingStalledError, UnavailableError
+from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
 from ludus.trainer.data.counts import RolloutCounts, total
+from ludus.trainer.data.failures import Failures, commonest
+
+_log = logging.getLogger(__name__)
 
 _MAX_DEAD_BATCHES = 100
+_MAX_FAILED_BATCHES_AT_FIRST = 2
+_NEARLY_ALL = 0.9
+_MAX_LOGGED = 20
+
+
+@dataclass(slots=True)
+class _Environment:
+    """What was seen of one environment."""
+
+    void_since_s: float = 0.0
+    """When the first of its newest groups was void, of which nearly all were."""
+    num_void: int = 0
+    """Groups of these."""
+    num_good: int = 0
+    num_failed_at_first: int = 0
+    """Episodes, before any was scored."""
+    was_scored: bool = False
 
 
 class Progress:
@@ -23,43 +48,83 @@ class Progress:
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._before: dict[str, RolloutCounts] = {}
-        self._away_since_s: dict[str, float] = {}
-        """By environment: when the first of its newest groups was lost, none of which was not."""
+        self._environments = {name: _Environment() for name in run.environments}
+        self._logged: set[tuple[str, str]] = set()
+        """Kinds of failures, each with its environment."""
 
     def observe(self, counts: Mapping[str, RolloutCounts], now_s: float, *, taken: bool) -> None:
         """Watch the counts since the last batch; `taken` says that this is the next.
 
         Raises:
             TrainingStalledError: nothing that is played teaches anything any more.
+            EpisodesFailedError: nearly all that is played in an environment fails.
             UnavailableError: an environment stays unavailable for longer than it may.
         """
-        for environment, now in counts.items():
-            if environment not in self._run.environments:
+        for name, now in counts.items():
+            if name not in self._environments:
                 # Played before the run was resumed with others.
                 continue
-            self._see(environment, self._before.get(environment, RolloutCounts()), now, now_s)
+            self._log_new_failures(name, now.failures)
+            before = self._before.get(name, RolloutCounts())
+            self._refuse_what_never_worked(name, before, now)
+            self._refuse_what_stays_void(name, before, now, now_s)
         self._before = {} if taken else dict(counts)
         if not taken:
             self._refuse_to_stall(total(counts.values()))
 
-    def _see(
-        self, environment: str, before: RolloutCounts, now: RolloutCounts, now_s: float
+    def _log_new_failures(self, name: str, failures: Failures) -> None:
+        for kind, count in failures.items():
+            if (name, kind) in self._logged or len(self._logged) >= _MAX_LOGGED:
+                continue
+            self._logged.add((name, kind))
+            _log.warning("an episode of environment '%s' is void: %s", name, count.example)
+            if len(self._logged) == _MAX_LOGGED:
+                _log.warning("further reasons are counted, and not logged")
+
+    def _refuse_what_never_worked(
+        self, name: str, before: RolloutCounts, now: RolloutCounts
     ) -> None:
-        num_void = now.num_void_groups - before.num_void_groups
-        if now.num_groups - before.num_groups > num_void:
-            self._away_since_s.pop(environment, None)
+        seen, run = self._environments[name], self._run
+        seen.was_scored |= now.num_scored > 0
+        if seen.was_scored:
             return
-        if num_void == 0:
-            return
-        away_s = now_s - self._away_since_s.setdefault(environment, now_s)
-        allowed_s = self._run.environments[environment].reconnect_timeout_s
-        if away_s >= allowed_s:
-            raise UnavailableError(
-                f"environment '{environment}': for {away_s:.0f} s every group has lost its "
-                f"episodes, and its server may stay away for reconnect_timeout_s = {allowed_s:g}; "
-                "see that the server answers, or raise it; if the server is up, raise "
-                f"rollout.group_timeout_s = {self._run.rollout.group_timeout_s:g}"
+        seen.num_failed_at_first += now.num_failed - before.num_failed
+        of_a_batch = run.training.groups_per_step * run.rollout.group_size
+        if seen.num_failed_at_first >= _MAX_FAILED_BATCHES_AT_FIRST * of_a_batch:
+            raise EpisodesFailedError(
+                f"environment '{name}': all of its first {seen.num_failed_at_first} episodes have "
+                f"failed, most often: {_reason_of(now)}"
             )
+
+    def _refuse_what_stays_void(
+        self, name: str, before: RolloutCounts, now: RolloutCounts, now_s: float
+    ) -> None:
+        seen = self._environments[name]
+        num_void = now.num_void_groups - before.num_void_groups
+        num_good = now.num_groups - before.num_groups - num_void
+        if not seen.num_void and num_void:
+            seen.void_since_s = now_s
+        seen.num_void += num_void
+        seen.num_good += num_good
+        share = seen.num_void / max(1, seen.num_void + seen.num_good)
+        # It works again where most of the newest groups are good, however many were void before.
+        if share < _NEARLY_ALL or num_good > max(1, num_void):
+            seen.num_void = seen.num_good = 0
+            return
+        void_s = now_s - seen.void_since_s
+        allowed_s = self._run.environments[name].reconnect_timeout_s
+        if not num_void or num_good or void_s < allowed_s:
+            return
+        text = (
+            f"environment '{name}': for {void_s:.0f} s (nearly) every group was void, most often: "
+            f"{_reason_of(now)}"
+        )
+        if now.num_lost <= now.num_failed:
+            raise EpisodesFailedError(text)
+        raise UnavailableError(
+            f"{text}; its server may stay away for reconnect_timeout_s = {allowed_s:g}: see that "
+            "it answers, or raise it"
+        )
 
     def _refuse_to_stall(self, counts: RolloutCounts) -> None:
         if counts.num_zero_variance_groups < _MAX_DEAD_BATCHES * self._run.training.groups_per_step:
@@ -73,3 +138,8 @@ class Progress:
             "algorithm.entropy_coef if the policy collapsed, raise "
             "rollout.group_size or rollout.temperature if it became certain"
         )
+
+
+def _reason_of(counts: RolloutCounts) -> str:
+    """The commonest; where nothing failed, it is the reward that said nothing."""
+    return commonest(counts.failures) or "a term of the reward is None for them"

@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import LudusError
+from ludus.proto.errors import ConfigError, LudusError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.template import ToolSpec
@@ -28,6 +28,10 @@ from ludus.trainer.types import Sampling, TokenSequence, Turn, join_turns
 
 class ConversationFullError(LudusError):
     """No room for another answer: a limit on turns or tokens is reached."""
+
+
+class PromptError(LudusError):
+    """The chat template refuses what the conversation has come to."""
 
 
 @dataclass(slots=True)
@@ -93,12 +97,7 @@ class Conversation:
         Raises:
             ConversationFullError: the limits allow no other answer.
         """
-        if not self.has_room:
-            raise ConversationFullError(
-                f"expected fewer than rollout.max_turns = {self._limits.max_turns} turns and room "
-                f"for {self._limits.max_completion_tokens} of rollout.max_tokens = "
-                f"{self._limits.max_tokens} tokens; end the episode as truncated"
-            )
+        self.refuse_if_full()
         prompt, sequence = self._prompt_ids(), self._sequences[-1]
         sent = [*sequence.token_ids, *prompt]
         completion = await self._generate(sent, self._sampling, mix(self._seed, self.num_turns))
@@ -110,6 +109,19 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         self._waiting, self._prompt = [], None
         return text
+
+    def refuse_if_full(self) -> None:
+        """Raise ConversationFullError where the limits allow no other answer."""
+        if self.has_room:
+            return
+        num_tokens = len(self._sequences[-1].token_ids) + len(self._prompt_ids())
+        raise ConversationFullError(
+            f"expected fewer than rollout.max_turns = {self._limits.max_turns} turns, got "
+            f"{self.num_turns}, and room for an answer of rollout.max_completion_tokens = "
+            f"{self._limits.max_completion_tokens} after a prompt of {num_tokens} tokens, got "
+            f"rollout.max_tokens = {self._limits.max_tokens}; raise what is too low, or end the "
+            "episode as truncated"
+        )
 
     def add_reward(self, reward: float) -> None:
         """Add what the last turn has earned."""
@@ -160,7 +172,11 @@ class Conversation:
     def _prompt_ids(self) -> list[int]:
         """The tokens that the next prompt adds; a new sequence begins where it has to."""
         if self._prompt is None:
-            self._prompt = self._encoded()
+            try:
+                self._prompt = self._encoded()
+            except ConfigError as error:
+                # Other conversations go well: it is this one that the template does not take.
+                raise PromptError(str(error)) from error
         return self._prompt
 
     def _encoded(self) -> list[int]:

@@ -66,7 +66,7 @@ class EnvironmentAdapter:
         """What comes of the answer `text`, which ends the episode where it is no action.
 
         Raises:
-            InfrastructureError: the episode is void.
+            Exception: whatever else fails; the episode is void.
         """
         action: dict[str, Any] = {}
         try:

@@ -5,13 +5,17 @@
      ^                                                                 |
      +----------------------------- reply <----------------------------+
 
-A function of the run's own may take the place of this loop (`environment.rollout`). An episode
-that infrastructure ended is data with status LOST and reward None.
+A function of the run's own may take the place of this loop (`environment.rollout`).
+
+An episode that failed is data, whatever failed: it has no reward, its status is LOST where
+infrastructure failed and FAILED where code did, and its reason is counted. Only a UserError, by
+which the run cannot work as configured, leaves this module.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -19,7 +23,15 @@ from typing import Any, TypeAlias, TypeVar
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import ActionError, CapacityError, InfrastructureError
+from ludus.proto.errors import (
+    ActionError,
+    CapacityError,
+    EnvError,
+    InfrastructureError,
+    LudusError,
+    UserError,
+)
+from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
@@ -28,11 +40,15 @@ from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
 from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm
+from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 
 _OpenedT = TypeVar("_OpenedT")
 
 _FULL_SERVER_PAUSE_S = 0.05
+
+
+class NothingPlayedError(LudusError):
+    """An episode that is over before the policy has said anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,8 @@ class Ended:
     status: RolloutStatus
     fields: Mapping[str, Any] = field(default_factory=dict)
     """What reward functions may ask for beside what they always get."""
+    failure: str = ""
+    """Why it is void, where it is."""
 
 
 RolloutFunction: TypeAlias = Callable[[AsyncSession, StepResult, Conversation], Awaitable[Ended]]
@@ -84,11 +102,11 @@ class Player:
     async def play_alone(self, seed: int, sampling: Sampling, sample_index: int) -> PlayedEpisode:
         """What `play` plays, with all that reward functions may ask about it."""
         try:
-            opened = await _when_there_is_room(
+            opened = await when_there_is_room(
                 lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
             )
-        except InfrastructureError:
-            return self.lost(seed)
+        except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+            return self.void(seed, error)
         return await self.play_opened(opened, seed, sampling, sample_index)
 
     async def play_opened(
@@ -104,11 +122,11 @@ class Player:
         conversation = Conversation(self.generate, self.chat, self.limits, sampling, stream)
         try:
             ended = await self._run(session, first, conversation)
-        except InfrastructureError:
-            ended = Ended(RolloutStatus.LOST)
+            return self._finished(seed, conversation, ended)
+        except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+            return self.void(seed, error, conversation)
         finally:
             await close_session(session)
-        return self._finished(seed, conversation, ended)
 
     async def open_group(self, seed: int, size: int) -> list[tuple[AsyncSession, StepResult]]:
         """Sessions whose episodes begin alike, all or none; waits while the server is full.
@@ -117,16 +135,42 @@ class Player:
             GroupMismatchError: the environment does not follow its seed.
             InfrastructureError: the server is unavailable and did not come back in time.
         """
-        return await _when_there_is_room(
+        return await when_there_is_room(
             lambda: self.client.open_group(
                 size, seed=seed, close_when_done=True, resume=self.resumes
             )
         )
 
-    def lost(self, seed: int) -> PlayedEpisode:
-        """An episode that infrastructure ended before it began."""
-        status = RolloutStatus.LOST
-        return PlayedEpisode(Rollout(self.environment, seed, (), None, None, (), status, 0))
+    def void(
+        self, seed: int, error: Exception, conversation: Conversation | None = None
+    ) -> PlayedEpisode:
+        """The episode that `error` ended, in the midst of `conversation` or before it began.
+
+        Raises:
+            UserError: `error` is one: no other episode would do better.
+        """
+        cause = unwrapped(error)
+        if isinstance(cause, UserError):
+            raise cause
+        is_lost = isinstance(cause, InfrastructureError)
+        status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
+        return self._void(seed, conversation, Ended(status, failure=describe(error)))
+
+    def _void(self, seed: int, conversation: Conversation | None, ended: Ended) -> PlayedEpisode:
+        turns = conversation.turns if conversation is not None else []
+        rollout = Rollout(
+            environment=self.environment,
+            seed=seed,
+            # Counted, and never trained on.
+            sequences=(join_turns(turns),) if turns else (),
+            reward=None,
+            episode_return=None,
+            terms=(),
+            status=ended.status,
+            policy_version=min((turn.completion.policy_version for turn in turns), default=0),
+            failure=ended.failure or f"the rollout function says that it is {ended.status}",
+        )
+        return PlayedEpisode(rollout, conversation=conversation)
 
     async def _run(
         self, session: AsyncSession, first: StepResult, conversation: Conversation
@@ -138,6 +182,9 @@ class Player:
         except ConversationFullError:
             return Ended(RolloutStatus.TRUNCATED)
         except ActionError:
+            if not conversation.num_turns:
+                # It was not the policy that asked for it.
+                raise
             conversation.add_reward(self.limits.invalid_action_reward)
             return Ended(RolloutStatus.INVALID_ACTION)
         if not isinstance(ended, Ended):
@@ -154,10 +201,24 @@ class Player:
         return EnvironmentAdapter(session, first, self.renderer, reward)
 
     def _finished(self, seed: int, conversation: Conversation, ended: Ended) -> PlayedEpisode:
-        """The rollout; without a reward when it was lost or nothing was sampled."""
-        turns, status = conversation.turns, ended.status
-        scored = status is not RolloutStatus.LOST and turns
-        earned = sum(turn.reward for turn in turns) if scored else None
+        """The rollout, worth what the environment paid.
+
+        Raises:
+            ConversationFullError: not even the first answer had room.
+            NothingPlayedError: nothing was sampled, for another reason.
+        """
+        turns, status = conversation.turns, RolloutStatus(ended.status)
+        if status.is_void:
+            return self._void(seed, conversation, ended)
+        if not turns:
+            conversation.refuse_if_full()
+            raise NothingPlayedError(
+                f"expected the policy to answer at least once, got an episode that is {status} "
+                "before it did"
+            )
+        earned = sum(turn.reward for turn in turns)
+        if not math.isfinite(earned):
+            raise ValueError(f"expected finite rewards of the environment, got {earned} in all")
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
@@ -166,13 +227,13 @@ class Player:
             episode_return=earned,
             terms=(ScoredTerm("environment", earned),),
             status=status,
-            policy_version=min((turn.completion.policy_version for turn in turns), default=0),
+            policy_version=min(turn.completion.policy_version for turn in turns),
         )
-        messages, answered = conversation.messages, conversation.answered or [0]
+        messages, answered = conversation.messages, conversation.answered
         return PlayedEpisode(
             rollout,
             prompt=messages[: answered[0]],
-            completion=messages[answered[0] : answered[-1] + 1] if turns else (),
+            completion=messages[answered[0] : answered[-1] + 1],
             completion_ids=[token for turn in turns for token in turn.completion.token_ids],
             fields=ended.fields,
             conversation=conversation,
@@ -225,12 +286,13 @@ async def close_session(session: AsyncSession) -> None:
     """Free the session, unless what happened before has freed it."""
     try:
         await session.close()
-    except InfrastructureError:
-        # The session died with its server: nothing is left to free.
+    except EnvError:
+        # It died with its server, or its environment fails in closing: nothing is left to free.
         return
 
 
-async def _when_there_is_room(open_: Callable[[], Awaitable[_OpenedT]]) -> _OpenedT:
+async def when_there_is_room(open_: Callable[[], Awaitable[_OpenedT]]) -> _OpenedT:
+    """What `open_` returns, once the server has room for it."""
     while True:
         try:
             return await open_()

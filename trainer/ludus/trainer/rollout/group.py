@@ -10,21 +10,26 @@
     rollouts --reward functions, once for the group--> rewards
 
 Sessions that are opened together are opened all or none, and the server compares their first
-observations: an environment that ignores its seed is found before anything is sampled.
+observations: an environment that ignores its seed is found before anything is sampled, and the
+group is void.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ludus.proto.errors import InfrastructureError
+from ludus.proto.errors import CallTimeoutError
+from ludus.proto.runs import Transcript
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.transcript import make_transcript
-from ludus.trainer.types import GroupSpec, RolloutGroup, Sampling
+from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, Sampling
+
+_log = logging.getLogger(__name__)
 
 _NUM_SEEDS = 2**30
 
@@ -39,13 +44,14 @@ async def play_group(
 ) -> RolloutGroup:
     """The group's episodes with their rewards; those that did not end in time are lost.
 
+    A group whose episodes begin differently on one seed, or whose reward function fails or does
+    not end within another `timeout_s`, has failed as a whole: its rewards cannot be compared.
+
     Args:
         num_transcripts: of so many episodes it says what was said.
 
     Raises:
-        RewardFunctionError: a reward function failed, or did not end within another `timeout_s`.
-        GroupMismatchError: episodes of one seed begin differently; their rewards cannot be
-            compared, so nothing may be learned from them.
+        UserError: the run cannot work as configured.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     if _opens_together(player, spec):
@@ -57,12 +63,23 @@ async def play_group(
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
-    transcripts = [
-        make_transcript(spec.index, number, rollout, episode.conversation)
-        for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True))
-        if number < num_transcripts and episode.conversation is not None
-    ]
-    return RolloutGroup(spec.index, spec.environment, tuple(rollouts), tuple(transcripts))
+    transcripts = _written(spec.index, rollouts[:num_transcripts], played[:num_transcripts])
+    return RolloutGroup(spec.index, spec.environment, tuple(rollouts), transcripts)
+
+
+def _written(
+    index: int, rollouts: Sequence[Rollout], played: Sequence[PlayedEpisode]
+) -> tuple[Transcript, ...]:
+    """What was said in the episodes, where that can be written down."""
+    transcripts = []
+    for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True)):
+        if episode.conversation is None:
+            continue
+        try:
+            transcripts.append(make_transcript(index, number, rollout, episode.conversation))
+        except Exception:  # noqa: BLE001 - the boundary to messages and actions of any form
+            _log.exception("an episode of '%s' cannot be written down", rollout.environment)
+    return tuple(transcripts)
 
 
 def _opens_together(player: Player, spec: GroupSpec) -> bool:
@@ -79,10 +96,11 @@ async def _play_together(
 ) -> list[PlayedEpisode]:
     seeds = spec.seeds
     try:
-        async with asyncio.timeout_at(deadline_s):
+        async with asyncio.timeout_at(deadline_s) as limit:
             opened = await player.open_group(seeds[0], len(seeds))
-    except (InfrastructureError, TimeoutError):
-        return [player.lost(seed) for seed in seeds]
+    except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+        reason = _late(player) if limit.expired() else error
+        return [player.void(seed, reason) for seed in seeds]
     episodes = [
         player.play_opened(one, seed, sampling, index)
         for one, seed, index in zip(opened, seeds, _sample_indices(spec), strict=True)
@@ -114,9 +132,17 @@ async def _play_until(
         if late:
             await asyncio.wait(late)
     return [
-        task.result() if task in done else player.lost(seed)
+        task.result() if task in done else player.void(seed, _late(player))
         for task, seed in zip(tasks, seeds, strict=True)
     ]
+
+
+def _late(player: Player) -> CallTimeoutError:
+    return CallTimeoutError(
+        f"expected the group to end within rollout.group_timeout_s = "
+        f"{player.limits.group_timeout_s:g}; raise it, or see what the environment or the engine "
+        "waits for"
+    )
 
 
 def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def make_player(
         run_seed=run.seed,
         toolbox=Toolbox(client, name) if config.tools else None,
         rollout_function=None if play is None else import_object(play, "environment.rollout"),
-        reward=Reward(config.rewards),
+        reward=Reward(config.rewards, run.rollout.invalid_action_reward),
     )
 
 

@@ -6,8 +6,13 @@ from typing import Any, Protocol
 
 from ludus.env import Message, StepResult
 from ludus.proto.config import EnvironmentConfig
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
+from ludus.trainer.data.failures import describe
 from ludus.trainer.functions import import_object
+
+
+class RendererError(LudusError):
+    """The run's own `render` or `parse` raised, or returned no messages."""
 
 
 class ChatRenderer(Protocol):
@@ -45,16 +50,52 @@ class ImportedRenderer:
     """`render` and `parse` of the run configuration."""
 
     def __init__(self, render: str, parse: str) -> None:
+        self._paths = render, parse
         self._render = import_object(render, "environment.render")
         self._parse = import_object(parse, "environment.parse")
 
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
-        """What `render` makes of the observation."""
-        return self._render(result.observation, first=first)
+        """What `render` makes of the observation.
+
+        Raises:
+            RendererError: it fails.
+        """
+        path = f"environment.render = '{self._paths[0]}'"
+        try:
+            messages = self._render(result.observation, first=first)
+        except UserError:
+            raise
+        except Exception as error:  # the boundary to the run's own code
+            raise RendererError(f"{path} raised {describe(error)}") from error
+        if not _are_messages(messages):
+            raise RendererError(
+                f"{path} expected to return a list of messages like {{'role': 'user', 'content': "
+                f"'...'}}, got {messages!r:.100}"
+            )
+        return messages
 
     def action(self, text: str, result: StepResult) -> dict[str, Any]:
-        """What `parse` makes of the text."""
-        return {"action": self._parse(text, result.observation)}
+        """What `parse` makes of the text.
+
+        Raises:
+            ActionError: the text is no action.
+            RendererError: it fails in another way.
+        """
+        try:
+            return {"action": self._parse(text, result.observation)}
+        except (UserError, ActionError):
+            raise
+        except Exception as error:  # the boundary to the run's own code
+            raise RendererError(
+                f"environment.parse = '{self._paths[1]}' raised {describe(error)}; for a text that "
+                f"is no action it must raise ActionParseError, and the text was {text[:100]!r}"
+            ) from error
+
+
+def _are_messages(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
 
 
 def make_renderer(config: EnvironmentConfig) -> ChatRenderer:

@@ -5,23 +5,31 @@
                           +-- the environment's own return, or a function of the run's,
                               called once with the whole group
 
-A function gets lists, one entry per episode that was not lost, as keyword arguments, and takes
+A function gets lists, one entry per episode that is not void, as keyword arguments, and takes
 those that it names. It runs on the event loop when it is asynchronous, else in a thread.
+
+An answer that was no action is worth `rollout.invalid_action_reward`, whatever the terms say. A
+function that fails voids the group: what cannot be compared must not be learned from. A term of
+weight 0 is shown, and decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from ludus.env import Message
 from ludus.proto.config.environment import RewardTerm, name_of_term
-from ludus.proto.errors import ConfigError, RewardFunctionError
+from ludus.proto.errors import ConfigError, RewardFunctionError, UserError
+from ludus.trainer.data.failures import describe
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
@@ -30,6 +38,8 @@ ENVIRONMENT_TERM = RewardTerm()
 """The environment's own return, with weight 1."""
 
 Columns = dict[str, list[Any]]
+
+_NUM_THREADS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +60,112 @@ class PlayedEpisode:
 
     @property
     def can_be_scored(self) -> bool:
-        """False when it was lost, or ended before the policy said anything."""
-        return self.rollout.status is not RolloutStatus.LOST and bool(self.rollout.sequences)
+        """False when it is void."""
+        return not self.rollout.status.is_void
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    name: str
+    weight: float
+    function: _RewardFunction | None
+    """None is the environment's own return."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What one term says of the episodes that can be scored."""
+
+    term: _Term
+    values: Sequence[float | None]
+    failure: str = ""
+    """Why it says nothing of any of them."""
 
 
 class Reward:
     """The terms of one environment's reward."""
 
-    def __init__(self, terms: Sequence[RewardTerm] = (ENVIRONMENT_TERM,)) -> None:
-        self._terms = [(name_of_term(term), term.weight, _function_of(term)) for term in terms]
+    def __init__(
+        self,
+        terms: Sequence[RewardTerm] = (ENVIRONMENT_TERM,),
+        invalid_action_reward: float = -1.0,
+    ) -> None:
+        """`invalid_action_reward` is what an episode is worth whose answer was no action."""
+        # Functions that never end must keep no threads but their own.
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        self._terms = [
+            _Term(
+                name_of_term(term),
+                term.weight,
+                None if term.function is None else _RewardFunction(term.function, threads),
+            )
+            for term in terms
+        ]
+        self._invalid_action_reward = invalid_action_reward
 
     async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
         """The rollouts with their rewards; one that a term cannot score has none.
 
-        Raises:
-            RewardFunctionError: a function raised, took too long, or returned no rewards.
+        All of them have failed where a function of the run's own raised, took longer than
+        `timeout_s`, or returned no rewards.
         """
         scored = [episode for episode in played if episode.can_be_scored]
-        columns = _columns(scored) if any(function for _, _, function in self._terms) else {}
-        values: list[list[float | None]] = []
-        for name, _, function in self._terms:
-            if function is None or not scored:
-                values.append([episode.rollout.episode_return for episode in scored])
-            else:
-                values.append(await function.values(name, columns, len(scored), timeout_s))
-        rows = iter(zip(*values, strict=True))
+        scores = [await self._ask(term, scored, timeout_s) for term in self._terms]
+        rows = itertools.count()
         return [
-            self._with_reward(episode.rollout, next(rows) if episode.can_be_scored else None)
+            self._with_reward(
+                episode.rollout, scores, next(rows) if episode.can_be_scored else None
+            )
             for episode in played
         ]
 
-    def _with_reward(self, rollout: Rollout, row: Sequence[float | None] | None) -> Rollout:
-        values = row or [None] * len(self._terms)
+    async def _ask(self, term: _Term, scored: Sequence[PlayedEpisode], timeout_s: float) -> _Scores:
+        if term.function is None or not scored:
+            return _Scores(term, [episode.rollout.episode_return for episode in scored])
+        try:
+            values = await term.function.values(term.name, _columns(scored), len(scored), timeout_s)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary to the run's own code
+            return _Scores(term, [None] * len(scored), describe(error))
+        return _Scores(term, values)
+
+    def _with_reward(self, rollout: Rollout, scores: Sequence[_Scores], row: int | None) -> Rollout:
+        """The rollout with what its `row` of the scores is worth; a void one has none."""
+        values = [None if row is None else one.values[row] for one in scores]
         terms = tuple(
-            ScoredTerm(name, value) for (name, _, _), value in zip(self._terms, values, strict=True)
+            ScoredTerm(one.term.name, value) for one, value in zip(scores, values, strict=True)
         )
-        total: float | None = 0.0
-        for (_, weight, _), value in zip(self._terms, values, strict=True):
-            total = None if total is None or value is None else total + weight * value
-        return replace(rollout, reward=total, terms=terms)
+        if row is None:
+            return replace(rollout, terms=terms)
+        failed = [one for one in scores if one.failure]
+        failure = failed[0].failure if failed else ""
+        worth, status = _weighted_sum(scores, values), rollout.status
+        if any(one.term.weight for one in failed):
+            worth, status = None, RolloutStatus.FAILED
+        elif status is RolloutStatus.INVALID_ACTION:
+            worth = self._invalid_action_reward
+        return replace(rollout, reward=worth, terms=terms, status=status, failure=failure)
+
+
+def _weighted_sum(scores: Sequence[_Scores], values: Sequence[float | None]) -> float | None:
+    """What the terms are worth together; None where one that counts is unknown."""
+    total = 0.0
+    for one, value in zip(scores, values, strict=True):
+        if one.term.weight == 0:
+            continue
+        if value is None:
+            return None
+        total += one.term.weight * value
+    return total
 
 
 class _RewardFunction:
     """One imported function, and which arguments it takes."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, threads: ThreadPoolExecutor) -> None:
         self._path = path
+        self._threads = threads
         self._function: Callable[..., Any] = import_object(path, "environment.rewards.function")
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
@@ -119,6 +189,8 @@ class _RewardFunction:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 returned = await self._call(arguments)
+        except UserError:
+            raise
         except Exception as error:  # the boundary to the run's own code
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RewardFunctionError(
@@ -127,8 +199,7 @@ class _RewardFunction:
                     "raise the limit"
                 ) from None
             raise RewardFunctionError(
-                f"reward function '{self._path}' (term '{name}') raised "
-                f"{type(error).__name__}: {error}"
+                f"reward function '{self._path}' (term '{name}') raised {describe(error)}"
             ) from error
         return self._checked(returned, num_episodes)
 
@@ -136,7 +207,8 @@ class _RewardFunction:
         if self._is_async:
             return await self._function(**arguments)
         # A long computation must not keep the other episodes waiting.
-        returned = await asyncio.to_thread(self._function, **arguments)
+        loop = asyncio.get_running_loop()
+        returned = await loop.run_in_executor(self._threads, partial(self._function, **arguments))
         return await returned if inspect.isawaitable(returned) else returned
 
     def _arguments(self, columns: Columns) -> Columns:
@@ -171,10 +243,6 @@ class _RewardFunction:
                 f"{index}, got {value!r:.100}; return None for an episode that cannot be scored"
             )
         return float(value)
-
-
-def _function_of(term: RewardTerm) -> _RewardFunction | None:
-    return None if term.function is None else _RewardFunction(term.function)
 
 
 def _columns(episodes: Sequence[PlayedEpisode]) -> Columns:

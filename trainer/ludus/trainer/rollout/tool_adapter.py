@@ -20,10 +20,11 @@ from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.errors import (
+    ActionError,
     ActionParseError,
     ConfigError,
-    EnvError,
-    InfrastructureError,
+    ExecutionError,
+    InvalidCallError,
     ToolError,
 )
 from ludus.trainer.models.chat import strip_reasoning
@@ -157,16 +158,18 @@ class ToolAdapter(EnvironmentAdapter):
         return Reply(messages, reward, status, made)
 
     async def _call(self, call: ToolCall) -> tuple[Message, float, RolloutStatus | None]:
-        """What one tool returned; that it failed is for the model to know."""
+        """What one tool returned; that it failed is for the model to know.
+
+        Raises:
+            EnvError: it was not the tool that failed, and the model can do nothing about it.
+        """
         try:
             if not self._offer.calls_are_steps:
                 returned = await self._session.call_tool(call.name, call.arguments)
                 return _tool_message(returned), 0.0, None
             action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
             self.result = await self._session.step(action)
-        except InfrastructureError:
-            raise
-        except EnvError as error:
+        except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
             return _tool_message({"error": error.message}), 0.0, None
         shown = _returned(self.result.observation)
         return _tool_message(shown), self.result.reward or 0.0, status_of(self.result)

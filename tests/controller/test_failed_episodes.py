@@ -1,0 +1,139 @@
+"""A run in which episodes fail: a few only delay it, nearly all end it with their true reason."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.env import StepResult
+from ludus.env.types import TextView
+from ludus.proto.config import RewardTerm
+from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
+from ludus.proto.metrics import TrainMetric
+from ludus.trainer.controller import Controller
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.types import GroupSpec, RolloutGroup
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+from tests.rollout.scripted_policy import SAMPLING, make_player
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Session:
+    """One step, which pays 1 and -1 in turn."""
+
+    def __init__(self, number: int, fails: bool) -> None:
+        self._number, self._fails = number, fails
+
+    async def step(self, **action: Any) -> StepResult:
+        await asyncio.sleep(0.001)
+        if self._fails:
+            raise ExecutionError(f"step failed with KeyError: 'tile' in episode {self._number}")
+        return StepResult({}, reward=1.0 - 2.0 * (self._number % 2), terminated=True)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class Client:
+    """An environment in this process, some of whose episodes fail."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self._fails = fails
+        self._numbers = itertools.count()
+
+    async def open(self, **arguments: Any) -> tuple[Session, StepResult]:
+        number = next(self._numbers)
+        text = TextView([{"role": "user", "content": "go"}])
+        return Session(number, self._fails(number)), StepResult({}, text=text)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(make_tokenizer(["go", "well"] * 5, 320))
+
+
+def make_run(
+    folder: Path, chat: ChatTokenizer, fails: Callable[[int], bool], **parts: Any
+) -> SimulatedRun:
+    """A run whose groups are played in earnest, by a policy that has one answer."""
+    settings = {
+        "environments": {"coins": {"reconnect_timeout_s": 0.5}},
+        "training": {"num_steps": 15, "groups_per_step": 4},
+        "rollout": {"num_groups_in_flight": 8, "group_size": 4},
+    }
+    run = SimulatedRun(folder, settings)
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        answers: Iterator[str] = itertools.repeat("well")
+        player, policy = make_player(Client(fails), chat, answers, **parts)
+
+        async def play(spec: GroupSpec) -> RolloutGroup:
+            assert workers.held is not None
+            policy.version = workers.held.manifest.version
+            return await play_group(player, spec, SAMPLING, timeout_s=60)
+
+        workers._play = play
+
+    run.prepare = prepare
+    return run
+
+
+async def test_one_episode_in_fifty_that_fails_ends_no_run(
+    tmp_path: Path, chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path, chat, lambda number: number % 50 == 7)
+    state = await run.go()
+    assert state.step == 15
+    assert state.episodes_failed > 0
+    assert state.episodes_lost == 0
+    counted = sum(row.values[TrainMetric.NUM_EPISODES_FAILED] for row in run.rows)
+    assert counted == state.episodes_failed
+    warnings = [record.message for record in caplog.records if "is void" in record.message]
+    assert len(warnings) == 1
+    assert "KeyError: 'tile'" in warnings[0]
+
+
+async def test_a_run_in_which_everything_fails_ends_with_the_reason(
+    tmp_path: Path, chat: ChatTokenizer
+) -> None:
+    run = make_run(tmp_path, chat, lambda number: True)
+    with pytest.raises(EpisodesFailedError, match=r"'coins'.*step failed with KeyError: 'tile'"):
+        await run.go()
+
+
+async def test_an_environment_that_fails_for_ever_from_some_step_on_ends_the_run(
+    tmp_path: Path, chat: ChatTokenizer
+) -> None:
+    run = make_run(tmp_path, chat, lambda number: number > 100)
+    with pytest.raises(EpisodesFailedError, match="step failed with KeyError: 'tile'"):
+        await run.go()
+    assert run.learner.steps > 0
+
+
+async def test_a_reward_function_with_a_mistake_ends_the_run_with_its_name(
+    tmp_path: Path, chat: ChatTokenizer
+) -> None:
+    reward = Reward([RewardTerm(function="tests.rollout.reward_functions:fails")])
+    run = make_run(tmp_path, chat, lambda number: False, reward=reward)
+    with pytest.raises(EpisodesFailedError, match=r"reward_functions:fails.*KeyError: 'answer'"):
+        await run.go()
+
+
+async def test_what_is_configured_wrong_ends_the_run_at_once(
+    tmp_path: Path, chat: ChatTokenizer
+) -> None:
+    async def misconfigured(*_: object) -> None:
+        raise ConfigError("environments.coins.tools = true, but it offers no tools")
+
+    run = make_run(tmp_path, chat, lambda number: False, rollout_function=misconfigured)
+    with pytest.raises(ConfigError, match="offers no tools"):
+        await run.go()

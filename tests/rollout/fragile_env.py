@@ -1,0 +1,90 @@
+"""An environment whose every part fails when it is told to, and the run's own code that does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ludus.env import Message, StepResult, Transition
+from ludus.env.client import AsyncSession
+from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.rollout.episode import Ended
+from tests.env.counting_env import (
+    CountAction,
+    CountingEnv,
+    CountingRenderer,
+    CountObservation,
+)
+
+FAILS_IN_RESET = 666
+FAILS_IN_FIRST_RENDER = 667
+PAYS_NAN = 668
+
+
+class FragileRenderer(CountingRenderer):
+    """Cannot show a total of -1 or of 3, and parses like somebody who forgot what text can be."""
+
+    def render(self, observation: CountObservation, *, first: bool) -> list[Message]:
+        if observation.total in (-1, 3):
+            raise KeyError("no picture")
+        return super().render(observation, first=first)
+
+    def parse(self, text: str, observation: CountObservation) -> CountAction:
+        return CountAction(add=int(text.removeprefix("ADD")))
+
+
+class FragileEnv(CountingEnv):
+    """Counts, and fails on some seeds, on ADD 13, on a total of 3 and on words."""
+
+    name = "fragile"
+    text_renderer = FragileRenderer()
+    _pays = 1.0
+
+    def reset(
+        self, *, seed: int | None = None, start: int = 0, note: str = ""
+    ) -> Transition[CountObservation]:
+        if seed == FAILS_IN_RESET:
+            raise FileNotFoundError("level 666")
+        self._pays = float("nan") if seed == PAYS_NAN else 1.0
+        return super().reset(seed=seed, start=-1 if seed == FAILS_IN_FIRST_RENDER else start)
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        transition = super().step(action)
+        assert transition.reward is not None
+        return Transition(
+            transition.observation,
+            reward=transition.reward * self._pays,
+            terminated=transition.terminated,
+        )
+
+
+def render(observation: dict[str, Any], first: bool) -> list[Message]:
+    """What the total is, up to 1."""
+    if observation["total"] > 1:
+        raise IndexError("I can count to 1")
+    return [{"role": "user", "content": f"Total {observation['total']}."}]
+
+
+def render_nonsense(observation: dict[str, Any], first: bool) -> str:
+    return "Total?"
+
+
+def parse(text: str, observation: dict[str, Any]) -> dict[str, int]:
+    """The number, if there is one."""
+    return {"add": int(text.removeprefix("ADD"))}
+
+
+async def play_and_divide_by_zero(
+    session: AsyncSession, first: StepResult, conversation: Conversation
+) -> Ended:
+    """Fails in a task of its own, after one answer."""
+    assert first.text is not None
+    conversation.add(first.text.messages)
+    await conversation.answer()
+
+    async def divide() -> float:
+        return 1 / 0
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(divide())
+    raise AssertionError("unreachable")
