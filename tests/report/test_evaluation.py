@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
@@ -14,7 +15,12 @@ from ludus.env.evaluation import (
     wilson_interval,
 )
 from ludus.env.types import JsonObject, StepResult
-from ludus.proto.errors import IllegalActionError, SessionLostError
+from ludus.proto.errors import (
+    CapacityError,
+    ConfigError,
+    IllegalActionError,
+    SessionLostError,
+)
 
 
 def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
@@ -71,8 +77,14 @@ def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_
 
 
 def test_summary_of_void_episodes_only_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 2 that were all voided"):
-        summarise(outcomes(None, None))
+    void = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in range(2)]
+    with pytest.raises(ValueError, match="got 2 that are all void: KeyError: 'ace'"):
+        summarise(void)
+
+
+def test_void_episodes_are_counted_beside_those_that_are_judged() -> None:
+    result = summarise(outcomes(1.0, None, -1.0))
+    assert (result.num_games, result.num_void, result.win_rate) == (2, 1, 0.5)
 
 
 def test_random_closes_nothing_and_optimal_closes_everything_exactly() -> None:
@@ -128,6 +140,7 @@ class CoinSession:
         self._num_steps = 0
 
     async def step(self, action: JsonObject) -> StepResult:
+        self._client.num_steps += 1
         await asyncio.sleep(0.001 if self._seed % 2 else 0)
         if self._seed in self._client.lost_seeds:
             raise SessionLostError("the server died")
@@ -144,8 +157,10 @@ class CoinSession:
 
 
 class CoinClient:
-    def __init__(self, lost_seeds: tuple[int, ...] = ()) -> None:
+    def __init__(self, lost_seeds: tuple[int, ...] = (), max_open: int = 1000) -> None:
         self.lost_seeds = lost_seeds
+        self.max_open = max_open
+        self.num_steps = 0
         self.num_open = 0
         self.most_open = 0
 
@@ -155,6 +170,8 @@ class CoinClient:
         assert seed is not None
         assert close_when_done
         await asyncio.sleep(0)
+        if self.num_open == self.max_open:
+            raise CapacityError("all sessions are taken")
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         return CoinSession(self, seed), StepResult({"toss": 0})
@@ -191,15 +208,42 @@ def test_a_lost_session_voids_its_episode_only() -> None:
     assert client.num_open == 0
 
 
-def test_an_illegal_action_of_a_fixed_policy_is_an_error_and_leaves_no_session_open() -> None:
+def test_what_fails_in_an_episode_voids_it_and_leaves_no_session_open() -> None:
     client = CoinClient()
 
     def wrong(observation: JsonObject, rng: random.Random) -> JsonObject:
-        return {"heads": None}
+        return {"heads": None if rng.random() < 0.5 else 1 / (rng.random() < 0.5)}
 
-    with pytest.raises(IllegalActionError, match="got null"):
-        asyncio.run(play_policy(client, wrong, range(40), num_concurrent=4))
+    results = asyncio.run(play_policy(client, wrong, range(40), num_concurrent=4))
+    reasons = Counter(outcome.failure.partition(":")[0] for outcome in results)
+    assert reasons.keys() == {"", "IllegalActionError", "ZeroDivisionError"}
+    assert reasons[""] == sum(outcome.episode_return is not None for outcome in results)
     assert client.num_open == 0
+
+
+def test_a_policy_that_cannot_be_used_is_an_error() -> None:
+    def unusable(observation: JsonObject, rng: random.Random) -> JsonObject:
+        raise ConfigError("expected options.size")
+
+    with pytest.raises(ConfigError, match=r"options\.size"):
+        asyncio.run(play_policy(CoinClient(), unusable, range(4)))
+
+
+def test_a_limit_on_turns_ends_an_episode_with_what_it_has_earned() -> None:
+    client = CoinClient()
+    whole, cut = play(CoinClient(), range(50)), play(client, range(50), max_turns=1)
+    assert {outcome.num_steps for outcome in cut} == {1}
+    assert client.num_steps == 50
+    assert client.num_open == 0
+    for of_two, of_one in zip(whole, cut, strict=True):
+        assert of_one.episode_return in (0.0, 1.0)
+        assert 0.0 <= (of_two.episode_return or 0.0) - (of_one.episode_return or 0.0) <= 1.0
+
+
+def test_episodes_wait_for_room_on_a_full_server() -> None:
+    client = CoinClient(max_open=3)
+    assert play(client, range(20)) == play(CoinClient(), range(20))
+    assert client.most_open == 3
 
 
 def test_every_outcome_is_reported_once() -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.env.types import JsonObject
 from ludus.proto.config import EvalConfig, LocalEnvironment
-from ludus.proto.errors import UnavailableError
-from ludus.trainer.evaluation import Evaluator, eval_seeds
+from ludus.proto.errors import EpisodesFailedError
+from ludus.trainer.evaluation import Evaluator, eval_seeds, play_baselines
+from tests.report.test_evaluation import CoinClient, guess
 
 CONFIG = EvalConfig(num_games=8, num_games_during=4, seed=100, temperature=0.5)
 ENVIRONMENTS = {
@@ -73,12 +76,62 @@ async def test_games_that_infrastructure_ended_are_played_again_where_they_were_
     ]
 
 
-async def test_an_environment_that_stays_away_is_named() -> None:
-    class Away(Workers):
-        async def evaluate(
-            self, environment: str, seeds: Sequence[int], temperature: float
-        ) -> list[EpisodeOutcome]:
-            return outcomes(seeds, None if environment == "catch" else 1.0)
+async def test_fixed_policies_have_as_many_turns_as_the_trained_one() -> None:
+    played = await play_baselines(CoinClient(), {"guess": guess}, ("guess",), CONFIG, max_turns=1)
+    assert [outcome.num_steps for outcome in played["guess"]] == [1] * 8
 
-    with pytest.raises(UnavailableError, match="all 4 games of the evaluation in 'catch'"):
-        await evaluator(Away()).judge(4)
+
+async def test_a_fixed_policy_all_of_whose_games_fail_is_named_with_the_reason() -> None:
+    def fails(observation: JsonObject, rng: random.Random) -> JsonObject:
+        raise KeyError("hand")
+
+    with pytest.raises(EpisodesFailedError, match=r"fixed policy 'best'.*KeyError: 'hand'"):
+        await play_baselines(CoinClient(), {"best": fails}, ("best",), CONFIG, max_turns=1)
+
+
+class Failing(Workers):
+    """Fails in catch: in all games, or in the second."""
+
+    def __init__(self, num_failing: int) -> None:
+        super().__init__()
+        self._num_failing = num_failing
+
+    async def evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
+        played = outcomes(seeds, 1.0)
+        if environment == "catch":
+            for place, seed in enumerate(seeds):
+                if seed == 101 or self._num_failing > 1:
+                    reason = "KeyError: 'ball'" if seed != 100 else "SessionLostError: gone"
+                    played[place] = EpisodeOutcome(seed, None, 1, failure=reason)
+        return played
+
+
+async def test_where_all_games_are_void_the_commonest_reason_is_named() -> None:
+    with pytest.raises(EpisodesFailedError, match=r"all 4 games .* in 'catch'.*KeyError: 'ball'"):
+        await evaluator(Failing(num_failing=4)).judge(4)
+
+
+async def test_a_game_that_fails_each_time_is_counted_and_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reports = await evaluator(Failing(num_failing=1)).judge(4)
+    policy = reports["catch"].policy
+    assert (policy.num_games, policy.num_void) == (3, 1)
+    assert "1 of 4 games" in caplog.text
+    assert "KeyError: 'ball'" in caplog.text
+
+
+async def test_games_of_a_fixed_policy_that_failed_are_left_out_of_the_comparison() -> None:
+    seeds = eval_seeds(CONFIG, 8)
+    failed = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in seeds[:4]]
+    best = [*failed, *outcomes(seeds[4:], 2.0)]
+    baselines = {"blackjack": {"random": outcomes(seeds, 0.0), "best": best}}
+    judge = Evaluator(CONFIG, ENVIRONMENTS, Workers(), baselines)
+    during = (await judge.judge(4))["blackjack"]
+    assert list(during.baselines) == ["random"]
+    assert during.gap_closed is None
+    at_the_end = (await judge.judge(8))["blackjack"]
+    assert at_the_end.baselines["best"].num_void == 4
+    assert at_the_end.gap_closed == pytest.approx(0.25)

@@ -37,8 +37,14 @@ from ludus.trainer.functions import import_object
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.parts import Parts
-from ludus.trainer.prepare import is_folder, make_canary_prompt, prepare_model
+from ludus.trainer.prepare import (
+    check_first_prompts,
+    is_folder,
+    make_canary_prompt,
+    prepare_model,
+)
 from ludus.trainer.rollout.engines import has_vllm
+from ludus.trainer.rollout.player import limits_of
 from ludus.trainer.run_folder import RunFolder, path_of
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import together
@@ -75,6 +81,7 @@ async def built(
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
+    await check_first_prompts(run, environments, chat)
     canary = await make_canary_prompt(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.token)
@@ -192,7 +199,8 @@ async def _baselines_of(
             f"{field}.baselines: '{config.policies}' has no policy {unknown}; it has "
             f"{sorted(policies)}"
         )
-    return await play_baselines(environment.client, policies, config.baselines, run.eval)
+    max_turns = limits_of(run, name).max_turns
+    return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 
 
 def resolved(run: RunConfig) -> RunConfig:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, gap_closed, play_policy, summarise
+from ludus.env.evaluation import (
+    EpisodeOutcome,
+    FixedPolicy,
+    commonest_failure,
+    gap_closed,
+    play_policy,
+    summarise,
+)
 from ludus.proto.config import EnvironmentConfig, EvalConfig
-from ludus.proto.errors import UnavailableError
+from ludus.proto.errors import EpisodesFailedError
 from ludus.proto.runs import EvalReport
 from ludus.trainer.processes import Workers
+
+_log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
 
@@ -29,21 +39,20 @@ class Evaluator:
         """By environment: the policy on the first `num_games` seeds, beside the fixed policies.
 
         Raises:
-            UnavailableError: in one of them all games were lost.
+            EpisodesFailedError: in one of them all games are void.
         """
         return {name: await self._judge(name, num_games) for name in self.environments}
 
     async def _judge(self, environment: str, num_games: int) -> EvalReport:
         seeds = eval_seeds(self.config, num_games)
         outcomes = await self._play(environment, seeds)
-        if all(outcome.episode_return is None for outcome in outcomes):
-            raise UnavailableError(
-                f"all {num_games} games of the evaluation in '{environment}' were lost: its "
-                "server was unavailable for longer than environment.reconnect_timeout_s; see that "
-                "it stays up"
-            )
+        _look_for_failures(outcomes, f"the evaluation in '{environment}'")
         played = self.baselines.get(environment, {})
-        same = {name: of_policy[:num_games] for name, of_policy in played.items()}
+        same = {
+            name: of_policy[:num_games]
+            for name, of_policy in played.items()
+            if not _are_all_void(of_policy[:num_games])
+        }
         closed = _gap_closed(self.environments[environment], outcomes, same)
         return EvalReport(
             policy=summarise(outcomes),
@@ -54,7 +63,7 @@ class Evaluator:
         )
 
     async def _play(self, environment: str, seeds: Sequence[int]) -> list[EpisodeOutcome]:
-        """One outcome per seed; games that infrastructure ended are played again."""
+        """One outcome per seed; games that are void are played again."""
         played: dict[int, EpisodeOutcome] = {}
         missing = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
@@ -75,7 +84,11 @@ def _gap_closed(
     worst, best = environment.random_policy, environment.optimal_policy
     if worst is None or best is None:
         return None
-    return gap_closed(outcomes, baselines[worst], baselines[best])
+    compared = [outcomes, baselines.get(worst, ()), baselines.get(best, ())]
+    valid = [{o.seed for o in one if o.episode_return is not None} for one in compared]
+    if not set.intersection(*valid):
+        return None
+    return gap_closed(*compared)
 
 
 async def play_baselines(
@@ -83,10 +96,38 @@ async def play_baselines(
     policies: Mapping[str, FixedPolicy],
     baselines: Sequence[str],
     config: EvalConfig,
+    max_turns: int,
 ) -> dict[str, list[EpisodeOutcome]]:
-    """The outcomes of the fixed policies `baselines` on one environment's evaluation seeds."""
+    """The outcomes of the fixed policies `baselines` on one environment's evaluation seeds.
+
+    They have as many turns as the trained policy has.
+
+    Raises:
+        EpisodesFailedError: all games of one of them are void.
+    """
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
-    return {name: await play_policy(client, policies[name], seeds) for name in baselines}
+    played = {}
+    for name in baselines:
+        played[name] = await play_policy(client, policies[name], seeds, max_turns=max_turns)
+        _look_for_failures(played[name], f"the fixed policy '{name}'")
+    return played
+
+
+def _are_all_void(outcomes: Sequence[EpisodeOutcome]) -> bool:
+    return all(outcome.episode_return is None for outcome in outcomes)
+
+
+def _look_for_failures(outcomes: Sequence[EpisodeOutcome], whose: str) -> None:
+    """Log that games are void; raise EpisodesFailedError where all are."""
+    num_void = sum(outcome.episode_return is None for outcome in outcomes)
+    if not num_void:
+        return
+    reason = commonest_failure(outcomes)
+    if num_void == len(outcomes):
+        raise EpisodesFailedError(f"all {num_void} games of {whose} are void, most often: {reason}")
+    _log.warning(
+        "%d of %d games of %s are void, most often: %s", num_void, len(outcomes), whose, reason
+    )
 
 
 def eval_seeds(config: EvalConfig, num_games: int) -> list[int]:

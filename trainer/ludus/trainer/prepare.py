@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import torch
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import PretrainedModel, RunConfig, TinyModel
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
+from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.environments import Environment
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
@@ -27,10 +30,16 @@ from ludus.trainer.learner.warm_start import (
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
+from ludus.trainer.rollout.episode import close_session, when_there_is_room
+from ludus.trainer.rollout.player import limits_of
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.types import CanaryPrompt
 
+_log = logging.getLogger(__name__)
+
 _NUM_CONCURRENT_GAMES = 256
+_NUM_FIRST_SEEDS = 4
+"""Episodes that are looked at before a run begins."""
 _MAX_CANARY_TOKENS = 32
 _MODEL_CONFIG_FILE = "config.json"
 
@@ -58,12 +67,61 @@ async def prepare_model(
 
 async def make_canary_prompt(environment: Environment, chat: ChatTokenizer) -> CanaryPrompt:
     """The environment's first prompt and its legal answers: what the policy is asked in earnest."""
-    session, first = await environment.client.open(seed=0)
-    opening = await _opening(environment, session, first)
-    await session.close()
+    opening, first = await _first_opening(environment)
     prompt_ids = chat.first_prompt(opening.messages, opening.tools)
     answers = [token for answer in _legal_answers(first) for token in chat.answer_ids(answer)]
     return CanaryPrompt(prompt_ids, (answers or prompt_ids)[:_MAX_CANARY_TOKENS])
+
+
+async def check_first_prompts(
+    run: RunConfig, environments: Mapping[str, Environment], chat: ChatTokenizer
+) -> None:
+    """Check that each environment's episodes begin with a prompt that leaves room for an answer.
+
+    Some may be too long: such an episode is void. What a rollout function shows is its own affair.
+
+    Raises:
+        ConfigError: it is too long whatever the seed.
+    """
+    for name, environment in environments.items():
+        if environment.config.rollout is not None:
+            continue
+        limits = limits_of(run, name)
+        lengths = []
+        for seed in range(_NUM_FIRST_SEEDS):
+            opening, _ = await _first_opening(environment, seed)
+            lengths.append(len(chat.first_prompt(opening.messages, opening.tools)))
+            if lengths[-1] + limits.max_completion_tokens <= limits.max_tokens:
+                break
+        else:
+            raise ConfigError(
+                f"environment '{name}': expected first prompts that leave room for an answer of "
+                f"rollout.max_completion_tokens = {limits.max_completion_tokens} within "
+                f"rollout.max_tokens = {limits.max_tokens}, got prompts of {min(lengths)} tokens "
+                "and more; raise rollout.max_tokens, or shorten what the environment shows"
+            )
+
+
+async def _first_opening(environment: Environment, seed: int = 0) -> tuple[Opening, StepResult]:
+    """What the episode of `seed` shows first; where that one fails, another one's.
+
+    Raises:
+        Exception: of the first, where all that are tried fail.
+    """
+    failures: list[Exception] = []
+    for number in range(_NUM_FIRST_SEEDS):
+        open_ = partial(environment.client.open, seed=seed + number)
+        try:
+            session, first = await when_there_is_room(open_)
+            try:
+                return await _opening(environment, session, first), first
+            finally:
+                await close_session(session)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+            failures.append(error)
+    raise failures[0]
 
 
 async def _opening(environment: Environment, session: AsyncSession, first: StepResult) -> Opening:
@@ -81,22 +139,44 @@ async def _opening(environment: Environment, session: AsyncSession, first: StepR
 async def _random_games(
     run: RunConfig, config: TinyModel, environments: Mapping[str, Environment]
 ) -> list[Conversation]:
-    """Games played with random legal answers, of each environment its share."""
+    """Games played with random legal answers, of each environment its share.
+
+    Games that fail are left out.
+
+    Raises:
+        EpisodesFailedError: all of them fail.
+    """
     weights = [environment.config.weight for environment in environments.values()]
     shares = _shares(config.warm_start_games, weights)
     first_seed = run.seed * 1_000_003 % 2**30
     slots = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
+    failures: list[str] = []
 
-    async def play(environment: Environment, seed: int) -> Conversation:
+    async def play(environment: Environment, seed: int) -> Conversation | None:
         async with slots:
-            return await _random_game(run, environment, seed)
+            try:
+                return await _random_game(run, environment, seed)
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+                failures.append(describe(error))
+                return None
 
     games = [
         play(environment, first_seed + game)
         for environment, share in zip(environments.values(), shares, strict=True)
         for game in range(share)
     ]
-    return list(await asyncio.gather(*games))
+    played = [game for game in await asyncio.gather(*games) if game is not None]
+    if failures:
+        text = (
+            f"{len(failures)} of {len(games)} games of the warm start have failed, most often: "
+            f"{commonest(count_failures(failures))}"
+        )
+        if not played:
+            raise EpisodesFailedError(text)
+        _log.warning("%s", text)
+    return played
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -107,9 +187,21 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 async def _random_game(run: RunConfig, environment: Environment, seed: int) -> Conversation:
     choose = random.Random(seed)
-    renderer = environment.renderer
     max_turns = environment.config.max_turns or run.rollout.max_turns
-    session, result = await environment.client.open(seed=seed)
+    opened = await when_there_is_room(partial(environment.client.open, seed=seed))
+    try:
+        return await _answered_at_random(environment, *opened, choose, max_turns)
+    finally:
+        await close_session(opened[0])
+
+
+async def _answered_at_random(
+    environment: Environment,
+    session: AsyncSession,
+    result: StepResult,
+    choose: random.Random,
+    max_turns: int,
+) -> Conversation:
     conversation: Conversation = []
     while not result.done and len(conversation) < max_turns:
         answers = _legal_answers(result)
@@ -120,10 +212,9 @@ async def _random_game(run: RunConfig, environment: Environment, seed: int) -> C
                 "with an instruction-tuned model"
             )
         answer = choose.choice(answers)
-        messages = renderer.messages(result, first=not conversation)
+        messages = environment.renderer.messages(result, first=not conversation)
         conversation.append(Exchange(messages, answer))
-        result = await session.step(**renderer.action(answer, result))
-    await session.close()
+        result = await session.step(**environment.renderer.action(answer, result))
     return conversation
 
 

@@ -5,7 +5,7 @@
                                         +--gap_closed--> share of the random-to-optimal gap
 
 Policies are compared on the same seeds, so that luck with the deals cancels out. Episodes
-that infrastructure voided have no return and enter no statistic.
+that failed, whatever failed, have no return: they are counted, and enter no statistic.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +23,15 @@ from typing import Protocol
 import numpy as np
 
 from ludus.env.types import JsonObject, StepResult
-from ludus.proto.errors import EnvError, InfrastructureError
+from ludus.proto.errors import CapacityError, EnvError, UserError
 from ludus.proto.runs import PolicyResult
 
 Z95 = 1.959963984540054
 """The standard normal quantile of a two-sided 95 % interval."""
+
+_MAX_REASON_CHARACTERS = 400
+_FULL_SERVER_PAUSE_S = 0.05
+_FULL_SERVER_TIMEOUT_S = 300.0
 
 Interval = tuple[float, float]
 
@@ -36,10 +42,12 @@ class EpisodeOutcome:
 
     seed: int
     episode_return: float | None
-    """Sum of the episode's rewards; None where infrastructure voided the episode."""
+    """Sum of the episode's rewards; None where the episode is void."""
     num_steps: int
     invalid: bool = False
     """True where the episode ended because the text was no action."""
+    failure: str = ""
+    """Why it is void; empty where it is not."""
 
 
 class FixedPolicy(Protocol):
@@ -98,6 +106,8 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     """The result of a policy over its valid episodes: a return above 0 won, 0 drew.
 
+    The void ones are counted beside them.
+
     Raises:
         ValueError: no episode is valid.
     """
@@ -105,8 +115,8 @@ def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     returns = [o.episode_return for o in outcomes if o.episode_return is not None]
     if not returns:
         raise ValueError(
-            f"expected at least one valid episode, got {len(outcomes)} that were all voided; "
-            "see that the environment server stays up"
+            f"expected at least one valid episode, got {len(outcomes)} that are all void: "
+            f"{commonest_failure(outcomes)}"
         )
     num_games = len(returns)
     num_wins = sum(value > 0 for value in returns)
@@ -119,7 +129,14 @@ def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
         expected_return=float(np.mean(returns)),
         expected_return_ci95=mean_interval(returns),
         invalid_rate=num_invalid / num_games,
+        num_void=len(outcomes) - num_games,
     )
+
+
+def commonest_failure(outcomes: Iterable[EpisodeOutcome]) -> str:
+    """The reason for which most of the void episodes are void."""
+    reasons = Counter(o.failure for o in outcomes if o.episode_return is None)
+    return reasons.most_common(1)[0][0] if reasons else ""
 
 
 def gap_closed(
@@ -166,24 +183,26 @@ async def play_policy(
     policy: FixedPolicy,
     seeds: Sequence[int],
     *,
+    max_turns: int | None = None,
     num_concurrent: int = 256,
     on_episode: Callable[[EpisodeOutcome], None] | None = None,
 ) -> list[EpisodeOutcome]:
-    """The outcome of one episode per seed, in the order of `seeds`.
+    """The outcome of one episode per seed, in the order of `seeds`; one that fails is void.
 
     Args:
-        num_concurrent: sessions that are open at once.
+        max_turns: after so many an episode ends, with what it has earned; None is no limit.
+        num_concurrent: sessions that are open at once, where the server has room for them.
         on_episode: called with each outcome as it comes, in no particular order.
 
     Raises:
-        EnvError: anything but a loss of infrastructure, which only voids its episode.
+        UserError: the environment or the policy cannot be used as it is.
     """
     outcomes: dict[int, EpisodeOutcome] = {}
     waiting = iter(enumerate(seeds))
 
     async def play_until_none_is_left() -> None:
         for index, seed in waiting:
-            outcomes[index] = await _play_episode(client, policy, seed)
+            outcomes[index] = await _play_episode(client, policy, seed, max_turns)
             if on_episode is not None:
                 on_episode(outcomes[index])
 
@@ -200,14 +219,16 @@ async def play_policy(
     return [outcomes[index] for index in range(len(seeds))]
 
 
-async def _play_episode(client: EvaluationClient, policy: FixedPolicy, seed: int) -> EpisodeOutcome:
+async def _play_episode(
+    client: EvaluationClient, policy: FixedPolicy, seed: int, max_turns: int | None
+) -> EpisodeOutcome:
     # A string seed: an environment that seeds random.Random(seed) must not share this stream.
     rng = random.Random(f"policy {seed}")
     num_steps, episode_return = 0, 0.0
     try:
-        session, result = await client.open(seed=seed, close_when_done=True)
+        session, result = await _open(client, seed)
         try:
-            while not result.done:
+            while not result.done and (max_turns is None or num_steps < max_turns):
                 result = await session.step(policy(result.observation, rng))
                 num_steps += 1
                 episode_return += result.reward or 0.0
@@ -216,9 +237,24 @@ async def _play_episode(client: EvaluationClient, policy: FixedPolicy, seed: int
             if not result.done:
                 with contextlib.suppress(EnvError):
                     await session.close()
-    except InfrastructureError:
-        return EpisodeOutcome(seed=seed, episode_return=None, num_steps=num_steps)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the boundary to environments and policies
+        reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
+        return EpisodeOutcome(seed, episode_return=None, num_steps=num_steps, failure=reason)
     return EpisodeOutcome(seed=seed, episode_return=episode_return, num_steps=num_steps)
+
+
+async def _open(client: EvaluationClient, seed: int) -> tuple[EvaluationSession, StepResult]:
+    """A session, once the server has room for it: others give theirs back."""
+    deadline_s = time.monotonic() + _FULL_SERVER_TIMEOUT_S
+    while True:
+        try:
+            return await client.open(seed=seed, close_when_done=True)
+        except CapacityError:
+            if time.monotonic() >= deadline_s:
+                raise
+            await asyncio.sleep(_FULL_SERVER_PAUSE_S)
 
 
 def _return_of_seed(outcomes: Iterable[EpisodeOutcome]) -> Mapping[int, float]:

@@ -7,9 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import EpisodeOutcome, FixedPolicy, play_policy, summarise
+from ludus.env.evaluation import (
+    EpisodeOutcome,
+    FixedPolicy,
+    commonest_failure,
+    play_policy,
+    summarise,
+)
 from ludus.env.targets.targets import is_package, require_package
-from ludus.proto.errors import NotFoundError, UnavailableError
+from ludus.proto.errors import EpisodesFailedError, NotFoundError, UnavailableError
 from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns
 
@@ -39,7 +45,7 @@ class BenchResult:
     exact_return: float | None
     """The expected return by enumeration, where the package knows it."""
     num_void: int
-    """Episodes that infrastructure voided."""
+    """Episodes that failed."""
     steps_per_second: float
 
 
@@ -53,7 +59,7 @@ async def bench(
 
     Raises:
         NotFoundError: no server answers at the address, or there is no such policy.
-        UnavailableError: the server went away.
+        EpisodesFailedError: all episodes of a policy are void.
     """
     async with await _connect(address, token) as client:
         description = await client.describe()
@@ -95,9 +101,9 @@ def _result(
 ) -> BenchResult:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if num_void == len(outcomes):
-        raise UnavailableError(
-            f"all {num_void} episodes of policy '{name}' were lost; see that the environment "
-            "server stays up"
+        raise EpisodesFailedError(
+            f"all {num_void} episodes of policy '{name}' are void, most often: "
+            f"{commonest_failure(outcomes)}"
         )
     return BenchResult(
         name=name,

@@ -169,5 +169,10 @@ class RolloutWorkerActor:
 
 
 def _outcome(rollout: Rollout) -> EpisodeOutcome:
-    invalid = rollout.status is RolloutStatus.INVALID_ACTION
-    return EpisodeOutcome(rollout.seed, rollout.episode_return, len(rollout.turns), invalid=invalid)
+    return EpisodeOutcome(
+        rollout.seed,
+        rollout.episode_return,
+        len(rollout.turns),
+        invalid=rollout.status is RolloutStatus.INVALID_ACTION,
+        failure=rollout.failure,
+    )

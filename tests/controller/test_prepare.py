@@ -1,0 +1,123 @@
+"""What a run begins with is made although some episodes fail, and refused where none can be had."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.env import Transition
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
+from ludus.trainer.environments import Environment
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.prepare import check_first_prompts, make_canary_prompt, prepare_model
+from ludus.trainer.rollout.renderer import make_renderer
+from tests.env.counting_env import CountObservation
+from tests.rollout.fragile_env import FragileEnv
+
+TINY = {
+    "kind": "tiny",
+    "num_layers": 1,
+    "width": 32,
+    "num_heads": 1,
+    "intermediate": 32,
+    "vocab_size": 300,
+    "warm_start_games": 24,
+}
+
+
+class FailsAtFirst(FragileEnv):
+    """Fails on the first seed."""
+
+    def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
+        if seed == 0:
+            raise RuntimeError("no world of that number")
+        return super().reset(seed=seed)
+
+
+class NeverBegins(FragileEnv):
+    """Fails on every seed."""
+
+    def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
+        raise RuntimeError("the licence has run out")
+
+
+def run_with(**rollout: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"environments": {"fragile": {}}, "model": TINY, "rollout": rollout}
+    )
+
+
+@asynccontextmanager
+async def environments_of(
+    run: RunConfig, factory: type[FragileEnv], max_sessions: int = 256
+) -> AsyncIterator[dict[str, Environment]]:
+    """The one environment, on a real server."""
+    options = ServerOptions(port=0, max_sessions=max_sessions)
+    async with (
+        EnvServer(factory, options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        config = run.environments["fragile"]
+        description = await client.describe()
+        yield {
+            "fragile": Environment(
+                config, server.grpc_address, client, description, make_renderer(config)
+            )
+        }
+        assert server.core.load.num_sessions == 0
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(make_tokenizer(["Count to the end. Total 0.", "ADD 1"] * 5, 320))
+
+
+@pytest.mark.slow
+async def test_warm_start_games_that_fail_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with()
+    async with environments_of(run, FragileEnv, max_sessions=4) as environments:
+        model = await prepare_model(run, environments, tmp_path / "model")
+    assert (Path(model) / "config.json").is_file()
+    assert "of 24 games of the warm start have failed" in caplog.text
+    assert "no picture" in caplog.text
+
+
+async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    run = run_with()
+    async with environments_of(run, NeverBegins) as environments:
+        with pytest.raises(EpisodesFailedError, match=r"24 of 24 games.*licence has run out"):
+            await prepare_model(run, environments, tmp_path / "model")
+
+
+async def test_the_canary_prompt_is_taken_from_an_episode_that_begins(chat: ChatTokenizer) -> None:
+    run = run_with()
+    async with environments_of(run, FailsAtFirst) as environments:
+        prompt = await make_canary_prompt(environments["fragile"], chat)
+    assert "Total 0." in chat.decode(prompt.prompt_ids)
+    async with environments_of(run, NeverBegins) as environments:
+        with pytest.raises(ExecutionError, match="licence has run out"):
+            await make_canary_prompt(environments["fragile"], chat)
+
+
+async def test_a_first_prompt_that_is_too_long_is_refused_with_both_numbers(
+    chat: ChatTokenizer,
+) -> None:
+    well, too_few = run_with(max_tokens=200), run_with(max_tokens=24)
+    async with environments_of(well, FailsAtFirst) as environments:
+        await check_first_prompts(well, environments, chat)
+        with pytest.raises(
+            ConfigError, match=r"'fragile'.*max_tokens = 24, got prompts of \d+ tokens"
+        ):
+            await check_first_prompts(too_few, environments, chat)
