@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
 from ludus.trainer.types import RolloutStatus, ScoredTerm
 from tests.data.rollouts import make_group
@@ -31,6 +32,16 @@ def test_failed_episodes_are_counted_apart_from_lost_ones_with_the_reasons_of_bo
         "away": 2,
         "bug #": 2,
     }
+
+
+def test_a_checkpoint_keeps_the_reasons() -> None:
+    [failed] = [
+        replace(r, reward=None, status=RolloutStatus.FAILED, failure="bug 1")
+        for r in make_group(1).rollouts
+    ]
+    counts = count_group(replace(make_group(1), rollouts=(failed,)))
+    written = RunState(counts={"coins": counts}).model_dump_json()
+    assert RunState.model_validate_json(written).counts == {"coins": counts}
 
 
 def test_wins_are_counted_by_what_the_environment_paid_not_by_the_reward() -> None:

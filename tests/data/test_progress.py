@@ -61,10 +61,23 @@ def test_an_environment_that_stays_away_ends_the_run_with_its_name() -> None:
 
 def test_an_environment_that_has_never_worked_ends_the_run_after_two_batches() -> None:
     progress = make_progress()
-    counts = FAILED + FAILED + FAILED
+    counts = FAILED + FAILED
     progress.observe({"a": counts, "b": SCORED}, 0.0, taken=False)
+    counts += FAILED
+    progress.observe({"a": counts, "b": SCORED}, 20.0, taken=False)
     with pytest.raises(EpisodesFailedError, match=r"'a'.*first 16 episodes.*KeyError: 'answer'"):
-        progress.observe({"a": counts + FAILED, "b": SCORED}, 0.1, taken=False)
+        progress.observe({"a": counts + FAILED, "b": SCORED}, 20.1, taken=False)
+
+
+def test_a_burst_of_failures_before_anything_was_scored_is_waited_out() -> None:
+    progress = make_progress()
+    counts = RolloutCounts()
+    for second in range(9):
+        counts += FAILED + FAILED
+        progress.observe({"a": counts}, float(second), taken=False)
+    counts += SCORED + FAILED
+    progress.observe({"a": counts}, 10.0, taken=False)
+    progress.observe({"a": counts + FAILED}, 20.0, taken=False)
 
 
 def test_an_environment_that_has_worked_may_fail_for_as_long_as_it_may_stay_away() -> None:

@@ -112,7 +112,8 @@ async def _first_opening(environment: Environment, seed: int = 0) -> tuple[Openi
     for number in range(_NUM_FIRST_SEEDS):
         open_ = partial(environment.client.open, seed=seed + number)
         try:
-            session, first = await when_there_is_room(open_)
+            timeout_s = environment.config.reconnect_timeout_s
+            session, first = await when_there_is_room(open_, timeout_s)
             try:
                 return await _opening(environment, session, first), first
             finally:
@@ -188,7 +189,8 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 async def _random_game(run: RunConfig, environment: Environment, seed: int) -> Conversation:
     choose = random.Random(seed)
     max_turns = environment.config.max_turns or run.rollout.max_turns
-    opened = await when_there_is_room(partial(environment.client.open, seed=seed))
+    open_ = partial(environment.client.open, seed=seed)
+    opened = await when_there_is_room(open_, run.rollout.group_timeout_s)
     try:
         return await _answered_at_random(environment, *opened, choose, max_turns)
     finally:

@@ -4,7 +4,8 @@ Three ways to get nowhere, all seen in the counts since the last batch:
 
 - groups whose rewards are all equal are replaced without end: the policy is certain, or lost
 - groups whose episodes are void are replaced without end: an environment is away, or fails
-- nothing of an environment was ever scored, and two batches of it have failed: it never worked
+- nothing of an environment was ever scored, and two batches of it have failed: it never worked,
+  and a few seconds have shown that it is not one worker's engine, or a judge that wakes up
 
 A reason for which episodes are void is logged when it is new, and named when it ends the run.
 """
@@ -24,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_DEAD_BATCHES = 100
 _MAX_FAILED_BATCHES_AT_FIRST = 2
+_PATIENCE_AT_FIRST_S = 10.0
 _NEARLY_ALL = 0.9
 _MAX_LOGGED = 20
 
@@ -39,6 +41,8 @@ class _Environment:
     num_good: int = 0
     num_failed_at_first: int = 0
     """Episodes, before any was scored."""
+    failed_since_s: float = 0.0
+    """When the first of these failed."""
     was_scored: bool = False
 
 
@@ -66,7 +70,7 @@ class Progress:
                 continue
             self._log_new_failures(name, now.failures)
             before = self._before.get(name, RolloutCounts())
-            self._refuse_what_never_worked(name, before, now)
+            self._refuse_what_never_worked(name, before, now, now_s)
             self._refuse_what_stays_void(name, before, now, now_s)
         self._before = {} if taken else dict(counts)
         if not taken:
@@ -82,15 +86,20 @@ class Progress:
                 _log.warning("further reasons are counted, and not logged")
 
     def _refuse_what_never_worked(
-        self, name: str, before: RolloutCounts, now: RolloutCounts
+        self, name: str, before: RolloutCounts, now: RolloutCounts, now_s: float
     ) -> None:
         seen, run = self._environments[name], self._run
         seen.was_scored |= now.num_scored > 0
         if seen.was_scored:
             return
-        seen.num_failed_at_first += now.num_failed - before.num_failed
+        num_failed = now.num_failed - before.num_failed
+        if not seen.num_failed_at_first and num_failed:
+            seen.failed_since_s = now_s
+        seen.num_failed_at_first += num_failed
         of_a_batch = run.training.groups_per_step * run.rollout.group_size
-        if seen.num_failed_at_first >= _MAX_FAILED_BATCHES_AT_FIRST * of_a_batch:
+        is_many = seen.num_failed_at_first >= _MAX_FAILED_BATCHES_AT_FIRST * of_a_batch
+        allowed_s = min(_PATIENCE_AT_FIRST_S, run.environments[name].reconnect_timeout_s)
+        if is_many and now_s - seen.failed_since_s >= allowed_s:
             raise EpisodesFailedError(
                 f"environment '{name}': all of its first {seen.num_failed_at_first} episodes have "
                 f"failed, most often: {_reason_of(now)}"

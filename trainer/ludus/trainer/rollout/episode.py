@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -291,11 +292,20 @@ async def close_session(session: AsyncSession) -> None:
         return
 
 
-async def when_there_is_room(open_: Callable[[], Awaitable[_OpenedT]]) -> _OpenedT:
-    """What `open_` returns, once the server has room for it."""
+async def when_there_is_room(
+    open_: Callable[[], Awaitable[_OpenedT]], timeout_s: float = math.inf
+) -> _OpenedT:
+    """What `open_` returns, once the server has room for it.
+
+    Raises:
+        CapacityError: it had none for `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             return await open_()
         except CapacityError:
+            if time.monotonic() >= deadline_s:
+                raise
             # Others of this run hold the sessions, and give them back when they are done.
             await asyncio.sleep(_FULL_SERVER_PAUSE_S)

@@ -27,11 +27,12 @@ from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.transcript import make_transcript
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, Sampling
+from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 
 _log = logging.getLogger(__name__)
 
 _NUM_SEEDS = 2**30
+_PAUSE_AFTER_FAILURE_S = 0.5
 
 
 async def play_group(
@@ -63,6 +64,9 @@ async def play_group(
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
+    if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
+        # What fails at once would be replaced, and fail, a thousand times a second.
+        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
     transcripts = _written(spec.index, rollouts[:num_transcripts], played[:num_transcripts])
     return RolloutGroup(spec.index, spec.environment, tuple(rollouts), transcripts)
 
