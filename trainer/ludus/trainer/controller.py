@@ -156,6 +156,7 @@ class Controller:
             LearnerLostError: the learner was lost once too often.
             TrainingStalledError: no update is taken any more, or nothing played teaches anything.
             BufferLostError: the buffer died.
+            EpisodesFailedError: nearly all that is played in an environment fails.
             Exception: a failed step or an environment that stays unavailable ends the run. A note
                 on what is raised says what to continue from.
         """
