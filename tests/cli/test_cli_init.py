@@ -18,12 +18,14 @@ SHAPE = {
     "client.py",
     "models.py",
     "openenv.yaml",
+    "policies.py",
     "pyproject.toml",
     "server/Dockerfile",
     "server/__init__.py",
     "server/app.py",
     "server/grid_maze_environment.py",
     "tests/test_grid_maze.py",
+    "train.toml",
 }
 
 
@@ -45,6 +47,7 @@ def grid_maze(ludus: RunCli, tmp_path: Path) -> Path:
     result = ludus("env", "init", "grid_maze")
     assert result.code == 0, result.err
     assert "ludus env check grid_maze_env" in result.out
+    assert "ludus train grid_maze_env/train.toml" in result.out
     return tmp_path / "grid_maze_env"
 
 
@@ -96,7 +99,7 @@ def test_it_can_be_installed_and_served_from_anywhere(grid_maze: Path, tmp_path:
     used = run("-c", program, cwd=elsewhere, path=target)
     assert used.returncode == 0, used.stderr
     assert used.stdout.splitlines() == [
-        "{'highest': 5, 'max_tries': 6}",
+        "{'highest': 5, 'max_tries': 3}",
         "True",
         "grid_maze_env",
     ]

@@ -51,7 +51,7 @@ class CountingRenderer:
 
     def parse(self, text: str, observation: CountObservation) -> CountAction:
         word, _, number = text.strip().partition(" ")
-        if word != "ADD" or not number.isdigit():
+        if word != "ADD" or not number.isdecimal():
             raise ActionParseError(f"expected ADD and a number, got {text!r}")
         return CountAction(add=int(number))
 

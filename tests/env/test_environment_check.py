@@ -5,6 +5,7 @@ import random
 import pytest
 
 from ludus.env.check import EnvironmentCheckError, check_environment
+from ludus.env.contract.players import CheckedEnvironment
 from ludus.env.types import Transition
 from ludus.proto.errors import ActionParseError
 from tests.env.counting_env import CountAction, CountingEnv, CountingRenderer, ThreadedCountingEnv
@@ -15,7 +16,7 @@ def test_a_sound_environment_passes_every_check(factory):
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.ok
-    assert len(report.checks) == 13
+    assert len(report.checks) == 14
 
 
 class IgnoresItsSeed(CountingEnv):
@@ -94,6 +95,33 @@ class GuessesActions(CountingEnv):
     text_renderer = Guesses()
 
 
+class Converts(CountingRenderer):
+    def parse(self, text, observation):
+        word, _, number = text.strip().partition(" ")
+        if word != "ADD" or not number.isdigit():
+            raise ActionParseError(f"expected ADD and a number, got {text!r}")
+        return CountAction(add=int(number))
+
+
+class ConvertsWhatIsNoNumber(CountingEnv):
+    text_renderer = Converts()
+
+
+class DrawsASecret(CountingEnv):
+    """Ends with the first right guess of a number that random.Random(seed) draws."""
+
+    text_renderer = None
+
+    def reset(self, *, seed=None):
+        self._secret = random.Random(seed).choice([1, 2, 3])
+        return super().reset(seed=seed)
+
+    def step(self, action: CountAction):
+        stepped = super().step(action)
+        self._over = self._over or action.add == self._secret
+        return Transition(stepped.observation, stepped.reward, terminated=self._over)
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize(
     ("factory", "rule"),
@@ -109,6 +137,7 @@ class GuessesActions(CountingEnv):
         (ReadsMetadata, "action_metadata_changes_nothing"),
         (OffersIllegalAnswers, "every_legal_answer_is_a_legal_action"),
         (GuessesActions, "garbage_is_no_action"),
+        (ConvertsWhatIsNoNumber, "odd_texts_are_read_or_refused"),
     ],
 )
 def test_a_broken_rule_is_found_and_named(factory, rule):
@@ -118,3 +147,45 @@ def test_a_broken_rule_is_found_and_named(factory, rule):
     assert broken[rule].startswith("expected ")
     with pytest.raises(EnvironmentCheckError, match=rule):
         report.raise_if_failed()
+
+
+def test_the_checks_player_does_not_draw_what_the_environment_draws():
+    def choose(environment, observation, generator):
+        return CountAction(add=generator.choice([1, 2, 3]))
+
+    checked = CheckedEnvironment(DrawsASecret, range(20), 50, choose)
+    lengths = [len(checked.play(seed, policy_seed=seed).actions) for seed in checked.seeds]
+    assert max(lengths) > 1
+
+
+class ShowsTheSeedToHighNumbersAlone(CountingEnv):
+    """A first 1 sees the same on every seed, and something else without one."""
+
+    text_renderer = None
+
+    def reset(self, *, seed=None):
+        self._secret = 1 if seed is None else 2 + seed
+        return self._with_luck(super().reset(seed=seed), 0)
+
+    def step(self, action: CountAction):
+        return self._with_luck(super().step(action), max(0, action.add - self._secret + 1))
+
+    def _with_luck(self, transition, luck):
+        shown = transition.observation.model_copy(update={"luck": luck})
+        return Transition(shown, transition.reward, transition.terminated)
+
+
+def test_seeds_that_one_player_cannot_tell_apart_are_shown_to_others():
+    first_draws = []
+
+    def choose(environment, observation, generator):
+        first_draws.append(generator.random())
+        return CountAction(add=1 if first_draws[-1] == first_draws[0] else 12)
+
+    report = check_environment(
+        ShowsTheSeedToHighNumbersAlone,
+        num_steps=1,
+        choose_action=choose,
+        on_check=lambda check: first_draws.clear(),
+    )
+    report.raise_if_failed()

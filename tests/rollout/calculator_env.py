@@ -28,7 +28,7 @@ class _Renderer:
         return [{"role": "user", "content": f"What is {observation.a} + {observation.b}?"}]
 
     def parse(self, text: str, observation: Question) -> Answer:
-        if not text.strip().isdigit():
+        if not text.strip().isdecimal():
             raise ActionParseError(f"expected a number, got {text!r}")
         return Answer(value=int(text))
 

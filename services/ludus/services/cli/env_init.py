@@ -14,7 +14,7 @@ def init(
     name: Annotated[str, typer.Argument(help="Lower-case words, for example grid_maze.")],
     output_dir: Annotated[Path, typer.Option(help="Where its folder is made.")] = Path(),
 ) -> None:
-    """Write a new environment: a folder NAME_env with everything it needs, ready to run.
+    """Write a new environment: a folder NAME_env that can be played, served and trained on.
 
     Example: `ludus env init grid_maze`
     """
@@ -30,4 +30,6 @@ def init(
     say(console, f"pip install -e {folder}")
     say(console, f"ludus env check {package}")
     say(console, f"ludus env play {package}")
+    say(console, f"ludus env bench {package}")
+    say(console, f"ludus train {folder / 'train.toml'}")
     say(console, f"ludus env serve {package} --port 8000")

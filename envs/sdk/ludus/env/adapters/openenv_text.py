@@ -78,7 +78,7 @@ class OpenEnvRenderer:
             return {self._field: text}
         try:
             data = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise ActionParseError(f"expected JSON, got {text[-200:]!r}; {self._ask()}") from None
         if isinstance(data, dict):
             return data

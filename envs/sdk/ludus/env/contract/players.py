@@ -67,7 +67,8 @@ class Player:
         self.transitions = [self.environment.reset(seed=seed)]
         self._checked = checked
         self._planned = actions
-        self._generator = random.Random(policy_seed)
+        # A text: an environment that seeds random.Random(seed) must not share this stream.
+        self._generator = random.Random(f"policy {policy_seed}")
 
     @property
     def record(self) -> list[bytes]:

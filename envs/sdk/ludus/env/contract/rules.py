@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import orjson
 
 from ludus.env.contract.players import CheckedEnvironment, Player, record_of
-from ludus.proto.errors import ActionParseError, LudusError
+from ludus.proto.errors import ActionError, ActionParseError, LudusError
 
 Rule = Callable[[CheckedEnvironment], None]
 
 _GARBAGE = ("", "\x00 no player would ever answer this \x00")
+_ODD_TEXTS = (
+    *("\n", "\x1e", "\u200b", "-", "+", "--5", "+-5", "1_0", "1.5", "1e9", "5\x1e", "²", "٣", "½"),
+    *("null", "true", "NaN", "[]", "{}", '{"', "[[1]]", "<answer>", "</think>", "<think>"),
+    *("9" * 5000, "[" * 5000, "1" * 400 + ".0"),
+)
+"""What language models say while they learn to answer, and what trips int() and json.loads()."""
+_NUM_VARIED_ANSWERS = 4
+_MAX_SHOWN_CHARS = 40
 
 
 class BrokenRuleError(LudusError):
@@ -74,6 +83,10 @@ def seeds_are_not_ignored(checked: CheckedEnvironment) -> None:
     seeded = {b"".join(checked.play(seed).record) for seed in checked.seeds}
     if len(seeded) > 1 or len(checked.seeds) < 2:
         return
+    # One player may see the same on all seeds of a small environment; others see them differ.
+    for policy_seed, pair in enumerate(pairwise(checked.seeds), start=1):
+        if len({b"".join(checked.play(seed, policy_seed=policy_seed).record) for seed in pair}) > 1:
+            return
     unseeded = {b"".join(checked.play(None).record) for _ in checked.seeds}
     found = f"one and the same for all of {list(checked.seeds)}, but others without a seed"
     expect(unseeded == seeded, "episodes that differ with the seed", found)
@@ -145,6 +158,32 @@ def garbage_is_no_action(checked: CheckedEnvironment) -> None:
         expect(False, f"ActionParseError for {text!r}", repr(action))
 
 
+def odd_texts_are_read_or_refused(checked: CheckedEnvironment) -> None:
+    """Parsing gives an action or an ActionError, and no other error, which would end a run."""
+    environment = checked.make()
+    renderer = environment.text_renderer
+    if renderer is None:
+        return
+    observation = environment.reset(seed=checked.seeds[0]).observation
+    answers = renderer.legal_answers(observation)[:_NUM_VARIED_ANSWERS]
+    for text in (*_ODD_TEXTS, *(varied for answer in answers for varied in _varied(answer))):
+        try:
+            renderer.parse(text, observation)
+        except ActionError:
+            continue
+        except Exception as error:  # noqa: BLE001 - foreign code: what it raises is the finding
+            shown = f"{text[:_MAX_SHOWN_CHARS]!r}" + ("..." if text[_MAX_SHOWN_CHARS:] else "")
+            expect(False, f"an action or ActionParseError for {shown}", repr(error))
+
+
+def _varied(answer: str) -> tuple[str, ...]:
+    """Texts that are nearly the answer."""
+    return (
+        *(f"{answer}\x1e", f"{answer}²", f"{answer}.", f"-{answer}", f"--{answer}"),
+        *(f"{answer} {answer}", answer + answer, answer[:-1], f"<answer>{answer}"),
+    )
+
+
 def text_is_chat_messages(checked: CheckedEnvironment) -> None:
     """Rendering gives at least one message after a reset, each a role and a text."""
     player = checked.play(checked.seeds[0])
@@ -181,6 +220,7 @@ RULES: dict[str, Rule] = {
         the_state_fits_its_schema,
         every_legal_answer_is_a_legal_action,
         garbage_is_no_action,
+        odd_texts_are_read_or_refused,
         text_is_chat_messages,
         action_metadata_changes_nothing,
     )

@@ -1,0 +1,54 @@
+"""From `ludus env init` to a trained policy, by the commands of docs/your-environment.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.runs import EVAL_FILE, SUMMARY_FILE, Evaluation, Summary
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("shared_ray"),
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-environment.md"
+LUDUS = (sys.executable, "-c", "from ludus.services.cli.app import main; main()")
+SHORT = ("--set", "training.num_steps=25", "--set", "eval.num_games=1000")
+"""A third of the steps, and so of what is learned."""
+
+
+def ludus(cwd: Path, *arguments: str) -> str:
+    """What the command printed."""
+    ended = subprocess.run(
+        [*LUDUS, *arguments], cwd=cwd, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_the_environment_that_init_writes_is_learned(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    commands = [line.split()[1:] for line in block.splitlines()]
+    assert commands[0] == ["env", "init", "number_guess"]
+    for command in commands:
+        ludus(tmp_path, *command, *(SHORT if command[0] == "train" else ()))
+
+    run = tmp_path / "runs" / "number_guess"
+    assert (run / "report.html").is_file()
+    summary = Summary.model_validate_json((run / SUMMARY_FILE).read_text())
+    assert summary.start is not None and summary.gap_closed_ci95 is not None
+    random, halving = summary.baselines["random"], summary.baselines["halving"]
+    assert halving.win_rate == 1.0
+    assert summary.start.win_rate < random.win_rate_ci95[1] + 0.05, "it begins as a random player"
+    assert summary.gap_closed_ci95[0] > 0.2
+    assert summary.win_rate_ci95[0] > summary.start.win_rate_ci95[1]
+
+    at_its_best = Evaluation.model_validate_json((run / EVAL_FILE).read_text())
+    assert at_its_best.environments["number_guess"].policy.num_games == 500
