@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,43 @@ def test_bench_measures_what_is_known_exactly(ludus: RunCli, catch_address: str)
     row = next(line.split() for line in result.out.splitlines() if "follow ball" in line)
     assert row[2:5] == ["60", "100.0%", "3.0%"]
     assert "random" not in result.out
+
+
+GUESSES = """
+def guess(observation, rng):
+    return {"number": rng.choice(observation["legal_actions"])}
+
+
+def guess_policies(options):
+    return {"guesser": guess}
+
+
+def no_policies(options):
+    return [guess]
+"""
+
+
+@pytest.fixture
+def guessing(tmp_path: Path) -> None:
+    """The environment of the docs in a module, and policies for it in another."""
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text("utf-8")
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "guessing.py").write_text(example)
+    (tmp_path / "guesses.py").write_text(GUESSES)
+
+
+@pytest.mark.usefixtures("guessing")
+def test_policies_of_ones_own_are_benched_beside_random_play(ludus: RunCli) -> None:
+    bench = ("env", "bench", "guessing:GuessEnvironment", "--games", "60")
+    result = ludus(*bench, "--policies", "guesses:guess_policies")
+    assert result.code == 0, result.err
+    assert "random" in result.out and "guesser" in result.out
+    result = ludus(*bench, "--policies", "guesses:no_policies")
+    assert result.code == 2
+    assert "expected guesses:no_policies(options) to return policies by name" in result.err
+    result = ludus(*bench, "--policies", "guesses:gess_policies")
+    assert result.code == 2
+    assert "did you mean 'guess_policies'?" in result.err
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones(

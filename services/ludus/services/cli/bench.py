@@ -34,6 +34,8 @@ class BenchPlan:
     policies: Sequence[str]
     """By name; empty takes all."""
     seeds: Sequence[int]
+    source: str = ""
+    """The `module:function` that makes the policies; empty takes the package's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ async def bench(
         package = plan.package or description.name
         if is_package(package):
             require_package(package)
-        policies = fixed_policies(package, description, plan.policies)
+        policies = fixed_policies(package, description, plan.policies, plan.source)
         exact = reference_returns(package, description.options)
         num_concurrent = min(MAX_CONCURRENT, description.max_sessions)
 

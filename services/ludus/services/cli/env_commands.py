@@ -82,6 +82,13 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME", help="Play this policy only; may be repeated."),
     ] = None,
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="What makes the policies, (options) -> {name: policy}; else the package's own.",
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first game.")] = 0,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
@@ -92,6 +99,8 @@ def bench(
     without fixed policies are played at random.
 
     Example: `ludus env bench openspiel_env --option game=blackjack --games 10000`
+
+    Example: `ludus env bench my_module:MyEnvironment --policies my_policies:fixed_policies`
     """
     chosen = parse_options(options or ())
     if address is not None:
@@ -105,7 +114,7 @@ def bench(
         raise ConfigError("expected TARGET or --address, got neither; see `ludus env list`")
     from ludus.services.cli.bench import BenchPlan
 
-    plan = BenchPlan(target, policy or (), range(seed, seed + games))
+    plan = BenchPlan(target, policy or (), range(seed, seed + games), policies)
     with serving(place, chosen) as server:
         results = _play(plan, server, os.environ.get(token_env))
     console = results_console()

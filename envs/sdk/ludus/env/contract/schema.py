@@ -10,7 +10,8 @@ import random
 import string
 from typing import Any
 
-from ludus.env.types import JsonObject
+from ludus.env.evaluation import FixedPolicy
+from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import ConfigError
 
 _DEFAULT_REACH = 8
@@ -39,6 +40,15 @@ def random_action(
     if isinstance(legal_actions, list) and legal_actions and len(required) == 1:
         action[required[0]] = generator.choice(legal_actions)
     return action
+
+
+def random_policy(description: EnvironmentDescription) -> FixedPolicy:
+    """A policy that takes a random action of any environment that describes itself so."""
+
+    def play(observation: JsonObject, rng: random.Random) -> JsonObject:
+        return random_action(description.action_schema, observation, rng)
+
+    return play
 
 
 def fault_of(value: Any, schema: JsonObject) -> str:
