@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,45 @@ def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> 
     result = ludus("env", "bench", "gymnasium:Blackjack-v1", "--games", "100")
     assert result.code == 0, result.err
     assert "random" in result.out
+
+
+BROKEN_TOOLS = """
+from ludus.env import Tool
+from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
+
+
+class Catch(OpenSpielEnvironment):
+    def __init__(self):
+        super().__init__("catch")
+
+
+class NamelessTool(Catch):
+    @property
+    def tools(self):
+        return [Tool("look")]
+
+
+class FailsToClose(Catch):
+    def close(self):
+        raise OSError("it is stuck")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "found"),
+    [
+        ("NamelessTool", "a_server_of_it_starts", "'description'"),
+        ("FailsToClose", "it_can_be_made_and_closed", "it is stuck"),
+    ],
+)
+def test_an_environment_that_raises_anything_is_a_row_and_no_traceback(
+    ludus: RunCli, tmp_path: Path, name: str, rule: str, found: str
+) -> None:
+    module = f"broken_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(BROKEN_TOOLS)
+    result = ludus("env", "check", f"{module}:{name}", "--json", "--seeds", "2", "--steps", "3")
+    assert result.code == 1, result.err
+    assert "Traceback" not in result.err
+    checks = {check["rule"]: check for check in json.loads(result.out)["checks"]}
+    assert checks[rule]["verdict"] == "broken"
+    assert found in checks[rule]["detail"]

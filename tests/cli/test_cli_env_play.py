@@ -89,6 +89,47 @@ def test_without_text_a_bare_value_is_the_only_required_field(
     assert "refused: " in result.out
 
 
+TOOLS = """
+from ludus.env import Tool, ToolError
+from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
+
+
+class WithTools(OpenSpielEnvironment):
+    def __init__(self):
+        super().__init__("catch")
+
+    @property
+    def tools(self):
+        return [Tool("echo", "Says it again.", {"properties": {"text": {"type": "string"}}})]
+
+    def call_tool(self, name, arguments):
+        if name != "echo":
+            return super().call_tool(name, arguments)
+        if "text" not in arguments:
+            raise ToolError("expected a text")
+        return {"said": arguments["text"]}
+"""
+
+
+def test_a_person_calls_tools_and_plays_on(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "talking.py").write_text(TOOLS)
+    lines = [
+        *(":tools", ':call echo {"text": "hello"}', ":call echo", ":call", ":call shout {}"),
+        *(':call echo ["hello"]', "STAY", ":quit"),
+    ]
+    result = play(lines, "talking:WithTools", "--seed", "1")
+    assert result.code == 0, result.err
+    assert ":call NAME {...}" in result.out
+    assert "tool echo: Says it again." in result.out
+    assert '"said": "hello"' in result.out
+    assert "refused: expected a text" in result.out
+    assert "refused: expected one of the tools echo; got 'shout'" in result.out
+    assert "refused: expected a JSON object after :call NAME, got '[\"hello\"]'" in result.out
+    assert "reward 0, score 0" in result.out, "the episode went on"
+    plain = play([":tools", ":quit"], *FROZEN_LAKE)
+    assert "this environment has no tools" in plain.out
+
+
 def test_a_recorded_game_replays_and_a_changed_one_is_found(
     play: Play, ludus: RunCli, tmp_path: Path
 ) -> None:

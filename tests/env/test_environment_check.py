@@ -4,19 +4,21 @@ import random
 
 import pytest
 
+from ludus.env import Tool
 from ludus.env.check import EnvironmentCheckError, check_environment
 from ludus.env.contract.players import CheckedEnvironment
 from ludus.env.types import Transition
 from ludus.proto.errors import ActionParseError
 from tests.env.counting_env import CountAction, CountingEnv, CountingRenderer, ThreadedCountingEnv
+from tests.env.tool_env import ToolEnv
 
 
-@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
+@pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv, ToolEnv])
 def test_a_sound_environment_passes_every_check(factory):
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.ok
-    assert len(report.checks) == 14
+    assert len(report.checks) == 17
 
 
 class IgnoresItsSeed(CountingEnv):
@@ -107,6 +109,40 @@ class ConvertsWhatIsNoNumber(CountingEnv):
     text_renderer = Converts()
 
 
+class HasTools(CountingEnv):
+    described = (Tool("note", "Keeps a note."),)
+
+    @property
+    def tools(self):
+        return list(self.described)
+
+    def call_tool(self, name, arguments):
+        return {"kept": arguments} if name == "note" else super().call_tool(name, arguments)
+
+
+class NamesTwoToolsAlike(HasTools):
+    described = (Tool("note", "Keeps a note."), Tool("note", "Keeps another."))
+
+
+class DescribesArgumentsWithoutASchema(HasTools):
+    described = (Tool("note", "Keeps a note.", {"type": "text"}),)
+
+
+class TakesAnyTool(HasTools):
+    def call_tool(self, name, arguments):
+        return {}
+
+
+class ReturnsAList(HasTools):
+    def call_tool(self, name, arguments):
+        return ["kept"] if name == "note" else super().call_tool(name, arguments)
+
+
+class FailsWithAKeyError(HasTools):
+    def call_tool(self, name, arguments):
+        return super().call_tool(name, arguments) if name != "note" else {"is": arguments["text"]}
+
+
 class DrawsASecret(CountingEnv):
     """Ends with the first right guess of a number that random.Random(seed) draws."""
 
@@ -138,6 +174,11 @@ class DrawsASecret(CountingEnv):
         (OffersIllegalAnswers, "every_legal_answer_is_a_legal_action"),
         (GuessesActions, "garbage_is_no_action"),
         (ConvertsWhatIsNoNumber, "odd_texts_are_read_or_refused"),
+        (NamesTwoToolsAlike, "tools_are_described"),
+        (DescribesArgumentsWithoutASchema, "tools_are_described"),
+        (TakesAnyTool, "an_unknown_tool_is_refused"),
+        (ReturnsAList, "tools_return_json_objects"),
+        (FailsWithAKeyError, "tools_return_json_objects"),
     ],
 )
 def test_a_broken_rule_is_found_and_named(factory, rule):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from ludus.env.check import check_environment
+from ludus.env.serving.subprocess import LocalServer
+from ludus.proto.errors import ToolError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 LUDUS = f"{shlex.quote(sys.executable)} -c 'from ludus.services.cli.app import main; main()'"
@@ -18,11 +20,47 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_example_keeps_the_contract():
-    (example,) = blocks("python")
-    names: dict = {}
-    exec(example, names)
-    check_environment(names["GuessEnvironment"]).raise_if_failed()
+def examples() -> dict:
+    """The names that the two environments of the page leave."""
+    names: dict = {"__name__": "guessing"}
+    for example in blocks("python")[:2]:
+        exec(example, names)
+    return names
+
+
+def test_the_examples_keep_the_contract():
+    for name in ("GuessEnvironment", "GuessWithTool"):
+        check_environment(examples()[name]).raise_if_failed()
+
+
+def test_the_tool_answers_and_refuses():
+    environment = examples()["GuessWithTool"]()
+    environment.reset(seed=7)
+    assert environment.call_tool("divides", {"by": 1}) == {"divides": True}
+    for arguments in ({}, {"by": 0}, {"by": "two"}):
+        with pytest.raises(ToolError, match="expected a whole number"):
+            environment.call_tool("divides", arguments)
+    with pytest.raises(ToolError, match="expected one of the tools divides"):
+        environment.call_tool("divide", {"by": 2})
+
+
+@pytest.mark.slow
+def test_python_plays_it_over_every_wire(tmp_path, monkeypatch, capsys):
+    environment, tool, *clients = blocks("python")
+    (tmp_path / "guessing.py").write_text(environment + tool)
+    monkeypatch.chdir(tmp_path)
+    server = LocalServer("guessing:GuessWithTool", {})
+    try:
+        addresses = server.start()
+        for address in (addresses.http, addresses.grpc):
+            for client in clients:
+                exec(client.replace("http://127.0.0.1:8000", address), {})
+            tool_said, stepped, mean = capsys.readouterr().out.splitlines()
+            assert tool_said.startswith("{'divides': ")
+            assert "'word': " in stepped
+            assert float(mean) == 1.0, "every game ends with the right number"
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ class ToolEnv(CountingEnv):
         return [Tool(name, f"Does {name}.", schema) for name in ("note", "fail", "wrong")]
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if all(tool.name != name for tool in self.tools):
+            return super().call_tool(name, arguments)
         if name == "fail":
             raise ToolError("the tool is broken")
         if name == "wrong":

@@ -10,8 +10,10 @@ from ludus.env.types import (
     State,
     StepResult,
     TextView,
+    Tool,
     Transition,
 )
+from ludus.proto.errors import ToolError
 
 __all__ = [
     "Action",
@@ -24,5 +26,7 @@ __all__ = [
     "StepResult",
     "TextRenderer",
     "TextView",
+    "Tool",
+    "ToolError",
     "Transition",
 ]

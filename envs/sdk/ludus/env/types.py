@@ -131,7 +131,7 @@ class Tool:
 
     name: str
     description: str
-    input_schema: JsonObject
+    input_schema: JsonObject = field(default_factory=lambda: {"type": "object"})
     """JSON schema of the arguments, an object."""
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ludus.proto.errors import LudusError
 from ludus.services.cli.console import progress_console, results_console
 from ludus.services.cli.env_places import (
     Options,
@@ -99,14 +100,29 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(target, options)
-    factory().close()  # bad options are a mistake, not a finding
+    try:
+        factory().close()
+    except LudusError:
+        raise  # bad options are a mistake, not a finding
+    except Exception as error:  # noqa: BLE001 - foreign code: what it raises is the finding
+        return [_failed(_IN_PROCESS, "it_can_be_made_and_closed", error)]
     with _status(f"checking {target}"):
         in_process = check_environment(factory, seeds=plan.seeds, num_steps=plan.num_steps)
+        rows = _rows(in_process, _IN_PROCESS)
         play_options = PlayOptions(
             max_sessions=_MAX_SESSIONS, timeout_s=plan.timeout_s, isolation=factory.isolation
         )
-        on_the_wire = asyncio.run(_check_on_wire(factory, plan, play_options))
-    return [*_rows(in_process, _IN_PROCESS), *_rows(on_the_wire, _ON_THE_WIRE)]
+        try:
+            on_the_wire = asyncio.run(_check_on_wire(factory, plan, play_options))
+        except LudusError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a server asks the environment what it is
+            return [*rows, _failed(_ON_THE_WIRE, "a_server_of_it_starts", error)]
+    return [*rows, *_rows(on_the_wire, _ON_THE_WIRE)]
+
+
+def _failed(about: str, rule: str, error: Exception) -> CheckRow:
+    return CheckRow(about, rule, "broken", f"expected no error, got {error!r}")
 
 
 def _check_address(address: str, plan: CheckPlan, token: str | None) -> CheckReport:

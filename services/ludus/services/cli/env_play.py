@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError
+from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
 from ludus.services.cli.console import results_console, say
 from ludus.services.cli.env_places import Options, Place, TokenEnv, client_of
 from ludus.services.cli.options import parse_options
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _SEED_BITS = 31
 _MAX_LISTED = 40
 _HELP = "  :new starts another episode, :state shows the state, :quit leaves"
+_TOOLS_HELP = "  :tools lists the tools, :call NAME {...} calls one"
+_MAX_SHOWN_CHARS = 4000
 
 
 class _LeftError(Exception):
@@ -44,7 +46,7 @@ def play(
     ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Play an environment yourself; answer with text, a number or JSON.
+    """Play an environment yourself; answer with text, a number or JSON, or call its tools.
 
     Example: `ludus env play openspiel_env --option game=blackjack --seed 7`
 
@@ -76,7 +78,7 @@ class _Table:
     def play(self, first_seed: int | None) -> None:
         """Play episodes until the player leaves."""
         self._say(f"{self._description.name}: {self._description.description}", "bold")
-        self._say(_HELP, "dim")
+        self._say(self._help(), "dim")
         seed = first_seed
         while True:
             self._play_episode(secrets.randbits(_SEED_BITS) if seed is None else seed)
@@ -129,13 +131,40 @@ class _Table:
                 return None
             if line == ":state":
                 self._say(json.dumps(session.state(), indent=2))
+            elif line == ":tools":
+                self._show_tools()
+            elif line.partition(" ")[0] == ":call":
+                self._call(session, line)
             elif line in (":help", "?"):
-                self._say(_HELP)
+                self._say(self._help())
                 self._show_legal(result)
             elif line:
                 following = self._step(session, line, result)
                 if following is not None:
                     return following
+
+    def _call(self, session: Session, line: str) -> None:
+        """Show what a tool returns; the episode goes on."""
+        _, name, arguments = [*line.split(maxsplit=2), "", ""][:3]
+        try:
+            returned = session.call_tool(name, _read_arguments(arguments))
+        except (ToolError, InvalidCallError, ExecutionError) as error:
+            self._say(f"refused: {error}", "yellow")
+            self._show_tools()
+        else:
+            self._say(json.dumps(returned, indent=2)[:_MAX_SHOWN_CHARS])
+            if self._writer is not None:
+                self._say("the recording holds steps alone, not this call", "yellow")
+
+    def _help(self) -> str:
+        return f"{_HELP}\n{_TOOLS_HELP}" if self._description.tools else _HELP
+
+    def _show_tools(self) -> None:
+        for tool in self._description.tools:
+            fields = json.dumps(tool.input_schema.get("properties", {}))
+            self._say(f"tool {tool.name}: {tool.description} {fields}", "green")
+        if not self._description.tools:
+            self._say("this environment has no tools", "dim")
 
     def _step(self, session: Session, line: str, result: StepResult) -> StepResult | None:
         """None where the answer was refused; the episode is as it was."""
@@ -158,7 +187,7 @@ class _Table:
             for message in result.text.messages:
                 self._say(message["content"])
         else:
-            self._say(json.dumps(result.observation, indent=2)[:4000])
+            self._say(json.dumps(result.observation, indent=2)[:_MAX_SHOWN_CHARS])
         if not result.done:
             self._show_legal(result)
 
@@ -203,6 +232,21 @@ def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str,
         return line
     required = schema.get("required", [])
     return {required[0]: value} if len(required) == 1 else line
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a tool call.
+
+    Raises:
+        InvalidCallError: they are no JSON object.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidCallError(f"expected a JSON object after :call NAME, got {text!r}")
+    return value
 
 
 def _counted(number: int, noun: str) -> str:

@@ -9,7 +9,15 @@ from itertools import pairwise
 import orjson
 
 from ludus.env.contract.players import CheckedEnvironment, Player, record_of
-from ludus.proto.errors import ActionError, ActionParseError, LudusError
+from ludus.env.contract.schema import fault_of_schema, random_value
+from ludus.env.types import Tool
+from ludus.proto.errors import (
+    ActionError,
+    ActionParseError,
+    InvalidCallError,
+    LudusError,
+    ToolError,
+)
 
 Rule = Callable[[CheckedEnvironment], None]
 
@@ -20,6 +28,7 @@ _ODD_TEXTS = (
     *("9" * 5000, "[" * 5000, "1" * 400 + ".0"),
 )
 """What language models say while they learn to answer, and what trips int() and json.loads()."""
+_NO_TOOL = "no tool is ever called this"
 _NUM_VARIED_ANSWERS = 4
 _MAX_SHOWN_CHARS = 40
 
@@ -206,6 +215,53 @@ def action_metadata_changes_nothing(checked: CheckedEnvironment) -> None:
     expect_same(plain.record, again.record, "actions with metadata")
 
 
+def tools_are_described(checked: CheckedEnvironment) -> None:
+    """Each has a name of its own, a description and a JSON schema of an object for arguments."""
+    tools = checked.make().tools
+    for tool in tools:
+        expect(isinstance(tool, Tool), "tools of type ludus.env.Tool", repr(tool))
+        expect(isinstance(tool.name, str) and bool(tool.name), "a name of each tool", repr(tool))
+        said = f"a text as description of the tool '{tool.name}'"
+        expect(isinstance(tool.description, str), said, repr(tool.description))
+        fault = fault_of_schema(tool.input_schema)
+        is_object = not fault and tool.input_schema.get("type", "object") == "object"
+        said = f"a JSON schema of an object as input_schema of the tool '{tool.name}'"
+        expect(is_object, said, fault or tool.input_schema)
+    names = [tool.name for tool in tools]
+    expect(len(set(names)) == len(names), "tools of different names", names)
+
+
+def an_unknown_tool_is_refused(checked: CheckedEnvironment) -> None:
+    """With ToolError, and so is what a tool cannot do; a player may ask for anything."""
+    environment = checked.make()
+    if not environment.tools:
+        return
+    environment.reset(seed=checked.seeds[0])
+    try:
+        returned = environment.call_tool(_NO_TOOL, {})
+    except ToolError:
+        return
+    expect(False, f"ToolError for a call of {_NO_TOOL!r}", returned)
+
+
+def tools_return_json_objects(checked: CheckedEnvironment) -> None:
+    """Or refuse, with ToolError or InvalidCallError: arguments that fit need not make sense."""
+    environment = checked.make()
+    if not environment.tools:
+        return
+    environment.reset(seed=checked.seeds[0])
+    generator = random.Random(f"tools {checked.seeds[0]}")
+    for tool in environment.tools:
+        arguments = random_value({"type": "object", **tool.input_schema}, generator)
+        try:
+            returned = environment.call_tool(tool.name, arguments)
+        except (ToolError, InvalidCallError):
+            continue
+        said = f"a JSON object from the tool '{tool.name}' with {arguments}"
+        expect(isinstance(returned, dict), said, repr(returned))
+        orjson.dumps(returned)
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -223,6 +279,9 @@ RULES: dict[str, Rule] = {
         odd_texts_are_read_or_refused,
         text_is_chat_messages,
         action_metadata_changes_nothing,
+        tools_are_described,
+        an_unknown_tool_is_refused,
+        tools_return_json_objects,
     )
 }
 

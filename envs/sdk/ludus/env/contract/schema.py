@@ -51,17 +51,30 @@ def random_policy(description: EnvironmentDescription) -> FixedPolicy:
     return play
 
 
-def fault_of(value: Any, schema: JsonObject) -> str:
-    """What is wrong with the value, with the field; empty when it fits."""
+def fault_of_schema(schema: JsonObject) -> str:
+    """What is wrong with the schema itself; empty when it is one."""
     # Servers draw values at their start and judge none: they need not load this.
     from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError, best_match
-    from referencing.exceptions import Unresolvable
+    from jsonschema.exceptions import SchemaError
 
     try:
         Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        return f"expected a JSON schema, got one with a mistake: {error.message}"
+    return ""
+
+
+def fault_of(value: Any, schema: JsonObject) -> str:
+    """What is wrong with the value, with the field; empty when it fits."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    if mistake := fault_of_schema(schema):
+        return mistake
+    try:
         fault = best_match(Draft202012Validator(schema).iter_errors(value))
-    except (SchemaError, Unresolvable) as error:
+    except Unresolvable as error:
         return f"expected a JSON schema, got one with a mistake: {error}"
     if fault is None:
         return ""
