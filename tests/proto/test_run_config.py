@@ -40,6 +40,7 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
             ["environment.random_policy=random"],
             ["random_policy = 'random'", "environment.baselines"],
         ),
+        (["environment.rewards=[{weight: 1}]"], ["--set environment.rewards", "JSON or TOML"]),
         (["name=../../etc"], ["name", "'../../etc'"]),
     ],
 )
@@ -61,6 +62,19 @@ def test_overrides_are_json_where_they_can_be_and_text_otherwise() -> None:
     run = load_run_config(None, ["name=a2024", "seed=7", "environment.options.game=blackjack"])
     assert run.environment.kind == "local"
     assert (run.seed, run.environment.options) == (7, {"game": "blackjack"})
+
+
+def test_overrides_may_be_toml() -> None:
+    terms = "environment.rewards=[{}, {function = 'my.rewards:brief', weight = 0.5}]"
+    run = load_run_config(None, [terms, "environment.options={game = 'catch'}", "name='quoted'"])
+    assert [term.weight for term in run.environment.rewards] == [1.0, 0.5]
+    assert run.environment.rewards[1].function == "my.rewards:brief"
+    assert (run.name, run.environment.options) == ("quoted", {"game": "catch"})
+
+
+def test_a_list_of_environments_without_names_is_told_to_name_them() -> None:
+    with pytest.raises(ConfigError, match=r"\[\[environment\]\].*\[environments\.<name>\]"):
+        load_run_config(None, ['environment=[{package = "math_env"}]'])
 
 
 def test_another_kind_replaces_its_section_and_the_same_kind_does_not() -> None:

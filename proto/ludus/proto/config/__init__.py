@@ -27,6 +27,7 @@ from ludus.proto.config.load import (
     apply_overrides,
     load_run_config,
     parse_override,
+    parse_value,
     run_config_from,
 )
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
@@ -93,5 +94,6 @@ __all__ = [
     "apply_overrides",
     "load_run_config",
     "parse_override",
+    "parse_value",
     "run_config_from",
 ]

@@ -25,7 +25,7 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
 
     Args:
         path: .toml, .yaml, .yml or .json; None starts from the defaults.
-        overrides: each `section.field=value`; the value is read as JSON, else as text.
+        overrides: each `section.field=value`; the value is read as JSON or TOML, else as text.
 
     Raises:
         NotFoundError: the file is not there.
@@ -88,10 +88,30 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             f"--set expected section.field=value, got '{text}'; "
             "for example --set training.num_steps=20"
         )
+    return keys, parse_value(raw, f"--set {name}")
+
+
+def parse_value(raw: str, field: str) -> Any:
+    """What the command line gives a field: JSON, else a TOML value, else text.
+
+    Raises:
+        ConfigError: it begins as a list or a section does, but is neither in JSON nor in TOML.
+    """
     try:
-        return keys, json.loads(raw)
+        return json.loads(raw)
     except json.JSONDecodeError:
-        return keys, raw
+        pass
+    if not raw.lstrip().startswith(("[", "{", "'", '"')):
+        return raw
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if raw.lstrip().startswith(("'", '"')):
+            return raw
+        raise ConfigError(
+            f"{field} expected a value in JSON or TOML, got '{raw}': {error}; for example"
+            """ '[{"weight": 1.0}]', '[{weight = 1.0}]', or '"[a text]"' in quotes"""
+        ) from None
 
 
 def _read_file(path: Path) -> JsonObject:

@@ -118,6 +118,11 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_environment_alone(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("environment"), list):
+            raise ValueError(
+                "environment: expected one section, [environment], got a list, as [[environment]] "
+                "writes it; give each environment a name, [environments.<name>]"
+            )
         if not isinstance(tree, dict) or not isinstance(tree.get("environment"), dict):
             return tree
         if "environments" in tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ from ludus.proto.errors import ConfigError
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """What `key=value` options say; a value is read as JSON, else as text."""
+    """What `key=value` options say; a value is read as JSON or TOML, else as text."""
+    from ludus.proto.config import parse_value
+
     parsed: dict[str, Any] = {}
     for option in options:
         key, separator, raw = option.partition("=")
@@ -18,8 +19,5 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"--option expected key=value, got '{option}'; for example --option game=blackjack"
             )
-        try:
-            parsed[key.strip()] = json.loads(raw)
-        except json.JSONDecodeError:
-            parsed[key.strip()] = raw
+        parsed[key.strip()] = parse_value(raw, f"--option {key.strip()}")
     return parsed
