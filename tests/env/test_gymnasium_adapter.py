@@ -237,6 +237,23 @@ def test_the_drawn_board_is_shown_with_the_player_marked():
     assert taxi == "[passenger R]|[ ]"
 
 
+@pytest.mark.parametrize(
+    ("env_id", "options", "slips"),
+    [
+        ("FrozenLake-v1", {}, True),
+        ("FrozenLake-v1", {"is_slippery": False}, False),
+        ("CliffWalking-v1", {}, False),
+        ("CliffWalking-v1", {"is_slippery": True}, True),
+        ("CartPole-v1", {}, False),
+    ],
+)
+def test_players_are_told_of_slipping_where_they_may_slip(env_id, options, slips):
+    environment = make(env_id, **options)()
+    observation = environment.reset(seed=7).observation
+    content = environment.text_renderer.render(observation, first=True)[0]["content"]
+    assert ("You may slip sideways." in content) == slips
+
+
 def test_names_and_instructions_can_be_given():
     environment = make("CartPole-v1", action_names=["WEST", "EAST"], instructions="Balance.")()
     observation = environment.reset(seed=1).observation

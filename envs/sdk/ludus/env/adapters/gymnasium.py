@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -175,8 +176,8 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         known = KNOWN.get(base_name.removesuffix("8x8"), Play())
         play = Play(
             tuple(names) or known.names or _own_names(sample),
-            instructions or known.instructions,
-            known.marks,
+            instructions or _instructions(known, sample),
+            marks=known.marks,
         )
     finally:
         sample.close()
@@ -252,6 +253,15 @@ def _with_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
         raise ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {error}") from error
     modes = getattr(creator, "metadata", {}).get("render_modes", ())
     return {**options, "render_mode": _ANSI} if _ANSI in modes else options
+
+
+def _instructions(known: Play, environment: AnyGymnasium) -> str:
+    """What is known of the environment, as it was made."""
+    default = inspect.signature(type(environment.unwrapped)).parameters.get("is_slippery")
+    made_with = environment.spec.kwargs if environment.spec is not None else {}
+    if made_with.get("is_slippery", default is not None and default.default):
+        return f"{known.instructions} {known.when_slippery}".strip()
+    return known.instructions
 
 
 def _own_names(environment: AnyGymnasium) -> tuple[str, ...]:

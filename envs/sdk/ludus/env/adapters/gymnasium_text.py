@@ -31,6 +31,8 @@ class Play:
     names: tuple[str, ...] = ()
     """One for each discrete action, in order."""
     instructions: str = ""
+    when_slippery: str = ""
+    """Said after the instructions where the option `is_slippery` is on."""
     marks: Mapping[str, str] = field(default_factory=dict)
     """What a colour in the picture means, by its code in the terminal."""
 
@@ -39,18 +41,20 @@ KNOWN: dict[str, Play] = {
     "FrozenLake": Play(
         ("LEFT", "DOWN", "RIGHT", "UP"),
         "Cross the frozen lake from the start S to the goal G. F is ice, and a hole H ends the"
-        " game. You may slip sideways. [ ] marks where you are.",
+        " game. [ ] marks where you are.",
+        "You may slip sideways.",
     ),
     "CliffWalking": Play(
         ("UP", "RIGHT", "DOWN", "LEFT"),
         "Walk from the lower left to the goal T in few steps. x is you; the cliff C costs 100"
         " and sends you back.",
+        "You may slip sideways.",
     ),
     "Taxi": Play(
         ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
         "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Both are"
         " among R, G, Y, B; | is a wall.",
-        {"34;1": "passenger", "35": "destination", "43": "taxi", "42": "taxi with passenger"},
+        marks={"34;1": "passenger", "35": "destination", "43": "taxi", "42": "taxi with passenger"},
     ),
     "Blackjack": Play(
         ("STICK", "HIT"),
