@@ -195,6 +195,12 @@ def read_state(checkpoint: Path) -> RunState:
         CheckpointError: it cannot be read.
     """
     path = checkpoint / _STATE_FILE
+    if not checkpoint.is_dir():
+        found = ", ".join(map(str, list_checkpoints(checkpoint.parent)))
+        raise CheckpointError(
+            f"no checkpoint '{checkpoint}'; expected a folder like "
+            f"{found or 'runs/NAME/checkpoints/step-00000100'}"
+        )
     try:
         return RunState.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
