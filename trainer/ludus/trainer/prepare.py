@@ -210,14 +210,23 @@ async def _answered_at_random(
         if not answers:
             raise ConfigError(
                 "model.kind = 'tiny' learns the format from legal answers, but the environment "
-                f"'{environment.description.name}' lists none; take model.kind = 'pretrained' "
-                "with an instruction-tuned model"
+                f"'{environment.description.name}' {_why_none(result)}, or take model.kind = "
+                "'pretrained' with an instruction-tuned model"
             )
         answer = choose.choice(answers)
         messages = environment.renderer.messages(result, first=not conversation)
         conversation.append(Exchange(messages, answer))
         result = await session.step(**environment.renderer.action(answer, result))
     return conversation
+
+
+def _why_none(result: StepResult) -> str:
+    """Why there are no legal answers, and what gives some."""
+    if result.text is None:
+        return "has no text_renderer; give it one, with render, parse and legal_answers"
+    listed = result.observation.get("legal_actions")
+    though = ", though the observation has legal_actions" if listed else ""
+    return f"has a text_renderer whose legal_answers() lists none{though}; list them as text there"
 
 
 def _make_tiny(

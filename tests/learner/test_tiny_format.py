@@ -1,0 +1,63 @@
+"""A tiny model learns its format from legal answers; where there are none, it is said why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import LocalEnvironment, RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.trainer.environments import Environment
+from ludus.trainer.prepare import prepare_model
+from ludus.trainer.rollout.renderer import ServerRenderer
+from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservation
+from tests.rollout.calculator_env import CalculatorEnv
+
+
+class Wordless(CountingEnv):
+    text_renderer = None
+
+
+class ListedObservation(CountObservation):
+    legal_actions: list[int] = [1, 2]  # noqa: RUF012 - pydantic copies defaults
+
+
+class Unlisted(CountingRenderer):
+    def legal_answers(self, observation: CountObservation) -> list[str]:
+        return []
+
+
+class ListsActionsAlone(CountingEnv):
+    observation_type = ListedObservation
+    text_renderer = Unlisted()
+
+    def _observe(self, note: str = "") -> ListedObservation:
+        return ListedObservation(**super()._observe(note).model_dump())
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (Wordless, "'counting' has no text_renderer; give it one"),
+        (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() lists none; list"),
+        (ListsActionsAlone, "lists none, though the observation has legal_actions; list them"),
+    ],
+)
+async def test_an_environment_without_legal_answers_is_told_what_is_missing(
+    factory: type[CountingEnv], said: str, tmp_path: Path
+) -> None:
+    async with (
+        EnvServer(factory, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        config = LocalEnvironment()
+        environment = Environment(
+            config, server.grpc_address, client, await client.describe(), ServerRenderer()
+        )
+        with pytest.raises(ConfigError) as refused:
+            await prepare_model(RunConfig(), {"counting": environment}, tmp_path)
+    assert said in str(refused.value)
+    assert "model.kind = 'pretrained'" in str(refused.value)
