@@ -147,6 +147,27 @@ async def test_a_failed_reset_frees_the_slot(factory):
     assert core.load.num_sessions == 0
 
 
+class AddsToAnOption(CountingEnv):
+    """Takes any option, and finds out with the first reset."""
+
+    start: object = "3"
+
+    @property
+    def options(self):
+        return {"start": self.start}
+
+    def reset(self, *, seed=None):
+        return super().reset(seed=seed, start=self.start + 1)
+
+
+async def test_a_failed_reset_says_what_the_environment_was_built_with():
+    core = core_of(AddsToAnOption)
+    with pytest.raises(ExecutionError) as failed:
+        await open_in(core, ResetArgs(seed=1))
+    assert str(failed.value).startswith("reset failed with TypeError: can only concatenate str")
+    assert "built with {'start': '3'}, see that each option has the type" in str(failed.value)
+
+
 async def test_a_factory_that_fails_is_a_factory_error():
     calls = iter([CountingEnv, None])
 

@@ -75,7 +75,7 @@ class Session:
         except EnvError:
             raise
         except Exception as error:  # the boundary to foreign code
-            raise self._failed("reset", error) from error
+            raise self._failed("reset", error, self._built_with()) from error
         self._episode_id = args.episode_id or None
         return self._advance(transition, 0)
 
@@ -180,9 +180,18 @@ class Session:
         except Exception as error:  # the boundary to foreign code
             raise self._failed(what, error) from error
 
-    def _failed(self, what: str, error: Exception) -> ExecutionError:
+    def _built_with(self) -> str:
+        """The options that a failed reset may come from."""
+        try:
+            options = self._environment.options
+        except Exception:  # noqa: BLE001 - foreign code; the reset has failed already
+            return ""
+        said = "see that each option has the type that it expects"
+        return f"; the environment was built with {options}, {said}" if options else ""
+
+    def _failed(self, what: str, error: Exception, more: str = "") -> ExecutionError:
         _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
-        return ExecutionError(f"{what} failed with {type(error).__name__}: {error}")
+        return ExecutionError(f"{what} failed with {type(error).__name__}: {error}{more}")
 
 
 @functools.cache
