@@ -151,15 +151,15 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self.factory = partial(GatedCountingEnv, folder=str(folder))
-        self._folder = folder
+        self.folder = folder
 
     @property
     def num_entered(self) -> int:
         """Steps that were held, or still are."""
-        return len(list(self._folder.glob("entered-*")))
+        return len(list(self.folder.glob("entered-*")))
 
     def open(self) -> None:
-        (self._folder / "go").touch()
+        (self.folder / "go").touch()
 
 
 class LonelyCountingEnv(CountingEnv):
@@ -255,9 +255,9 @@ def _do(deed: Deed) -> dict[str, Any]:
             while True:
                 pass
         case Deed.START_CHILD:
-            return {"child": subprocess.Popen(["sleep", "60"]).pid}
+            subprocess.Popen(["sleep", "60"])
     return {
-        "pid": os.getpid(),
+        "pid": int(os.environ.get("LUDUS_WORKER_PID", os.getpid())),
         "luck": [random.random(), float(np.random.random())],
         "variables": sorted(os.environ),
         "heavy": [name for name in ("grpc", "fastapi", "uvicorn") if name in sys.modules],

@@ -28,7 +28,11 @@ from tests.env.served import running
 
 WORKERS = "env_server_workers"
 WORKER_ENDS = "env_server_worker_ends_total"
-OF_WORKERS = {EnvServerMetric.WORKERS, EnvServerMetric.WORKER_ENDS}
+OF_WORKERS = {
+    EnvServerMetric.WORKERS,
+    EnvServerMetric.WORKER_ENDS,
+    EnvServerMetric.SANDBOX_LAYER,
+}
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:

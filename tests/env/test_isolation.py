@@ -42,6 +42,7 @@ from tests.env.counting_env import (
     fail_to_be_built,
 )
 from tests.env.polling import eventually, limit_steps, move_loop_clock
+from tests.env.processes import children_of, lives
 from tests.env.served import WIRES, address_of, running, server_process
 
 pytestmark = pytest.mark.slow
@@ -93,15 +94,6 @@ async def by_worker(sessions: list[Any]) -> dict[int, list[Any]]:
     for session, pid in zip(sessions, await asyncio.gather(*map(pid_of, sessions)), strict=True):
         found.setdefault(pid, []).append(session)
     return found
-
-
-def lives(pid: int) -> bool:
-    """False for a zombie too: it runs nothing any more."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def expect_only_lost(
@@ -212,9 +204,11 @@ async def test_sys_exit_in_a_step_is_an_error_of_the_step(isolation):
 async def test_what_a_killed_worker_had_started_dies_with_it(isolation):
     async with worked(isolation=isolation) as server, client_of(server) as client:
         (session,) = await open_many(client, 1)
-        child = (await session.step({"add": int(Deed.START_CHILD)})).info["child"]
+        worker = await pid_of(session)
+        await session.step({"add": int(Deed.START_CHILD)})
+        (child,) = children_of(worker)
         assert lives(child)
-        os.kill(await pid_of(session), signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         await eventually(lambda: not lives(child))
         with pytest.raises(SessionLostError, match="SIGKILL"):
             await session.step(ADD_1)
@@ -235,7 +229,10 @@ async def test_a_clients_own_time_limit_ends_no_session_but_its_own():
 
 
 async def test_a_slow_environment_in_a_pool_keeps_nobody_else_waiting(gate):
-    async with worked(gate.factory, num_workers=1) as server, client_of(server) as client:
+    async with (
+        worked(gate.factory, num_workers=1, allow_write=(gate.folder,)) as server,
+        client_of(server) as client,
+    ):
         slow, quick = await open_many(client, 2)
         held = asyncio.create_task(slow.step({"add": 98}))
         await eventually(lambda: gate.num_entered)
@@ -326,7 +323,10 @@ async def test_no_slot_is_left_over_after_200_chaotic_opens_and_kills(isolation)
 
 async def test_a_factory_that_kills_its_worker_is_named_and_starts_no_storm(isolation, tmp_path):
     factory = partial(die_from_the_second_on, folder=str(tmp_path))
-    async with worked(factory, isolation) as server, client_of(server) as client:
+    async with (
+        worked(factory, isolation, allow_write=(tmp_path,)) as server,
+        client_of(server) as client,
+    ):
         host = host_of(server)
         seen: set[int] = set()
         factory_errors: list[EnvError] = []
@@ -472,15 +472,19 @@ async def test_a_group_begins_alike_across_workers(isolation):
 async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch):
     secret = "a-key-of-more-than-16-bytes"
     monkeypatch.setenv("LUDUS_SESSION_KEY", secret)
+    monkeypatch.setenv("TEAM_A_TOKEN", secret + "-of-a-tenant")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret + "-of-a-cloud")
     monkeypatch.setenv("HARMLESS", "1")
     async with (
-        worked(isolation=isolation, session_key=secret) as server,
+        worked(isolation=isolation, session_key=secret, pass_env=("HARMLESS",)) as server,
         client_of(server) as client,
     ):
         (session,) = await open_many(client, 1)
         info = (await session.step(REPORT)).info
         assert "HARMLESS" in info["variables"]
-        assert "LUDUS_SESSION_KEY" not in info["variables"]
+        assert "PATH" in info["variables"]
+        kept = {"LUDUS_SESSION_KEY", "TEAM_A_TOKEN", "AWS_SECRET_ACCESS_KEY"}
+        assert not kept & set(info["variables"])
         assert info["heavy"] == []
 
 

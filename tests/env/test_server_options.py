@@ -12,6 +12,8 @@ from ludus.proto.errors import ConfigError
     ("options", "said"),
     [
         ({"isolation": "jail"}, "isolation: expected 'inline', 'pool' or 'process', got 'jail'"),
+        ({"require_sandbox": True}, "require_sandbox with worker processes only"),
+        ({"no_network": True}, "no_network with worker processes only"),
         ({"num_workers": 2}, "num_workers with isolation='pool' only"),
         ({"isolation": "process", "num_workers": 2}, "num_workers with isolation='pool' only"),
         (

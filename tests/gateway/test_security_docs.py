@@ -10,7 +10,8 @@ import pytest
 
 from ludus.env.asgi.uvicorn_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
 from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
-from ludus.proto.metrics import GatewayMetric
+from ludus.env.sandbox.confine import Layer
+from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.tenancy.access import Access
 from ludus.services.gateway.wires.request_limits import BODY_TIMEOUT_S, MAX_BODY_BYTES
@@ -48,6 +49,12 @@ def test_its_bounds_are_those_of_the_code() -> None:
         f"| gRPC message | {MAX_MESSAGE_BYTES >> 20} MiB |",
     ):
         assert row in DOCS
+
+
+def test_its_layers_are_those_of_the_sandbox() -> None:
+    section = DOCS.partition("## The workers' sandbox")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE) == list(Layer)
+    assert str(EnvServerMetric.SANDBOX_LAYER) in section
 
 
 def test_its_queries_name_metrics_that_are_exported() -> None:

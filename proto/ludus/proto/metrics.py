@@ -295,6 +295,7 @@ class EnvServerMetric(StrEnum):
     STEP_DURATION = "env_server_step_duration_seconds"
     WORKERS = "env_server_workers"
     WORKER_ENDS = "env_server_worker_ends"
+    SANDBOX_LAYER = "env_server_sandbox_layer"
 
 
 class GatewayMetric(StrEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -44,8 +44,12 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         flag.field,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[flag.annotation | None, option],
+        annotation=Annotated[_annotation(flag) | None, option],
     )
+
+
+def _annotation(flag: Flag) -> Any:
+    return list[get_args(flag.annotation)[0]] if flag.is_repeated else flag.annotation  # type: ignore[misc]
 
 
 _signature = inspect.signature(serve, eval_str=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 import orjson
@@ -31,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.metrics import STEP_BUCKETS_S, SessionCounts
 from ludus.proto.metrics import EnvServerMetric
@@ -115,6 +116,7 @@ class SessionCollector(Collector):
             yield gauge(EnvServerMetric.WORKERS, text, workers.num_workers)
             text = "Worker processes that died or were killed."
             yield self._counter(EnvServerMetric.WORKER_ENDS, text, "", {"": workers.num_ends})
+            yield self._layers(workers.layers)
 
     def _counted(self, counts: SessionCounts) -> Iterator[Metric]:
         for metric, text, value in (
@@ -136,6 +138,13 @@ class SessionCollector(Collector):
             [self._name], list(zip(bounds, cumulative, strict=True)), counts.step_seconds
         )
         yield histogram
+
+    def _layers(self, layers: Mapping[Layer, bool]) -> Metric:
+        text = "1 where this layer of the workers' sandbox is in force."
+        family = GaugeMetricFamily(EnvServerMetric.SANDBOX_LAYER, text, labels=["env", "layer"])
+        for layer, is_in_force in layers.items():
+            family.add_metric([self._name, layer], is_in_force)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["env"])

@@ -82,4 +82,6 @@ def _reading(flag: Flag) -> dict[str, Any]:
     """How argparse reads the flag; types and bounds are the model's."""
     if flag.is_switch:
         return {"action": "store_const", "const": not flag.default}
+    if flag.is_repeated:
+        return {"action": "append"}
     return {"choices": get_args(flag.annotation)} if get_origin(flag.annotation) is Literal else {}

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_origin
 
 from pydantic import (
     BaseModel,
@@ -131,6 +131,20 @@ class ServerOptions(BaseModel):
     """Of a worker; 0 is none."""
     cpu_limit_s: float = Field(0.0, ge=0)
     """CPU time of a session with a process of its own; 0 is none."""
+    disk_limit_mb: int = Field(1024, ge=0)
+    """Of a worker's own folder; 0 is none."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variable that workers get too; they get few, and no secrets. May be repeated."""
+    allow_read: tuple[Path, ...] = ()
+    """File or folder that workers may read, beside the system, the code and what the
+    environment's options name. May be repeated."""
+    allow_write: tuple[Path, ...] = ()
+    """File or folder in which workers may read and write, beside a folder of their own. May be
+    repeated."""
+    no_network: bool = False
+    """Give workers no network, not even loopback."""
+    require_sandbox: bool = False
+    """Refuse to serve where a layer of the workers' sandbox is missing."""
     session_key: str | None = Field(None, repr=False)
     """The gateway's: lets clients open sessions under ids that it signed."""
     server_id: str = Field(default_factory=_own_server_id)
@@ -191,6 +205,13 @@ class ServerOptions(BaseModel):
                 f"expected memory_limit_mb with worker processes only, got {self.memory_limit_mb}"
                 " with isolation='inline'; set isolation='pool' or 'process'"
             )
+        for field in ("no_network", "require_sandbox"):
+            if getattr(self, field) and isolation == "inline":
+                raise ConfigError(
+                    f"expected {field} with worker processes only, because nothing confines the"
+                    " server itself; got it with isolation='inline'; set isolation='pool' or"
+                    " 'process'"
+                )
         if self.cpu_limit_s and isolation != "process":
             raise ConfigError(
                 "expected cpu_limit_s with isolation='process' only, because it counts the life"
@@ -247,6 +268,11 @@ class Flag:
     def is_switch(self) -> bool:
         """True when it takes no value, and turns the default around."""
         return isinstance(self.default, bool)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True when it is given once for each value."""
+        return get_origin(self.annotation) is tuple
 
     @property
     def shown_default(self) -> str:

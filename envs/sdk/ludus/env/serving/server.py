@@ -28,6 +28,7 @@ from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.runtime import run_until_signal
+from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving.cli import options_of, server_parser
 from ludus.env.serving.listeners import (
@@ -75,6 +76,7 @@ class EnvServer:
         self._tls = _tls_files(self.options)
         self._listeners: list[HttpListener] = []
         self._addresses = ServerAddresses("", "")
+        self._missing_layers = ""
 
     async def start(self) -> None:
         """Listen on every port.
@@ -137,6 +139,11 @@ class EnvServer:
             self._recording.finish()
 
     @property
+    def missing_layers(self) -> str:
+        """What the sandbox of its workers lacks, and why; empty where there is nothing to say."""
+        return self._missing_layers
+
+    @property
     def num_sessions(self) -> int:
         """Those that are open."""
         return self.core.load.num_sessions
@@ -168,7 +175,10 @@ class EnvServer:
         options = self.options
         if options.isolation == "inline":
             return local_host(self._factory, options.num_threads)
-        return await WorkerHost.start(named(self._factory), _worker_options(options))
+        hide_process()
+        host = await WorkerHost.start(named(self._factory), _worker_options(options))
+        self._missing_layers = host.missing_layers
+        return host
 
     def _new_recording(self) -> RecordingSessions | None:
         if self.options.record is None:
@@ -212,13 +222,14 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
         PortInUseError: something else listens there; nothing was started.
         ConfigError: the environment cannot be built, or a file of TLS cannot be used.
     """
+    hide_process()
     server = EnvServer(factory, options)
     ready_file = server.options.ready_file
     try:
         run_until_signal(
             server,
             drain_grace_s=server.options.drain_grace_s,
-            on_ready=lambda: _announce(server.addresses, ready_file),
+            on_ready=lambda: _announce(server, ready_file),
         )
     finally:
         if ready_file is not None:
@@ -261,10 +272,12 @@ def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = N
     return build_app(SessionCore(local_host(factory, options.num_threads), core_options))
 
 
-def _announce(addresses: ServerAddresses, ready_file: Path | None) -> None:
+def _announce(server: EnvServer, ready_file: Path | None) -> None:
     """Log where the server listens, and write the ready file as a whole."""
-    found = {name: url for name, url in dataclasses.asdict(addresses).items() if url}
+    found = {name: url for name, url in dataclasses.asdict(server.addresses).items() if url}
     _log.info("listening on %s", ", ".join(found.values()))
+    if server.missing_layers:
+        _log.warning("the sandbox of workers lacks %s", server.missing_layers)
     if ready_file is None:
         return
     unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
@@ -295,7 +308,11 @@ def _worker_options(options: ServerOptions) -> WorkerOptions:
         max_sessions=options.max_sessions,
         num_threads=options.num_threads,
         step_timeout_s=options.bound_step_timeout_s,
-        limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s),
+        limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb),
         check_determinism=options.check_determinism,
-        secrets=frozenset(filter(None, (options.token, options.session_key))),
+        pass_env=options.pass_env,
+        readable=options.allow_read,
+        writable=options.allow_write,
+        without_network=options.no_network,
+        requires_sandbox=options.require_sandbox,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ludus.env.sandbox.confine import Layer
 from ludus.env.sessions.tombstones import SessionEnd
 from ludus.proto.errors import EnvError, ErrorCode
 
@@ -29,6 +30,8 @@ class WorkerCounts:
     """That live now."""
     num_ends: int
     """That died or were killed since the host was started."""
+    layers: Mapping[Layer, bool] = field(default_factory=dict)
+    """Of their sandbox, and whether they are in force."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ import orjson
 
 from ludus.env.grpc.call_stream import StreamBrokenError
 from ludus.env.messages.protobuf import read_description
+from ludus.env.sandbox.confine import Layer, Missing, Sandbox, named_missing
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import EnvironmentFacts
 from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
@@ -29,10 +30,12 @@ class Described:
 
     description: EnvironmentDescription
     steps_on_event_loop: bool
+    missing: Missing
+    """Of the sandbox, said before any foreign object was built."""
 
 
 async def describe(
-    fork_server: ForkServerClient, limits: WorkerLimits, check_s: float
+    fork_server: ForkServerClient, limits: WorkerLimits, sandbox: Sandbox, check_s: float
 ) -> Described:
     """What a worker that builds one environment says of it.
 
@@ -40,7 +43,8 @@ async def describe(
         check_s: how long it may try whether the environment is deterministic; 0 does not.
 
     Raises:
-        ConfigError: it cannot be built, or not within the limits.
+        ConfigError: it cannot be built, or not within the limits, or the sandbox lacks what it
+            must have.
     """
     ended: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
     process = WorkerProcess(0, lambda how: None if ended.done() else ended.set_result(how))
@@ -48,6 +52,8 @@ async def describe(
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_WITHIN_S):
+            missing = _missing(await read_frame_of(reader))
+            require_layers(missing, sandbox)
             error = parsed(pb.Error, await read_frame_of(reader))
             described = parsed(pb.DescribeResponse, await read_frame_of(reader))
             facts = EnvironmentFacts(**orjson.loads(await read_frame_of(reader)))
@@ -71,7 +77,30 @@ async def describe(
     finally:
         writer.transport.abort()
         fork_server.kill(process)
-    return Described(description, facts.steps_on_event_loop)
+    return Described(description, facts.steps_on_event_loop, missing)
+
+
+def _missing(frame: bytes) -> Missing:
+    return {Layer(name): str(why) for name, why in orjson.loads(frame).items()}
+
+
+def require_layers(missing: Missing, sandbox: Sandbox) -> None:
+    """Refuse to serve without layers that the operator asked for.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if missing and sandbox.is_required:
+        raise ConfigError(
+            "expected every layer of the sandbox (require_sandbox), got none of:"
+            f" {named_missing(missing)}; serve on a machine that offers them, or without"
+            " --require-sandbox"
+        )
+    if sandbox.without_network and Layer.NAMESPACES in missing:
+        raise ConfigError(
+            "expected workers without network (no_network), which takes namespaces, got none:"
+            f" {missing[Layer.NAMESPACES]}; serve without --no-network"
+        )
 
 
 def _require_room(facts: EnvironmentFacts, limits: WorkerLimits) -> None:

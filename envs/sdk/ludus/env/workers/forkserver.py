@@ -1,11 +1,13 @@
 """`python -m ludus.env.workers.forkserver FD`: the process from which workers are forked.
 
     server --start, with a socket--> fork server --fork--> worker <--calls, answers--> server
-    server <--started, exited------- fork server
+    server <--started, exited------- fork server              (confined before it builds anything)
 
 It imports the environment's module once and builds nothing, so a fork is quick, its memory
-is shared, and no thread is lost in it. When its server ends, however, it kills what is
-left. Nothing waits for the environment here: a worker that hangs never delays another.
+is shared, and no thread is lost in it. It is the parent of whatever its workers leave behind,
+in sessions of their own too, and kills that with the worker. When its server ends, however, it
+kills what is left. Nothing waits for the environment here: a worker that hangs never delays
+another.
 """
 
 from __future__ import annotations
@@ -28,6 +30,17 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from ludus.env.sandbox.confine import Sandbox, SandboxError, confine, named_missing
+from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.namespaces import (
+    Forked,
+    adopt_orphans,
+    enter_namespaces,
+    fork_apart,
+    require_namespaces,
+)
+from ludus.env.sandbox.privileges import hide_process, show_process
+from ludus.env.sandbox.surroundings import WORKER_PID_VARIABLE, code_paths, remove_folder
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
 from ludus.env.workers.protocol import (
@@ -37,6 +50,7 @@ from ludus.env.workers.protocol import (
     OrderKind,
     ReportKind,
     WorkerLimits,
+    frame_of,
     kill_group,
     read_frame,
 )
@@ -55,13 +69,23 @@ class ForkServer:
     """Forks workers on orders from the control socket, and reports their ends."""
 
     def __init__(
-        self, control: socket.socket, factory: TargetFactory, limits: WorkerLimits
+        self,
+        control: socket.socket,
+        factory: TargetFactory,
+        limits: WorkerLimits,
+        sandbox: Sandbox,
     ) -> None:
         self._control = control
         self._factory = factory
         self._limits = limits
-        self._pids: dict[int, int] = {}
-        """Of living workers, by worker id."""
+        self._sandbox = sandbox
+        self._code = code_paths(Path(sandbox.folder))
+        self._workers: dict[int, Forked] = {}
+        """Those that live, by worker id."""
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has them
+            adopt_orphans()
+            hide_process()
+        self._why_shared = _why_shared(sandbox)
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
@@ -85,10 +109,15 @@ class ForkServer:
                 else:
                     continue
                 break
-        for pid in self._pids.values():
-            kill_group(pid)
-        for pid in self._pids.values():
-            os.waitpid(pid, 0)
+        for forked in self._workers.values():
+            kill_group(forked.pid)
+        for forked in self._workers.values():
+            os.waitpid(forked.pid, 0)
+        while left := _children():
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+        remove_folder(Path(self._sandbox.folder))
 
     def _obey(self) -> bool:
         """False when there will be no more orders."""
@@ -97,22 +126,37 @@ class ForkServer:
             return False
         kind, worker_id, argument = ORDER.unpack(order)
         if kind == OrderKind.KILL:
-            if worker_id in self._pids:
-                kill_group(self._pids[worker_id])
+            if worker_id in self._workers:
+                kill_group(self._workers[worker_id].pid)
             return True
         if kind == OrderKind.IMPORT:
             _import_all(orjson.loads(_Unbuffered(self._control).read(worker_id)))
+            self._code = code_paths(Path(self._sandbox.folder))
             return True
         connection = socket.socket(fileno=descriptors[0])
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(connection, kind, argument)
+        forked = self._fork()
+        if forked.pid == 0:
+            self._become_worker(connection, kind, worker_id, argument)
         connection.close()
-        self._pids[worker_id] = pid
-        self._report(ReportKind.STARTED, worker_id, pid)
+        self._workers[worker_id] = forked
+        self._report(ReportKind.STARTED, worker_id, forked.pid)
         return True
 
-    def _become_worker(self, connection: socket.socket, kind: int, argument: int) -> None:
+    def _fork(self) -> Forked:
+        if self._why_shared:
+            return Forked(os.fork())
+        try:
+            return fork_apart(without_network=self._sandbox.without_network)
+        except NotOfferedError:
+            _log.exception("no namespaces for a worker, as the first ones had them; it ends")
+            pid = os.fork()
+            if pid == 0:
+                os._exit(_FAILED_EXIT_CODE)
+            return Forked(pid)
+
+    def _become_worker(
+        self, connection: socket.socket, kind: int, worker_id: int, argument: int
+    ) -> None:
         """Never returns: this is the child now."""
         exit_code = _FAILED_EXIT_CODE
         try:
@@ -122,9 +166,12 @@ class ForkServer:
                 inherited.close()
             connection.set_inheritable(False)
             os.setsid()
+            with contextlib.suppress(OSError, AttributeError):
+                show_process()  # or its own limits would be closed to it; `confine` hides it again
             _limit(self._limits)
             random.seed()
             np.random.seed()
+            self._confine(connection, kind, worker_id)
             if kind == OrderKind.DESCRIBE:
                 worker.describe(connection, self._factory, argument / 1000)
             else:
@@ -138,17 +185,44 @@ class ForkServer:
                 sys.stderr.flush()
             os._exit(exit_code)
 
+    def _confine(self, connection: socket.socket, kind: int, worker_id: int) -> None:
+        pid = _own_pid()
+        os.environ[WORKER_PID_VARIABLE] = str(pid)
+        if self._why_shared:
+            with contextlib.suppress(OSError, AttributeError):
+                adopt_orphans()  # so that they are still there, to be killed, at the worker's end
+        else:
+            enter_namespaces()
+        missing = confine(self._sandbox, worker_id, pid, self._code, self._why_shared)
+        if kind == OrderKind.DESCRIBE:
+            told = {layer.value: why for layer, why in missing.items()}
+            connection.sendall(frame_of(orjson.dumps(told)))
+        elif missing and self._sandbox.is_required:
+            raise SandboxError(f"the sandbox lacks {named_missing(missing)}")
+
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
-        for worker_id, pid in list(self._pids.items()):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        for worker_id, forked in list(self._workers.items()):
+            ended = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is None:
                 continue
             # Before its id can belong to somebody else: what the worker itself had started.
-            kill_group(pid)
-            _, status, usage = os.wait4(pid, 0)
-            del self._pids[worker_id]
-            self._report(ReportKind.EXITED, worker_id, pid, status, usage.ru_utime + usage.ru_stime)
+            kill_group(forked.pid)
+            _, status, usage = os.wait4(forked.pid, 0)
+            del self._workers[worker_id]
+            cpu_s = usage.ru_utime + usage.ru_stime
+            self._report(ReportKind.EXITED, worker_id, forked.pid, status, cpu_s)
+        self._kill_what_was_left_behind()
+
+    def _kill_what_was_left_behind(self) -> None:
+        """End the children that are no worker's; their own become this process's, in turn."""
+        known = {
+            pid for forked in self._workers.values() for pid in (forked.pid, forked.keeper_pid)
+        }
+        for pid in _children() - known:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)  # else at the signal that tells of its end
 
     def _report(
         self,
@@ -183,7 +257,7 @@ def main(descriptor: int) -> None:
             threading.active_count() - 1,
         )
     _import_all(setup.modules)
-    ForkServer(control, factory, setup.limits).run()
+    ForkServer(control, factory, setup.limits, setup.sandbox).run()
 
 
 class _Unbuffered:
@@ -198,6 +272,30 @@ class _Unbuffered:
         while len(read) < size and (more := self._connection.recv(size - len(read))):
             read += more
         return read
+
+
+def _why_shared(sandbox: Sandbox) -> str:
+    """Why workers share this process's namespaces; empty where each has its own."""
+    try:
+        require_namespaces(without_network=sandbox.without_network)
+    except NotOfferedError as error:
+        return str(error)
+    return ""
+
+
+def _own_pid() -> int:
+    """This process as its parent sees it: /proc is still the parent's."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:
+        return os.getpid()
+
+
+def _children() -> set[int]:
+    """All children, also those that have ended."""
+    with contextlib.suppress(OSError):
+        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
+    return set()
 
 
 def _import_all(modules: list[str]) -> None:

@@ -17,12 +17,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from ludus.env.sandbox.confine import Sandbox
+from ludus.env.sandbox.surroundings import passed_variables
 from ludus.env.targets.importable import FactoryName
 from ludus.env.workers.protocol import (
     ORDER,
@@ -71,14 +73,21 @@ class ForkServerClient:
     Args:
         name: the environment factory of all workers.
         limits: for each worker.
-        secrets: environment variables whose value is one of these are kept from workers.
+        sandbox: what each worker may do.
+        pass_env: environment variables that workers get beside the harmless ones.
     """
 
-    def __init__(self, name: FactoryName, limits: WorkerLimits, secrets: Iterable[str]) -> None:
+    def __init__(
+        self,
+        name: FactoryName,
+        limits: WorkerLimits,
+        sandbox: Sandbox,
+        pass_env: Iterable[str] = (),
+    ) -> None:
         self.pid: int | None = None
         """Of the latest fork server."""
-        self._setup = ForkServerSetup(name, list(sys.path), limits, [])
-        self._secrets = frozenset(secrets)
+        self._setup = ForkServerSetup(name, list(sys.path), limits, sandbox, [])
+        self._variables = passed_variables(os.environ, pass_env)
         self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
 
@@ -144,7 +153,7 @@ class ForkServerClient:
     async def _live_link(self) -> _ForkServerProcess:
         async with self._starting:
             if self._link is None or self._link.is_broken:
-                link = _ForkServerProcess(self._setup, self._secrets)
+                link = _ForkServerProcess(self._setup, self._variables)
                 self.pid = link.pid
                 await link.wait_until_ready()
                 self._link = link
@@ -154,7 +163,7 @@ class ForkServerClient:
 class _ForkServerProcess:
     """One fork server and the socket to it."""
 
-    def __init__(self, setup: ForkServerSetup, secrets: frozenset[str]) -> None:
+    def __init__(self, setup: ForkServerSetup, variables: Mapping[str, str]) -> None:
         self.processes: dict[int, WorkerProcess] = {}
         """Workers that live or are ordered, by id."""
         self.is_broken = False
@@ -168,7 +177,7 @@ class _ForkServerProcess:
                 [sys.executable, "-m", "ludus.env.workers.forkserver", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={k: v for k, v in os.environ.items() if v not in secrets},
+                env=variables,
                 # A terminal's Ctrl-C is for the server, which then stops its workers.
                 start_new_session=True,
             )

@@ -18,9 +18,17 @@ import itertools
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ludus.env.backoff import doubling
+from ludus.env.sandbox.confine import Layer, Sandbox, named_missing
+from ludus.env.sandbox.surroundings import (
+    make_workers_folder,
+    paths_in,
+    remove_folder,
+    used_bytes,
+)
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.targets.importable import FactoryName
@@ -46,6 +54,7 @@ _PLACE_WITHIN_S = 10.0
 _CLOSE_WITHIN_S = 10.0
 _EXIT_WITHIN_S = 1.0
 _MEMORY_PERIOD_S = 0.25
+_DISK_PERIOD_S = 1.0
 _CHECK_S = 2.0
 _MAX_ENDING = 32
 """Workers of ended sessions that may still be closing their environments."""
@@ -70,8 +79,14 @@ class WorkerOptions:
     """The limit for building and closing an environment, too; 0 is none."""
     limits: WorkerLimits = dataclasses.field(default_factory=WorkerLimits)
     check_determinism: bool = False
-    secrets: frozenset[str] = frozenset()
-    """Environment variables with such a value are kept from workers."""
+    pass_env: tuple[str, ...] = ()
+    """Environment variables that workers get beside the harmless ones."""
+    readable: tuple[Path, ...] = ()
+    """Beside the system, the code, and what the environment's options name."""
+    writable: tuple[Path, ...] = ()
+    """Beside each worker's own folder."""
+    without_network: bool = False
+    requires_sandbox: bool = False
 
 
 class WorkerHost:
@@ -80,7 +95,11 @@ class WorkerHost:
     runs_inline = False
 
     def __init__(
-        self, name: FactoryName, options: WorkerOptions, fork_server: ForkServerClient
+        self,
+        name: FactoryName,
+        options: WorkerOptions,
+        fork_server: ForkServerClient,
+        sandbox: Sandbox,
     ) -> None:
         self.name = name.target
         self.num_ended = 0
@@ -100,6 +119,7 @@ class WorkerHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refilling: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._sandbox = sandbox
 
     @classmethod
     async def start(cls, name: FactoryName, options: WorkerOptions) -> WorkerHost:
@@ -108,25 +128,34 @@ class WorkerHost:
         Raises:
             ConfigError: the environment cannot be imported or built, or not within its limits.
         """
-        fork_server = ForkServerClient(name, options.limits, options.secrets)
-        host = cls(name, options, fork_server)
+        sandbox = _sandbox_of(name, options)
+        fork_server = ForkServerClient(name, options.limits, sandbox, options.pass_env)
+        host = cls(name, options, fork_server, sandbox)
+        check_s = _CHECK_S if options.check_determinism else 0.0
         try:
-            found = await describe(
-                fork_server, options.limits, _CHECK_S if options.check_determinism else 0.0
-            )
+            found = await describe(fork_server, options.limits, sandbox, check_s)
         except BaseException:
             await fork_server.stop()
+            remove_folder(Path(sandbox.folder))
             raise
         host.description = found.description
+        host.layers = {layer: layer not in found.missing for layer in Layer}
+        host.missing_layers = named_missing(found.missing)
         if host.shares_workers and not found.steps_on_event_loop:
             host._num_threads = options.num_threads
         if options.limits.memory_mb:
             host._begin(host._watch_memory())
+        if options.limits.disk_mb:
+            host._begin(host._watch_disk())
         host._refill()
         return host
 
     description: EnvironmentDescription
     """What the environment is."""
+    layers: dict[Layer, bool]
+    """Of the sandbox, and whether they are in force."""
+    missing_layers: str
+    """Those that are not, and why, for people."""
     _num_threads: int = 0
 
     @property
@@ -137,7 +166,8 @@ class WorkerHost:
     @property
     def workers(self) -> WorkerCounts:
         """How many there are, and how many ended without being told to."""
-        return WorkerCounts(sum(one.is_usable for one in self._workers), self.num_ended)
+        num_usable = sum(one.is_usable for one in self._workers)
+        return WorkerCounts(num_usable, self.num_ended, self.layers)
 
     @property
     def fork_server_pid(self) -> int | None:
@@ -219,6 +249,8 @@ class WorkerHost:
         await self._fork_server.stop()
         for worker in list(self._workers):
             await worker.stream.close()
+        # The fork server has done it, unless it was killed.
+        await asyncio.to_thread(remove_folder, Path(self._sandbox.folder))
 
     # -- placement ---------------------------------------------------------------------
 
@@ -321,6 +353,7 @@ class WorkerHost:
         self._workers.discard(worker)
         self._changed.set()
         self._refill()
+        await asyncio.to_thread(remove_folder, self._sandbox.folder_of(worker.process.id))
 
     async def _wait_for_exits(self) -> None:
         waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers]
@@ -333,10 +366,7 @@ class WorkerHost:
         limit_mb = self._options.limits.memory_mb
         while True:
             await asyncio.sleep(_MEMORY_PERIOD_S)
-            for worker in list(self._workers):
-                pid = worker.process.pid
-                if pid is None or not worker.is_usable:
-                    continue
+            for worker, pid in self._running():
                 used_mb = memory_mb(pid)
                 if used_mb > limit_mb:
                     worker.kill(
@@ -344,11 +374,42 @@ class WorkerHost:
                         " (memory_limit_mb)"
                     )
 
+    async def _watch_disk(self) -> None:
+        limit_mb = self._options.limits.disk_mb
+        while True:
+            await asyncio.sleep(_DISK_PERIOD_S)
+            for worker, _ in self._running():
+                folder = self._sandbox.folder_of(worker.process.id)
+                used_mb = await asyncio.to_thread(used_bytes, folder) / 2**20
+                if used_mb > limit_mb:
+                    worker.kill(
+                        f"its folder took {used_mb:.0f} MB, and its limit is {limit_mb} MB"
+                        " (disk_limit_mb)"
+                    )
+
+    def _running(self) -> list[tuple[Worker, int]]:
+        return [
+            (worker, worker.process.pid)
+            for worker in self._workers
+            if worker.process.pid is not None and worker.is_usable
+        ]
+
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _sandbox_of(name: FactoryName, options: WorkerOptions) -> Sandbox:
+    readable = [*options.readable, *paths_in(name.options)]
+    return Sandbox(
+        folder=str(make_workers_folder()),
+        readable=[str(path.absolute()) for path in readable],
+        writable=[str(path.absolute()) for path in options.writable],
+        without_network=options.without_network,
+        is_required=options.requires_sandbox,
+    )
 
 
 def _tell_nobody(_: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from ludus.env.sandbox.confine import Sandbox
 from ludus.env.targets.importable import FactoryName
 
 MessageT = TypeVar("MessageT")
@@ -63,6 +64,8 @@ class WorkerLimits:
 
     memory_mb: int = 0
     cpu_s: float = 0.0
+    disk_mb: int = 0
+    """Of its own folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class ForkServerSetup:
     factory: FactoryName
     sys_path: list[str]
     limits: WorkerLimits
+    sandbox: Sandbox
     modules: list[str]
     """What to import beside the factory's own module."""
 
@@ -85,6 +89,7 @@ class ForkServerSetup:
         found = orjson.loads(text)
         found["factory"] = FactoryName(**found["factory"])
         found["limits"] = WorkerLimits(**found["limits"])
+        found["sandbox"] = Sandbox(**found["sandbox"])
         return cls(**found)
 
 

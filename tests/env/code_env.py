@@ -1,0 +1,59 @@
+"""An environment whose actions are Python code, as a model may write it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ludus.env import Action, Environment, Observation, State, Transition
+from ludus.env.sandbox.privileges import give_up_privileges
+from ludus.env.sandbox.seccomp import refuse_system_calls
+
+
+class CodeAction(Action):
+    """Code that sets `result`."""
+
+    code: str
+
+
+class CodeEnv(Environment[CodeAction, Observation, State]):
+    """Runs what it is told; the answer's info holds the result, or what was raised."""
+
+    action_type = CodeAction
+    observation_type = Observation
+    state_type = State
+    name = "code"
+    steps_on_event_loop = True
+
+    def __init__(self, notes: str = "") -> None:
+        self._notes = notes
+
+    def reset(self, *, seed: int | None = None) -> Transition[Observation]:
+        return Transition(Observation())
+
+    def step(self, action: CodeAction) -> Transition[Observation]:
+        scope: dict[str, Any] = {"notes": self._notes}
+        try:
+            exec(action.code, scope)
+        except BaseException as error:  # noqa: BLE001 - any code may be tried
+            told = {"error": type(error).__name__, "said": str(error)}
+        else:
+            told = {"result": scope.get("result")}
+        return Transition(Observation(), reward=0.0, info=told)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    if "--restricted" in arguments:
+        # As in a pod without capabilities, whose runtime's filter forbids namespaces. First of
+        # all, because it holds for one thread and for those that it starts.
+        give_up_privileges()
+        refuse_system_calls()
+
+    from ludus.env.serving.server import run_server_cli
+
+    run_server_cli(CodeEnv, argv=[one for one in arguments if one != "--restricted"])

@@ -1,0 +1,121 @@
+"""`python one_layer.py LAYER FOLDER SECRET_FILE PID DEED...`: what one layer alone denies.
+
+Writes a JSON object: by deed the name of the error, or "done"; or why the layer is not offered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ludus.env.sandbox import namespaces
+from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
+from ludus.env.sandbox.privileges import give_up_privileges, hide_process
+from ludus.env.sandbox.seccomp import refuse_system_calls
+from ludus.env.sandbox.surroundings import code_paths, system_paths
+from ludus.env.sandbox.user_id import take_user_id
+
+_CLONE_NEWUSER = 0x1000_0000
+_PTRACE_SEIZE = 0x4206
+
+
+def main(layer: str, folder: Path, secret: Path, pid: int, asked: list[str]) -> dict[str, Any]:
+    """What was denied."""
+    (folder / "own").mkdir(mode=0o700)
+    own = folder / "own"
+    try:
+        if layer == "namespaces":
+            return in_namespaces(pid)
+        put_on(layer, own)
+    except NotOfferedError as error:
+        return {"not offered": str(error)}
+    deeds: dict[str, Callable[[], object]] = {
+        "read": lambda: secret.read_text(),
+        "write": lambda: secret.with_name("new").write_text("x"),
+        "write own": lambda: (own / "file").write_text("x"),
+        "environ": lambda: Path(f"/proc/{pid}/environ").read_bytes(),
+        "signal": lambda: os.kill(pid, 0),
+        "trace": lambda: c_call("ptrace", _PTRACE_SEIZE, pid, 0, 0),
+        "unshare": lambda: c_call("unshare", _CLONE_NEWUSER),
+        "regain": lambda: os.setuid(0),
+        "be looked into": lambda: read_parent_as_another(),
+    }
+    return {name: outcome(deeds[name]) for name in asked}
+
+
+def put_on(layer: str, own: Path) -> None:
+    match layer:
+        case "user-id":
+            take_user_id(os.getpid(), own, [])
+        case "landlock":
+            give_up_privileges()
+            restrict_files([*system_paths(), *code_paths(own)], [own])
+        case "signal-scope":
+            require_signal_scope()
+            give_up_privileges()
+            restrict_files([Path("/")], [Path("/")])
+        case "seccomp":
+            give_up_privileges()
+            refuse_system_calls()
+        case "non-dumpable":
+            take_user_id(os.getpid(), own, [])
+            hide_process()
+
+
+def in_namespaces(pid: int) -> dict[str, Any]:
+    namespaces.adopt_orphans()
+    reader, writer = os.pipe()
+    forked = namespaces.fork_apart(without_network=False)
+    if forked.pid == 0:
+        namespaces.enter_namespaces()
+        seen = {
+            "own pid": os.getpid(),
+            "pids": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
+            "signal": outcome(lambda: os.kill(pid, 0)),
+        }
+        os.write(writer, json.dumps(seen).encode())
+        os._exit(7)
+    os.close(writer)
+    with open(reader) as told:
+        seen = json.load(told)
+    seen["exit code"] = os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1])
+    os.waitpid(forked.keeper_pid, 0)  # it ends with the worker
+    return dict(seen)
+
+
+def outcome(deed: Callable[[], object]) -> str:
+    try:
+        deed()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+
+def c_call(name: str, *values: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc[name](*values) < 0:
+        raise OSError(ctypes.get_errno(), name)
+
+
+def read_parent_as_another() -> None:
+    """Have a child of the same user read this process's variables."""
+    child = os.fork()
+    if child == 0:
+        try:
+            Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        except PermissionError:
+            os._exit(1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise PermissionError
+
+
+if __name__ == "__main__":
+    layer_, folder_, secret_, pid_, *asked_ = sys.argv[1:]
+    json.dump(main(layer_, Path(folder_), Path(secret_), int(pid_), asked_), sys.stdout)

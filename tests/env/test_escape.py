@@ -1,0 +1,400 @@
+"""Code in a worker tries to get out, as code that a model wrote may: it must fail."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.sandbox.confine import Layer, Sandbox
+from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.landlock import require_signal_scope
+from ludus.env.serving.server import EnvServer
+from ludus.env.workers.describe import require_layers
+from ludus.proto.errors import ConfigError, SessionLostError
+from tests.env.code_env import CodeEnv
+from tests.env.polling import eventually
+from tests.env.processes import arguments_of, children_of, lives, pids
+from tests.env.served import ServerProcess, running, server_process
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's"),
+]
+
+PROGRAM = str(Path(__file__).with_name("code_env.py"))
+SECRETS = {
+    "LUDUS_SESSION_KEY": "the-fleets-key-" + "k" * 32,
+    "LUDUS_ENV_TOKEN": "the-servers-token-" + "t" * 32,
+    "LUDUS_GATEWAY_TOKEN": "the-gateways-token-" + "g" * 32,
+    "TEAM_A_TOKEN": "a-tenants-token-" + "a" * 32,
+    "AWS_SECRET_ACCESS_KEY": "a-clouds-key-" + "c" * 32,
+}
+DENIED = {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
+
+
+@dataclass
+class Target:
+    """A server to be attacked, and who else is there."""
+
+    server: ServerProcess
+    secret_file: Path
+
+    @property
+    def pid(self) -> int:
+        return self.server.process.pid
+
+    @property
+    def fork_server(self) -> int:
+        (pid,) = (one for one in children_of(self.pid) if "forkserver" in arguments_of(one))
+        return pid
+
+
+@pytest.fixture(scope="module", params=["pool", "process", "restricted"])
+def target(request, tmp_path_factory) -> Iterator[Target]:
+    folder = tmp_path_factory.mktemp("target")
+    secret = folder / "operator.token"
+    secret.write_text("an-operators-token")
+    secret.chmod(0o644)
+    chosen = ["--no-determinism-check", "--max-sessions", "8"]
+    match request.param:
+        case "pool":
+            chosen += ["--isolation", "pool", "--num-workers", "2"]
+        case "process":
+            chosen += ["--isolation", "process"]
+        case "restricted":
+            require_signal_scope_or_skip()
+            chosen += ["--isolation", "pool", "--num-workers", "2", "--restricted"]
+    with server_process(folder, *chosen, module=PROGRAM, env=SECRETS) as server:
+        yield Target(server, secret)
+
+
+def require_signal_scope_or_skip() -> None:
+    """Without namespaces nothing else keeps signals in."""
+    try:
+        require_signal_scope()
+    except NotOfferedError as error:
+        pytest.skip(str(error))
+
+
+async def run(session: Any, code: str, **values: Any) -> dict[str, Any]:
+    """What became of the code in a session's worker."""
+    given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    code = f"import os\n{given}\n{textwrap.dedent(code)}"
+    return (await session.step({"code": code})).info
+
+
+async def result_of(session: Any, code: str, **values: Any) -> Any:
+    told = await run(session, code, **values)
+    assert "result" in told, told
+    return told["result"]
+
+
+@asynccontextmanager
+async def client_of(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient]:
+    is_process = isinstance(target, Target)
+    address = target.server.grpc_address if is_process else target.grpc_address
+    token = SECRETS["LUDUS_ENV_TOKEN"] if is_process else None
+    client = await AsyncEnvClient.connect(address, token=token)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def sessions_on(target: Target | EnvServer, count: int) -> AsyncIterator[list[Any]]:
+    async with client_of(target) as client:
+        sessions = [(await client.open())[0] for _ in range(count)]
+        yield sessions
+        for session in sessions:
+            with contextlib.suppress(SessionLostError):
+                await session.close()
+
+
+@asynccontextmanager
+async def a_session(target: Target | EnvServer) -> AsyncIterator[Any]:
+    async with sessions_on(target, 1) as (session,):
+        yield session
+
+
+async def worker_pid(session: Any) -> int:
+    return int(await result_of(session, "result = os.environ['LUDUS_WORKER_PID']"))
+
+
+# -- secrets ---------------------------------------------------------------------------
+
+
+async def test_no_environment_variables_of_others_can_be_read(target):
+    code = """
+        def variables(pid):
+            try:
+                return open(f"/proc/{pid}/environ", errors="replace").read()
+            except OSError:
+                return ""
+
+        result = "\\n".join(map(variables, [*os.listdir("/proc"), *others]))
+    """
+    async with a_session(target) as session:
+        others = [target.pid, target.fork_server, os.getpid(), 1]
+        seen = await result_of(session, code, others=others)
+        seen += str(await result_of(session, "result = dict(os.environ)"))
+        assert [name for name, secret in SECRETS.items() if secret in seen] == []
+        assert "PATH" in seen
+
+
+@pytest.mark.parametrize("what", ["mem", "maps", "fd/1", "root/etc/passwd", "cwd/pyproject.toml"])
+async def test_no_other_process_can_be_looked_into(target, what):
+    async with sessions_on(target, 2) as (session, other):
+        for pid in (target.pid, target.fork_server, await worker_pid(other), os.getpid()):
+            told = await run(
+                session, "result = open(path, 'rb').read(1)", path=f"/proc/{pid}/{what}"
+            )
+            assert told.get("error") in DENIED, (pid, told)
+
+
+async def test_no_process_can_be_traced(target):
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
+        buffer = ctypes.create_string_buffer(8)
+        span = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
+        result = []
+        for pid in others:
+            result.append(libc.ptrace(PTRACE_ATTACH, pid, 0, 0))
+            result.append(libc.ptrace(PTRACE_SEIZE, pid, 0, 0))
+            result.append(libc.process_vm_readv(pid, span, 1, span, 1, 0))
+    """
+    async with a_session(target) as session:
+        others = [target.pid, target.fork_server, 1]
+        assert set(await result_of(session, code, others=others)) == {-1}
+
+
+# -- files -----------------------------------------------------------------------------
+
+
+async def test_files_outside_can_neither_be_read_nor_written(target):
+    async with sessions_on(target, 2) as (session, other):
+        theirs = await result_of(other, "result = os.environ['TMPDIR']")
+        mine = await result_of(session, "result = os.environ['TMPDIR']")
+        closed = [str(target.secret_file), "/etc/shadow", str(Path.home() / ".bashrc")]
+        if theirs != mine:
+            await result_of(other, "open(os.environ['TMPDIR'] + '/own', 'w').write('x')")
+            closed.append(f"{theirs}/own")
+        for path in closed:
+            told = await run(session, "result = open(path).read(1)", path=path)
+            assert told.get("error") in DENIED, (path, told)
+        outside = [target.secret_file.parent / "new", Path("/tmp/new"), Path(__file__), "/etc/new"]
+        for path in map(str, outside):
+            told = await run(session, "result = open(path, 'a').write('x')", path=path)
+            assert told.get("error") in {*DENIED, "OSError"}, (path, told)
+        told = await run(session, "os.unlink(path)", path=str(target.secret_file))
+        assert told.get("error") in DENIED and target.secret_file.exists()
+        told = await run(session, "os.listdir(path)", path=str(target.secret_file.parent))
+        assert told.get("error") in DENIED
+
+
+async def test_what_a_worker_starts_is_confined_too(target):
+    code = """
+        import subprocess
+        def run(*command):
+            return subprocess.run(command, capture_output=True, text=True).stdout
+        result = [
+            run("cat", secret),
+            run("cat", f"/proc/{server}/environ"),
+            run("sh", "-c", f"kill -0 {server} && echo reached"),
+            run("sh", "-c", "unshare -U true && echo reached"),
+            run("echo", "alive"),
+        ]
+    """
+    async with a_session(target) as session:
+        said = await result_of(session, code, secret=str(target.secret_file), server=target.pid)
+        assert said == ["", "", "", "", "alive\n"]
+
+
+async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
+    code = """
+        import subprocess, tempfile
+        with tempfile.NamedTemporaryFile("w", delete=False) as file:
+            file.write("mine")
+        os.makedirs(os.path.expanduser("~/.cache/deep"))
+        subprocess.run(["sh", "-c", "echo more > $TMPDIR/more"], check=True)
+        result = [open(file.name).read(), tempfile.gettempdir()]
+    """
+    async with a_session(target) as session:
+        text, folder = await result_of(session, code)
+        assert text == "mine" and Path(folder, "more").exists()
+        worker = await worker_pid(session)
+        os.kill(worker, signal.SIGKILL)
+        await eventually(lambda: not Path(folder).exists())
+
+
+# -- signals and children --------------------------------------------------------------
+
+
+async def test_no_signal_reaches_another_process(target):
+    async with sessions_on(target, 2) as (session, other):
+        neighbour, own = await worker_pid(other), await worker_pid(session)
+        others = {target.pid, target.fork_server, os.getpid(), neighbour, os.getppid()} - {own}
+        for pid in others:
+            for number in (0, int(signal.SIGTERM)):
+                told = await run(session, "os.kill(pid, number)", pid=pid, number=number)
+                assert told.get("error") in DENIED, (pid, told)
+        assert await result_of(other, "result = 1 + 1") == 2
+
+
+async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(target):
+    code = """
+        import subprocess
+        program = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(float(61.5))"
+        subprocess.run([sys.executable, "-c", program + f"  # {mark}"], check=True)
+    """
+    mark = f"left-behind-{os.urandom(8).hex()}"
+
+    def left() -> list[int]:
+        return [pid for pid in pids() if mark in arguments_of(pid) and lives(pid)]
+
+    async with a_session(target) as session:
+        await result_of(session, f"import sys\n{textwrap.dedent(code)}\nresult = 1", mark=mark)
+        assert len(left()) == 1
+        os.kill(await worker_pid(session), signal.SIGKILL)
+        await eventually(lambda: not left())
+
+
+async def test_privileges_cannot_be_had_nor_regained(target):
+    code = """
+        import subprocess
+        status = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout
+        result = dict(line.split(":\\t", 1) for line in status.splitlines())
+    """
+    async with a_session(target) as session:
+        status = await result_of(session, code)
+        assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
+        assert int(status["NoNewPrivs"]) == 1
+
+
+async def test_the_rest_of_the_machine_works_as_ever(target):
+    code = """
+        import ctypes, decimal, socket, ssl, threading, xml.dom.minidom
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(2) as threads:
+            result = sum(threads.map(abs, [1, -2, 3]))
+        result += len(os.urandom(4)) + open("/dev/null", "w").write("x")
+    """
+    async with a_session(target) as session:
+        assert await result_of(session, code) == 11
+
+
+# -- what an operator chooses ----------------------------------------------------------
+
+
+def coded(isolation: str = "pool", **options: Any) -> EnvServer:
+    if isolation == "pool":
+        options.setdefault("num_workers", 1)
+    return running(CodeEnv, isolation=isolation, **options)
+
+
+async def test_paths_that_are_named_are_open(tmp_path):
+    notes, data, results = (tmp_path / name for name in ("notes.txt", "data", "results"))
+    notes.write_text("by an option")
+    data.mkdir()
+    (data / "one").write_text("by a flag")
+    results.mkdir()
+    factory = partial(CodeEnv, notes=str(notes))
+    options = {"allow_read": (data,), "allow_write": (results,), "num_workers": 1}
+    async with (
+        running(factory, isolation="pool", **options) as server,
+        a_session(server) as session,
+    ):
+        code = "result = open(notes).read(), open(path).read()"
+        read = await result_of(session, code, path=str(data / "one"))
+        assert read == ["by an option", "by a flag"]
+        written = "open(path, 'w').write('kept')"
+        await result_of(session, written, path=str(results / "one"))
+        assert (results / "one").read_text() == "kept"
+        for path in (notes, data / "one"):
+            told = await run(session, written, path=str(path))
+            assert told.get("error") in {*DENIED, "OSError"}
+
+
+async def test_a_folder_beyond_its_limit_ends_its_worker():
+    code = """
+        for index in range(1024):
+            open(f"{os.environ['TMPDIR']}/{index}", "wb").write(b"x" * 8192)
+    """
+    async with coded(disk_limit_mb=4) as server, a_session(server) as session:
+        with pytest.raises(SessionLostError, match=r"its limit is 4 MB \(disk_limit_mb\)"):
+            async with asyncio.timeout(60):
+                await run(session, code)
+                while True:
+                    await run(session, "result = 1")
+                    await asyncio.sleep(0.01)
+
+
+async def test_workers_have_a_network_unless_it_is_taken_from_them():
+    code = "import socket; socket.create_connection(('127.0.0.1', port), 5)"
+    for is_open, options in ((True, {}), (False, {"no_network": True})):
+        server = coded(**options)
+        try:
+            await server.start()
+        except ConfigError as refused:
+            assert not is_open and re.search("which takes namespaces", str(refused))
+            continue
+        try:
+            async with a_session(server) as session:
+                port = int(server.http_address.rpartition(":")[2])
+                told = await run(session, code, port=port)
+                assert ("result" in told) is is_open
+        finally:
+            await server.stop()
+
+
+async def test_layers_are_metrics_and_may_be_required():
+    async with coded() as server:
+        async with httpx.AsyncClient(base_url=server.http_address, timeout=60) as client:
+            text = (await client.get("/metrics")).text
+        found = re.findall(r'env_server_sandbox_layer\{env="code",layer="(.+)"\} (\S+)', text)
+        in_force = {name: float(value) == 1 for name, value in found}
+    assert set(in_force) == set(Layer)
+    assert in_force[Layer.NO_NEW_PRIVILEGES]
+    missing = [layer for layer, is_in_force in in_force.items() if not is_in_force]
+    strict = coded(require_sandbox=True)
+    if missing:
+        with pytest.raises(ConfigError, match=f"got none of: {missing[0]} "):
+            await strict.start()
+    else:
+        async with strict, a_session(strict) as session:
+            assert await result_of(session, "result = 1") == 1
+
+
+def test_a_server_whose_workers_cannot_be_confined_refuses_with_one_line_and_code_2():
+    command = [sys.executable, PROGRAM, "--restricted", "--port", "0", "--isolation", "pool"]
+    ended = subprocess.run(
+        [*command, "--require-sandbox"], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 2
+    assert "(require_sandbox), got none of: namespaces (" in ended.stderr.splitlines()[-1]
+    assert "user-id (" in ended.stderr.splitlines()[-1]
+
+
+def test_a_required_layer_that_is_missing_is_named_with_the_reason():
+    missing = {Layer.SECCOMP: "an odd machine", Layer.LANDLOCK: "an old kernel"}
+    require_layers(missing, Sandbox("/tmp"))
+    with pytest.raises(ConfigError) as refused:
+        require_layers(missing, Sandbox("/tmp", is_required=True))
+    assert "got none of: seccomp (an odd machine); landlock (an old kernel)" in str(refused.value)
+    assert "--require-sandbox" in str(refused.value)

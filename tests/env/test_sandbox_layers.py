@@ -1,0 +1,119 @@
+"""Each layer of the workers' sandbox alone, and what workers find around them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.env.sandbox.surroundings import (
+    code_paths,
+    passed_variables,
+    paths_in,
+    remove_folder,
+    used_bytes,
+)
+
+PROGRAM = str(Path(__file__).with_name("one_layer.py"))
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Within reach of every user, as pytest's own is not."""
+    made = Path(tempfile.mkdtemp())
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def tried(layer: str, folder: Path, *deeds: str) -> dict[str, Any]:
+    """By deed, the error that it ended with, or "done"."""
+    secret = folder / "secret"
+    secret.write_text("x")
+    secret.chmod(0o600 if layer == "user-id" else 0o644)
+    command = [sys.executable, PROGRAM, layer, str(folder), str(secret), str(os.getpid()), *deeds]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    if "not offered" in told:
+        pytest.skip(told["not offered"])
+    return told
+
+
+DENIED = "PermissionError"
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "deeds"),
+    [
+        ("user-id", {"read", "write", "environ", "signal", "regain"}),
+        ("landlock", {"read", "write", "environ"}),
+        ("signal-scope", {"signal"}),
+        ("seccomp", {"trace", "unshare"}),
+        ("non-dumpable", {"be looked into"}),
+    ],
+)
+def test_a_layer_alone_denies_its_part(layer, deeds, folder):
+    told = tried(layer, folder, *deeds, "write own")
+    assert {deed for deed in deeds if told[deed] == DENIED} == deeds
+    assert told["write own"] == "done"
+
+
+@linux
+@pytest.mark.slow
+def test_a_process_in_its_own_namespaces_sees_itself_alone(folder):
+    told = tried("namespaces", folder)
+    assert told["own pid"] == 2 and told["pids"] == [1, 2]
+    assert told["signal"] == "ProcessLookupError"
+    assert told["exit code"] == 7
+
+
+def test_workers_get_the_variables_that_are_named_and_no_others():
+    given = {
+        **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},
+        **{"LUDUS_ENV_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "HTTPS_PROXY": "user:pass"},
+    }
+    assert set(passed_variables(given, ())) == {"PATH", "LC_ALL", "PYTHONHASHSEED"}
+    assert passed_variables(given, ["MY_SETTING"])["MY_SETTING"] == "1"
+
+
+def test_code_is_readable_but_no_folder_above_those_of_workers(tmp_path, monkeypatch):
+    workers = tmp_path / "work" / "workers"
+    workers.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "work"), str(tmp_path / "code")])
+    found = code_paths(workers)
+    assert tmp_path / "code" in found
+    assert not any(workers.is_relative_to(path) for path in found)
+    assert any(Path(json.__file__).is_relative_to(path) for path in found)
+    assert any(Path(__file__).is_relative_to(path) for path in found)
+
+
+def test_options_that_name_files_make_them_readable(tmp_path):
+    (tmp_path / "data").touch()
+    options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
+    assert paths_in(options) == [tmp_path / "data"]
+
+
+def test_a_folder_is_measured_with_its_empty_files_and_is_never_too_closed_to_remove(tmp_path):
+    folder = tmp_path / "own"
+    deep = folder / "a" / "b"
+    deep.mkdir(parents=True)
+    (deep / "large").write_bytes(b"x" * 100_000)
+    assert 100_000 < used_bytes(folder) < 200_000
+    for index in range(100):
+        (folder / str(index)).touch()
+    assert used_bytes(folder) > 500_000
+    (folder / "outside").symlink_to(tmp_path)
+    deep.chmod(0)
+    remove_folder(folder)
+    assert not folder.exists() and tmp_path.exists()
+    assert used_bytes(folder) == 0
