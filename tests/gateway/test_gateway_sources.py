@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
@@ -83,3 +84,28 @@ async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_messag
     monkeypatch.setattr("ludus.services.gateway.gateway._SETTLE_TIMEOUT_S", 120.0)
     with pytest.raises(UserError, match="nogame"):
         await Gateway(config_of(options={"game": "nogame"})).start()
+
+
+async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
+    held = {
+        "LUDUS_GATEWAY_TOKEN": "a-token-of-the-gateway-" + "g" * 32,
+        "FLEET_TOKEN": "a-token-of-the-servers-" + "s" * 32,
+        "LUDUS_SESSION_KEY": "a-key-of-the-gateway-" + "k" * 32,
+        "TEAM_A_TOKEN": "a-token-of-a-tenant-" + "a" * 32,
+        "FORGOTTEN_COPY": "a-token-of-a-tenant-" + "a" * 32,
+    }
+    for name, text in {**held, "HARMLESS": "1"}.items():
+        monkeypatch.setenv(name, text)
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
+    raw = config_of(target="tests.env.code_env:CodeEnv", options={}).model_dump()
+    raw["servers"]["token_env"] = "FLEET_TOKEN"
+    async with Gateway(GatewayConfig.of({**raw, "tenants_file": tenants})) as gateway:
+        address, token = gateway.grpc_address, held["TEAM_A_TOKEN"]
+        client = await AsyncEnvClient.connect(address, token=token)
+        session, _ = await client.open()
+        told = (await session.step({"code": "import os; result = dict(os.environ)"})).info
+        await client.close()
+        assert told["result"]["HARMLESS"] == "1"
+        # The key that session ids are signed with is the one that its servers must have.
+        assert set(held) & set(told["result"]) == {"LUDUS_SESSION_KEY"}

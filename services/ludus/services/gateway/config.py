@@ -209,6 +209,11 @@ class GatewayConfig(_Section):
         except ValidationError as error:
             raise ConfigError(f"{place}: {explain(error)}") from None
 
+    @property
+    def secret_variables(self) -> frozenset[str]:
+        """The environment variables that it reads secrets from, beside those of tenants."""
+        return frozenset({self.token_env, self.servers.token_env, self.session_key_env} - {""})
+
     def session_key(self) -> str:
         """The key from the environment; a random one where only this gateway needs it.
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ludus.env.runtime import run_until_signal
+from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.serving.listeners import (
@@ -223,7 +225,8 @@ class Gateway:
             if name not in self.sources:
                 admission = self.environments[name].admission
                 lifetime_s = self.config.sessions.id_lifetime_s
-                self.sources[name] = _source_of(environment, key, admission, lifetime_s)
+                start = partial(self._local_server, environment, key)
+                self.sources[name] = _source_of(environment, start, admission, lifetime_s)
             source = self.sources[name]
             self._watching[name] = asyncio.create_task(self._watch(name, source))
         settled = asyncio.create_task(self._settle())
@@ -236,6 +239,24 @@ class Gateway:
         for task in watching:
             if task.done():
                 await task
+
+    def _local_server(self, environment: Environment, key: str) -> LocalServer:
+        assert isinstance(environment, SubprocessEnvironment)
+        return LocalServer(
+            environment.target,
+            environment.options,
+            max_sessions=environment.max_sessions,
+            isolation=environment.isolation,
+            extra_arguments=list(environment.arguments),
+            environment={SESSION_KEY_VARIABLE: key},
+            withheld=self._own_variables(),
+        )
+
+    def _own_variables(self) -> frozenset[str]:
+        """Environment variables that no server is to have: tokens, by name or by what they hold."""
+        named = {*self.config.secret_variables, SESSION_KEY_VARIABLE}
+        tokens = {name for name, text in os.environ.items() if self.access.knows(text.strip())}
+        return frozenset(named | tokens)
 
     async def _settle(self) -> None:
         fleets = [one.fleet for one in self.environments.values()]
@@ -276,6 +297,7 @@ def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> Non
         PortInUseError: something else listens there; nothing was started.
         UserError: the configuration cannot work.
     """
+    hide_process()
     gateway = Gateway(config)
     run_until_signal(
         gateway,
@@ -305,7 +327,10 @@ def _link_options(servers: ServersSection) -> LinkOptions:
 
 
 def _source_of(
-    environment: Environment, key: str, admission: Admission, lifetime_s: float
+    environment: Environment,
+    local_server: Callable[[], LocalServer],
+    admission: Admission,
+    lifetime_s: float,
 ) -> EndpointSource:
     fleet = admission.fleet
     match environment:
@@ -313,7 +338,7 @@ def _source_of(
             return StaticSource(environment.addresses)
         case SubprocessEnvironment():
             return SubprocessSource(
-                lambda: _local_server(environment, key),
+                local_server,
                 environment.num_servers,
                 environment.drain_grace_s,
                 fleet.num_sessions_of,
@@ -337,14 +362,3 @@ def _source_of(
             )
             admission.supply = sandboxes
             return sandboxes
-
-
-def _local_server(environment: SubprocessEnvironment, key: str) -> LocalServer:
-    return LocalServer(
-        environment.target,
-        environment.options,
-        max_sessions=environment.max_sessions,
-        isolation=environment.isolation,
-        extra_arguments=list(environment.arguments),
-        environment={SESSION_KEY_VARIABLE: key},
-    )

@@ -37,6 +37,8 @@ class LocalServer:
     """Further options of `python -m ludus.env`; everybody on this machine can read them."""
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """Added to its environment variables: secrets such as LUDUS_SESSION_KEY go there."""
+    withheld: frozenset[str] = frozenset()
+    """Environment variables of this process that it does not get: its owner's own secrets."""
     num_restarts: int = 0
     _process: subprocess.Popen[bytes] | None = None
     _addresses: ServerAddresses | None = None
@@ -71,7 +73,7 @@ class LocalServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self.log_file.open("ab") if self.log_file else errors,
-                    env={**os.environ, **self.environment},
+                    env={**self._inherited(), **self.environment},
                     # A terminal's Ctrl-C is for the owner, which then stops its servers.
                     start_new_session=True,
                 )
@@ -103,6 +105,9 @@ class LocalServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+    def _inherited(self) -> dict[str, str]:
+        return {name: text for name, text in os.environ.items() if name not in self.withheld}
 
     def _command(self, ready_file: Path) -> list[str]:
         ports = self._addresses

@@ -153,6 +153,12 @@ class Access:
             raise self._refusal(AuthFailure.UNKNOWN, "one that no tenant has")
         return tenant
 
+    def knows(self, token: str) -> bool:
+        """True when it is a token of this gateway."""
+        return (
+            self._tenants is not None and _find(self._tenants.digests, token.encode()) is not None
+        )
+
     def renew(self, tenant: Tenant) -> Tenant:
         """The tenant as it is now; for connections that live long.
 
