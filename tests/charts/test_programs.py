@@ -121,7 +121,10 @@ def test_an_environment_server_takes_its_arguments(
         assert listening == ports(server)
         assert given.package
         assert name
-        assert {"LUDUS_SESSION_KEY", "LUDUS_ENV_TOKEN", "POD_UID"} <= variables(server).keys()
+        own = {"LUDUS_SESSION_KEY", "LUDUS_ENV_TOKEN", "POD_UID", "HOME"}
+        assert own <= variables(server).keys()
+        # Those that somebody has chosen are the environment's, and reach its workers.
+        assert set(options.pass_env) == variables(server).keys() - own
         assert spec["terminationGracePeriodSeconds"] >= options.drain_grace_s + 10
 
 

@@ -65,6 +65,10 @@
     - {{ printf "--max-sessions=%d" (int .environment.capacity) | quote }}
     - {{ printf "--drain-grace-s=%d" (int .environment.drainSeconds) | quote }}
     {{- include "ludus.serverArguments" .environment | nindent 4 }}
+    {{- /* Workers get no variables but those that are named. */}}
+    {{- range .environment.env }}
+    - {{ printf "--pass-env=%s" .name | quote }}
+    {{- end }}
   env:
     {{- include "ludus.secretVariable" (dict "name" "LUDUS_SESSION_KEY" "secret" $secret "key" $keys.sessionKey) | nindent 4 }}
     {{- include "ludus.secretVariable" (dict "name" "LUDUS_ENV_TOKEN" "secret" $secret "key" $keys.environmentToken) | nindent 4 }}
