@@ -52,7 +52,7 @@ def main(layer: str, folder: Path, secret: Path, pid: int, asked: list[str]) -> 
 def put_on(layer: str, own: Path) -> None:
     match layer:
         case "user-id":
-            take_user_id(os.getpid(), own, [])
+            take_user_id(os.getpid(), own, [], [])
         case "landlock":
             give_up_privileges()
             restrict_files([*system_paths(), *code_paths(own)], [own])
@@ -64,7 +64,7 @@ def put_on(layer: str, own: Path) -> None:
             give_up_privileges()
             refuse_system_calls()
         case "non-dumpable":
-            take_user_id(os.getpid(), own, [])
+            take_user_id(os.getpid(), own, [], [])
             hide_process()
 
 

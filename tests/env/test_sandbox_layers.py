@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ludus.env.sandbox.kernel import NotOfferedError
 from ludus.env.sandbox.surroundings import (
     code_paths,
     passed_variables,
@@ -19,6 +20,7 @@ from ludus.env.sandbox.surroundings import (
     remove_folder,
     used_bytes,
 )
+from ludus.env.sandbox.user_id import take_user_id
 
 PROGRAM = str(Path(__file__).with_name("one_layer.py"))
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's")
@@ -66,6 +68,18 @@ def test_a_layer_alone_denies_its_part(layer, deeds, folder):
     told = tried(layer, folder, *deeds, "write own")
     assert {deed for deed in deeds if told[deed] == DENIED} == deeds
     assert told["write own"] == "done"
+
+
+@linux
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user id")
+def test_no_user_id_is_taken_that_could_not_use_what_it_must(folder):
+    private = folder / "private"
+    private.mkdir(mode=0o700)
+    (private / "notes").touch()
+    for readable, writable in (([private / "notes"], []), ([], [folder])):
+        with pytest.raises(NotOfferedError, match="which workers need, is closed to other users"):
+            take_user_id(1, folder, readable, writable)
+    assert os.geteuid() == 0
 
 
 @linux

@@ -75,12 +75,14 @@ def confine(
     folder = sandbox.folder_of(worker_id)
     folder.mkdir(mode=0o700)
     use_folder(folder)
-    readable = [*system_paths(), *code, *map(Path, sandbox.readable)]
-    writable = [folder, *device_paths(), *map(Path, sandbox.writable)]
+    named = [Path(path) for path in sandbox.readable]
+    also_writable = [Path(path) for path in sandbox.writable]
+    readable = [*system_paths(), *code, *named]
+    writable = [folder, *device_paths(), *also_writable]
     if not why_shared:
         writable.append(Path("/dev/shm"))
     steps: Iterable[tuple[Layer, Callable[[], object]]] = (
-        (Layer.USER_ID, lambda: take_user_id(pid, folder, code)),
+        (Layer.USER_ID, lambda: take_user_id(pid, folder, [*code, *named], also_writable)),
         (Layer.NO_NEW_PRIVILEGES, give_up_privileges),
         (Layer.LANDLOCK, lambda: restrict_files(readable, writable)),
         (Layer.SIGNAL_SCOPE, require_signal_scope),

@@ -14,22 +14,26 @@ _NUM_IDS = 4_336
 """The ids that systemd, too, takes for services of a moment; a container maps them."""
 _NEEDED = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7}
 """Capabilities: to hand over a folder, to measure and remove it, to end the worker, to change."""
-_READ_BY_OTHERS = stat.S_IROTH | stat.S_IXOTH
 
 
-def take_user_id(number: int, folder: Path, code: Iterable[Path]) -> None:
+def take_user_id(
+    number: int, folder: Path, readable: Iterable[Path], writable: Iterable[Path]
+) -> None:
     """Become a user that nobody else is, who owns the folder.
 
     Args:
         number: ids differ where these do.
-        code: what must stay readable.
+        readable: what must stay so, as the process's own code must.
+        writable: what must stay so.
 
     Raises:
-        NotOfferedError: this process may not, or could not read its own code afterwards.
+        NotOfferedError: this process may not, or could not use one of the paths afterwards.
     """
     _require_capabilities()
-    for path in code:
-        _require_open_to_others(path)
+    for path in readable:
+        _require_open_to_others(path, stat.S_IROTH)
+    for path in writable:
+        _require_open_to_others(path, stat.S_IROTH | stat.S_IWOTH)
     own = _FIRST_ID + number % _NUM_IDS
     os.chown(folder, own, own)
     os.setgroups([])
@@ -47,13 +51,11 @@ def _require_capabilities() -> None:
         raise NotOfferedError(f"root lacks the capabilities {', '.join(lacking)} here")
 
 
-def _require_open_to_others(path: Path) -> None:
+def _require_open_to_others(path: Path, needed: int) -> None:
     if not path.exists():
         return
     found = path.resolve()
-    for one in (found, *found.parents):
-        needed = _READ_BY_OTHERS if one == found and one.is_dir() else stat.S_IXOTH
-        if one == found and not one.is_dir():
-            needed = stat.S_IROTH
-        if one.stat().st_mode & needed != needed:
-            raise NotOfferedError(f"{one}, with code in it, is closed to other users")
+    through = [found, *found.parents] if found.is_dir() else found.parents
+    for one, mode in ((found, needed), *((folder, stat.S_IXOTH) for folder in through)):
+        if one.stat().st_mode & mode != mode:
+            raise NotOfferedError(f"{one}, which workers need, is closed to other users")
