@@ -85,6 +85,8 @@ class ForkServer:
         with contextlib.suppress(OSError, AttributeError):  # only Linux has them
             adopt_orphans()
             hide_process()
+        self._own_children = _children()
+        """What importing the environment has started; it is no worker's."""
         self._why_shared = _why_shared(sandbox)
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
@@ -220,7 +222,7 @@ class ForkServer:
         known = {
             pid for forked in self._workers.values() for pid in (forked.pid, forked.keeper_pid)
         }
-        for pid in _children() - known:
+        for pid in _children() - known - self._own_children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)  # else at the signal that tells of its end
 
