@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import uvicorn
 
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
-from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.options import CoreOptions

@@ -51,6 +51,11 @@ class EndsWithAnInteger(CountingEnv):
         return Transition(super().step(action).observation, reward=1.0, terminated=0)
 
 
+class RewardsWithNaN(CountingEnv):
+    def step(self, action: CountAction):
+        return Transition(super().step(action).observation, reward=float("nan"))
+
+
 class NeverEnds(CountingEnv):
     def step(self, action: CountAction):
         self._over = False
@@ -167,6 +172,7 @@ class DrawsASecret(CountingEnv):
         (UsesGlobalRandomness, "another_session_changes_nothing"),
         (RewardsAReset, "reset_has_no_reward"),
         (EndsWithAnInteger, "flags_and_rewards_have_their_types"),
+        (RewardsWithNaN, "flags_and_rewards_have_their_types"),
         (NeverEnds, "a_step_after_the_end_is_refused"),
         (ObservesTheWrongType, "observations_fit_their_schema"),
         (RemembersTheLastEpisode, "a_second_reset_starts_again"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.asgi.uvicorn_http import HEAD_TIMEOUT_S, MAX_HEAD_BYTES
-from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.sandbox.confine import Layer
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from ludus.services.gateway.config import GatewayConfig

@@ -74,6 +74,10 @@ class ErrorCode(StrEnum):
     REPLAY_MISMATCH = "REPLAY_MISMATCH"
 
 
+MAX_ERROR_CHARS = 16_384
+"""Of the message of an EnvError; the rest is left out."""
+
+
 class LudusError(Exception):
     """Root of every error that Ludus raises on purpose."""
 
@@ -104,6 +108,7 @@ class EnvError(LudusError):
     def __init__(
         self, message: str, code: ErrorCode | None = None, retry_after_s: float = 0.0
     ) -> None:
+        message = _sendable(message)
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
@@ -294,6 +299,21 @@ def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvE
     except ValueError:
         return ExecutionError(f"{message} (code: {code})")
     return _CLASS_OF_CODE[known](message, known, retry_after_s)
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, as every wire can carry it; a word where it cannot be asked."""
+    try:
+        return _sendable(str(error))
+    except BaseException:  # noqa: BLE001 - the boundary to foreign code: its own __str__ raised
+        return "(no message)"
+
+
+def _sendable(message: str) -> str:
+    """The message bounded, and without lone surrogates."""
+    if len(message) > MAX_ERROR_CHARS:
+        message = f"{message[:MAX_ERROR_CHARS]}..."
+    return message if message.isascii() else message.encode(errors="backslashreplace").decode()
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

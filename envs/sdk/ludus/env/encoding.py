@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,12 +12,15 @@ import orjson
 from pydantic import ValidationError
 
 from ludus.env.environment import TextRenderer
+from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.types import Action, JsonObject, Transition
-from ludus.proto.errors import ErrorCode, InvalidCallError
+from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
 
 MAX_SEED = 2**64 - 1
 _DRAWN_SEED_BITS = 32
 """Some environments take no larger seed."""
+_TENSOR_KINDS = frozenset("biufc")
+"""Booleans, integers, floating and complex numbers: what every client can read."""
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -86,8 +90,9 @@ class EncodedResult:
     def num_bytes(self) -> int:
         """About how much room it takes in a message."""
         num_bytes = 128 + len(self.observation_json) + len(self.info_json)
+        num_bytes += len(self.metadata_json)
         if self.text is not None:
-            num_bytes += len(self.text.messages_json)
+            num_bytes += len(self.text.messages_json) + _num_bytes_of(self.text.legal_answers)
         if self.tensors:
             num_bytes += sum(array.nbytes for array in self.tensors.values())
         return num_bytes
@@ -96,25 +101,59 @@ class EncodedResult:
 def encode_transition(
     transition: Transition[Any], renderer: TextRenderer[Any, Any] | None, step_index: int
 ) -> EncodedResult:
-    """The transition with everything that varies turned into JSON, and its text view."""
+    """The transition with everything that varies turned into JSON, and its text view.
+
+    Raises:
+        ExecutionError: it holds what no wire can carry; other errors are of the same kind.
+    """
     text = None
     if renderer is not None:
         observation = transition.observation
         messages = renderer.render(observation, first=step_index == 0)
-        text = EncodedText(orjson.dumps(messages), renderer.legal_answers(observation))
+        text = EncodedText(
+            orjson.dumps(messages), _checked_answers(renderer.legal_answers(observation))
+        )
     observation_json, metadata = transition.encoded_observation()
     reward, info = transition.reward, transition.info
-    return EncodedResult(
+    encoded = EncodedResult(
         step_index,
         observation_json,
         _json_of(metadata) if metadata else b"",
         _json_of(info) if info else b"",
-        None if reward is None else float(reward),
+        None if reward is None else _checked_reward(reward),
         bool(transition.terminated),
         bool(transition.truncated),
-        transition.tensors,
+        _checked_tensors(transition.tensors) if transition.tensors else {},
         text,
     )
+    check_size("an observation with what belongs to it", encoded.num_bytes)
+    return encoded
+
+
+def check_size(what: str, num_bytes: int) -> None:
+    """Refuse what is too large to travel.
+
+    Raises:
+        ExecutionError: it has more than `MAX_RESULT_BYTES`.
+    """
+    if num_bytes > MAX_RESULT_BYTES:
+        raise ExecutionError(
+            f"expected {what} of at most {MAX_RESULT_BYTES} bytes, got {num_bytes}"
+        )
+
+
+def plain_json(value: JsonObject, what: str) -> bytes:
+    """A part of a call as it travels on: parsers take deeper nesting than writers do.
+
+    Raises:
+        InvalidCallError: it is nested too deep.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise InvalidCallError(
+            f"expected {what} that is plain JSON, at most 254 levels deep: {error}"
+        ) from None
 
 
 def decode_action(action_type: type[Action], action_json: bytes) -> Action:
@@ -142,6 +181,44 @@ def _invalid_action(action_type: type[Action], error: ValidationError) -> Invali
     return InvalidCallError(
         f"expected an action of type {action_type.__name__} ({fields}): {described}"
     )
+
+
+def _checked_reward(reward: Any) -> float:
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ExecutionError(f"expected a reward that is a finite number or None, got {value}")
+    return value
+
+
+def _checked_answers(answers: Any) -> list[str]:
+    try:
+        if type(answers) is not list:
+            raise TypeError
+        _num_bytes_of(answers)
+    except (TypeError, UnicodeEncodeError):
+        raise ExecutionError(
+            f"expected legal_answers to be a list of strings, got {answers!a:.200}"
+        ) from None
+    return answers
+
+
+def _num_bytes_of(answers: list[str]) -> int:
+    """About what the answers take in a message; joining them looks at their types, too."""
+    return len("".join(answers).encode()) + 4 * len(answers)
+
+
+def _checked_tensors(tensors: Any) -> dict[str, np.ndarray]:
+    for name, array in tensors.items():
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in _TENSOR_KINDS:
+            got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ExecutionError(
+                f"expected tensor {name!r} to be a NumPy array of numbers, got {got}"
+            )
+        if not isinstance(name, str):
+            raise ExecutionError(f"expected names of tensors to be strings, got {name!r}")
+        name.encode()
+    checked: dict[str, np.ndarray] = tensors
+    return checked
 
 
 def _json_of(value: JsonObject) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -55,6 +56,8 @@ def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
         reward = transition.reward
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
         expect(reward is None or is_number, "a reward that is a float or None", repr(reward))
+        is_finite = reward is None or math.isfinite(reward)
+        expect(is_finite, "a reward that is a finite number or None", repr(reward))
 
 
 def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:

@@ -11,24 +11,23 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from typing import TypeAlias
 
-import orjson
-
 from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
-    MAX_BATCH_BYTES,
     fill_error,
     fill_opened,
     fill_result,
     read_action,
+    read_object,
     read_open_args,
     read_reset_args,
     session_of,
 )
 from ludus.env.security.tracing import server_span
+from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
-from ludus.env.types import JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+from ludus.proto.errors import ErrorCode, InvalidCallError
 
 Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
 MAX_GROUP_SIZE = 4096
@@ -110,7 +109,7 @@ class CallServer:
 
     async def _call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
         """Call a tool."""
-        arguments = _read_arguments(request.arguments_json)
+        arguments = read_object(request.arguments_json, "arguments_json")
         response.result_json = await self._sessions.call_tool(
             request.session_id, request.name, arguments
         )
@@ -227,8 +226,8 @@ class CallServer:
                         " call_tool, detach, close; got an empty call",
                         ErrorCode.UNKNOWN_TYPE,
                     )
-        except EnvError as error:
-            fill_error(reply.error, error, session_of(call))
+        except Exception as error:  # noqa: BLE001 - one call's failure must not end the stream
+            fill_failure(reply, error, session_of(call))
 
     async def _end(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         if call.HasField("close"):
@@ -244,8 +243,8 @@ class CallServer:
     async def _step_or_error(self, request: pb.StepRequest, reply: pb.StepReply) -> None:
         try:
             await self._step(request, reply.result)
-        except EnvError as error:
-            fill_error(reply.error, error, request.session_id)
+        except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
+            fill_failure(reply, error, request.session_id)
 
 
 def _step_now(
@@ -260,11 +259,16 @@ def _step_now(
             is_plain = kind == "action_json" and not request.tensors
             action = request.action_json if is_plain else read_action(request)
             result = immediate.step_now(session_id, action, request.step_index)
-    except EnvError as error:
-        fill_error(reply.error, error, session_id)
+        fill_result(reply.result, session_id, result)
+    except Exception as error:  # noqa: BLE001 - one step's failure must not end the stream
+        fill_failure(reply, error, session_id)
         return None
-    fill_result(reply.result, session_id, result)
     return result
+
+
+def fill_failure(reply: pb.Reply | pb.StepReply, error: Exception, session_id: str) -> None:
+    """Let a reply say what went wrong, in the place of whatever it was half filled with."""
+    fill_error(reply.error, as_env_error(error), session_id)
 
 
 def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
@@ -365,15 +369,3 @@ class ReplyWriter:
                     batch, num_bytes = pb.ReplyBatch(), 0
             if batch.replies:
                 await self._write(batch)
-
-
-def _read_arguments(arguments_json: bytes) -> JsonObject:
-    try:
-        arguments = orjson.loads(arguments_json or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise InvalidCallError(
-            f"expected arguments_json to be a JSON object: {error}", ErrorCode.INVALID_JSON
-        ) from error
-    if not isinstance(arguments, dict):
-        raise InvalidCallError(f"expected arguments_json to be a JSON object, got {arguments!r}")
-    return arguments

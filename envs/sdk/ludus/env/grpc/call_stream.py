@@ -17,7 +17,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from ludus.env.messages.protobuf import MAX_BATCH_BYTES, read_error
+from ludus.env.limits import MAX_BATCH_BYTES
+from ludus.env.messages.protobuf import read_error
 from ludus.env.security.tracing import fill_trace, is_traced
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import CallTimeoutError, LudusError, SessionLostError

@@ -33,6 +33,7 @@ from ludus.env.asgi.socket import SessionSockets
 from ludus.env.encoding import EncodedResult
 from ludus.env.http.health import health_routes
 from ludus.env.http.websocket import WebSocketWire
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
 from ludus.env.messages.openenv import (
@@ -46,10 +47,10 @@ from ludus.env.messages.openenv import (
     observation_payload,
     reset_args,
 )
-from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
+from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError
@@ -88,7 +89,9 @@ def build_app(
         WebSocketRoute("/ws", WebSocketWire(sessions, sockets, spare, mcp)),
         WebSocketRoute("/mcp", McpSocket(mcp, sessions, sockets)),
     ]
-    app.add_exception_handler(EnvError, _error_handler(sessions))
+    answer_error = _error_handler(sessions)
+    app.add_exception_handler(EnvError, answer_error)
+    app.add_exception_handler(Exception, answer_error)
     app.add_exception_handler(RequestValidationError, _refuse_invalid)
     app.add_middleware(RefuseForeignOrigins)
     app.add_middleware(_ContinueTrace)
@@ -172,7 +175,7 @@ def _json(body: bytes, headers: dict[str, str] | None = None) -> Response:
 
 def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EnvError), "registered for EnvError only"
+        error = as_env_error(error)
         if isinstance(error.__cause__, ValidationError):
             detail: Any = faults(error.__cause__)
         else:

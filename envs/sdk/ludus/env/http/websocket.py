@@ -46,6 +46,7 @@ from ludus.env.messages.openenv import (
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
+from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.sessions.tombstones import Ended
 from ludus.env.types import JsonObject
@@ -200,10 +201,10 @@ class _Conversation:
         except SessionLostError as error:
             self._is_over = True
             return frame("error", self._error_data(error))
-        except EnvError as error:
-            return frame("error", self._error_data(error))
         except ValidationError as error:
             return frame("error", validation_error_data(error))
+        except Exception as error:  # noqa: BLE001 - the socket and its session live on
+            return frame("error", self._error_data(as_env_error(error)))
 
     def _answer_now(self, text: bytes) -> bytes | None:
         """The reply to a step that can be taken at once; None for whatever takes more."""
@@ -212,11 +213,11 @@ class _Conversation:
             if plain is None or self._mcp.understands(plain[0]):
                 return None
             result = self._step_now(self._session_id, action_json(plain[0]), plain[1])
+            return self._observation(result)
         except (SessionLostError, orjson.JSONDecodeError):
             return None
-        except EnvError as error:
-            return frame("error", self._error_data(error))
-        return self._observation(result)
+        except Exception as error:  # noqa: BLE001 - the socket and its session live on
+            return frame("error", self._error_data(as_env_error(error)))
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
         plain = _plain_step(raw, self._upstream)

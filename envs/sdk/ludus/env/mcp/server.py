@@ -31,6 +31,7 @@ from ludus.env.mcp.tools import (
     step_with_tools,
 )
 from ludus.env.messages.openenv import error_data
+from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -135,8 +136,8 @@ class McpServer:
             return {"jsonrpc": "2.0", "id": request_id, "result": await call(params, caller)}
         except McpError as error:
             return error_response(request_id, error)
-        except EnvError as error:
-            return error_response(request_id, self._error_of(error))
+        except Exception as error:  # noqa: BLE001 - every request is answered in JSON-RPC
+            return error_response(request_id, self._error_of(as_env_error(error)))
 
     async def reply(self, request: JsonObject, caller: McpCaller) -> JsonObject:
         """The same where every request gets a reply, as on `/ws`."""

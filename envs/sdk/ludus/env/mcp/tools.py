@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs
+from ludus.env.encoding import MAX_SEED, EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.openenv import action_json, ludus_payload
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
@@ -97,6 +97,7 @@ async def call_environment_tool(
         InfrastructureError: the session is gone, or cannot be reached.
     """
     try:
+        plain_json(arguments, "arguments")
         return _tool_result(await sessions.call_tool(session_id, name, arguments), [])
     except InfrastructureError:
         raise
@@ -127,6 +128,7 @@ async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObjec
     if all(tool.name != name for tool in tools):
         return _payload(_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
     try:
+        plain_json(arguments, "arguments")
         returned = await sessions.call_tool(session_id, name, arguments)
     except CallTimeoutError as error:
         return _payload(_failed_call(name, "timeout", error.message))

@@ -14,10 +14,10 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
+from ludus.proto.errors import EnvError, ErrorCode, message_of
 
 MAX_FAULTS_BYTES = 65_536
 """Beyond this a refusal leaves out the input that it refuses."""
@@ -109,7 +109,7 @@ def reset_args(
     request = ResetRequest.model_validate(data)
     options = request.model_extra or {}
     if options:
-        action_json(options)  # what JSON cannot carry on ends here
+        plain_json(options, "reset options")
     if lenient:
         options = {k: v for k, v in options.items() if description.takes_option(k)}
     return ResetArgs(request.seed, request.episode_id or "", options)
@@ -121,12 +121,7 @@ def action_json(action: JsonObject) -> bytes:
     Raises:
         InvalidCallError: it is nested deeper than any action is.
     """
-    try:
-        return orjson.dumps(action)
-    except TypeError as error:
-        raise InvalidCallError(
-            f"expected an action that is plain JSON, at most 254 levels deep: {error}"
-        ) from None
+    return plain_json(action, "an action")
 
 
 def observation_frame(result: EncodedResult) -> bytes:
@@ -223,7 +218,7 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
     elif isinstance(cause, ValidationError):
         data |= validation_error_data(cause) if upstream else {"errors": faults(cause)}
     elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
-        data["message"] = str(cause)
+        data["message"] = message_of(cause)
     return data
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs
+from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
 from ludus.env.sessions.interface import OpenArgs, Opened
 from ludus.env.types import EnvironmentDescription, JsonObject, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -19,9 +19,6 @@ CONNECTED_KEY = "ludus-connected"
 """In the first metadata of a Connect stream: the server has accepted it."""
 ENVIRONMENT_KEY = "ludus-env"
 """Metadata that choose an environment at a gateway."""
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-MAX_BATCH_BYTES = 4 * 1024 * 1024
-"""A batch that has grown beyond this is sent and the next one begun."""
 
 
 def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
@@ -125,20 +122,31 @@ def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
     """The arguments of a reset.
 
     Raises:
-        InvalidCallError: `options_json` is no JSON object.
+        InvalidCallError: `options_json` is no JSON object, or nested too deep.
     """
-    options: JsonObject = {}
-    if message.options_json:
-        try:
-            options = orjson.loads(message.options_json)
-        except orjson.JSONDecodeError as error:
-            raise InvalidCallError(
-                f"expected options_json to be a JSON object: {error}", ErrorCode.INVALID_JSON
-            ) from error
-        if not isinstance(options, dict):
-            raise InvalidCallError(f"expected options_json to be a JSON object, got {options!r}")
+    options = read_object(message.options_json, "options_json")
     seed = message.seed if message.HasField("seed") else None
     return ResetArgs(seed, message.episode_id, options)
+
+
+def read_object(text: bytes, what: str) -> JsonObject:
+    """The JSON object in a field of a call; an empty field is an empty object.
+
+    Raises:
+        InvalidCallError: it is none, or nested too deep to travel on.
+    """
+    if not text:
+        return {}
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidCallError(
+            f"expected {what} to be a JSON object: {error}", ErrorCode.INVALID_JSON
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidCallError(f"expected {what} to be a JSON object, got {found!r:.200}")
+    plain_json(found, what)
+    return found
 
 
 def read_action(message: pb.StepRequest) -> bytes | str:

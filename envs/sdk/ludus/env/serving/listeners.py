@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from ludus.env.asgi.uvicorn_http import BoundedHttp
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
-from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
 from ludus.proto.errors import ConfigError, PortInUseError
 

@@ -18,10 +18,11 @@ from typing import Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
+from ludus.env.sessions.failures import failure
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import CapacityError, ErrorCode, ExecutionError
+from ludus.proto.errors import CapacityError, ErrorCode
 
 _log = logging.getLogger(__name__)
 
@@ -217,14 +218,13 @@ def build_session(
         CapacityError: the environment is one of those that a process holds one at a time.
     """
     try:
-        environment = factory()
+        return Session(session_id, factory(), with_text=with_text)
     except CapacityError:
         raise
-    except Exception as error:
+    except BaseException as error:  # the boundary to foreign code
         _log.exception("environment factory %s failed", name)
-        raise ExecutionError(
-            f"Environment factory '{name}' failed to create instance."
-            f" {type(error).__name__}: {error}",
+        raise failure(
+            f"Environment factory '{name}' failed to create instance. ",
+            error,
             ErrorCode.FACTORY_ERROR,
         ) from error
-    return Session(session_id, environment, with_text=with_text)

@@ -10,15 +10,21 @@ from typing import Any, TypeVar
 
 import orjson
 
-from ludus.env.encoding import EncodedResult, ResetArgs, decode_action, encode_transition
+from ludus.env.encoding import (
+    EncodedResult,
+    ResetArgs,
+    check_size,
+    decode_action,
+    encode_transition,
+)
 from ludus.env.environment import AnyEnvironment, TextRenderer
+from ludus.env.sessions.failures import failure, is_whole
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
     EnvError,
     EpisodeStateError,
     ErrorCode,
-    ExecutionError,
     InvalidCallError,
 )
 
@@ -30,7 +36,9 @@ ResultT = TypeVar("ResultT")
 class Session:
     """An environment with its episode's progress; knows no wire, no clock and no thread.
 
-    Its methods must not run in two threads at once; who hosts it sees to that.
+    Its methods must not run in two threads at once; who hosts it sees to that. They raise nothing
+    but EnvError, whatever the environment raises: none of them waits, so that also a cancellation
+    or the end of the process can only be the environment's own idea.
     """
 
     __slots__ = (
@@ -72,10 +80,9 @@ class Session:
         self._last = None
         try:
             transition = self._environment.reset(seed=args.seed, **options)
-        except EnvError:
-            raise
-        except Exception as error:  # the boundary to foreign code
-            raise self._failed("reset", error, self._built_with()) from error
+        except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+            told = self._told("reset", error, self._built_with())
+            raise told from told.__cause__
         self._episode_id = args.episode_id or None
         return self._advance(transition, 0)
 
@@ -101,17 +108,11 @@ class Session:
                 " call reset to start the next one",
                 ErrorCode.EPISODE_OVER,
             )
-        environment = self._environment
-        if isinstance(action, bytes):
-            typed_action: Any = decode_action(environment.action_type, action)
-        else:
-            typed_action = self._parsed(action)
         try:
-            transition = environment.step(typed_action)
-        except EnvError:
-            raise
-        except Exception as error:  # the boundary to foreign code
-            raise self._failed("step", error) from error
+            transition = self._environment.step(self._typed(action))
+        except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+            told = self._told("step", error)
+            raise told from told.__cause__
         return self._advance(transition, last.step_index + 1)
 
     def state_json(self) -> bytes:
@@ -122,22 +123,27 @@ class Session:
 
     def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool of the environment returned, as JSON."""
-        return self._guarded(
-            "call_tool", lambda: orjson.dumps(self._environment.call_tool(name, arguments))
-        )
+        return self._guarded("call_tool", lambda: self._returned(name, arguments))
 
     def close(self) -> None:
         """Free what the environment holds; a failure is logged, not raised."""
         try:
             self._environment.close()
-        except Exception:  # noqa: BLE001 - foreign code; the session is gone either way
+        except BaseException:  # noqa: BLE001 - foreign code; the session is gone either way
             _log.exception("close of %s failed", type(self._environment).__name__)
+
+    def _returned(self, name: str, arguments: JsonObject) -> bytes:
+        result = orjson.dumps(self._environment.call_tool(name, arguments))
+        check_size(f"a result of tool '{name}'", len(result))
+        return result
 
     def _state_of_environment(self) -> bytes:
         state = self._environment.state
         if state.episode_id is None and self._episode_id is not None:
             state = state.model_copy(update={"episode_id": self._episode_id})
-        return state.__pydantic_serializer__.to_json(state)
+        state_json = state.__pydantic_serializer__.to_json(state)
+        check_size("a state", len(state_json))
+        return state_json
 
     def _repeated(self, last: EncodedResult, step_index: int) -> EncodedResult:
         if step_index == last.step_index:
@@ -148,7 +154,9 @@ class Session:
             ErrorCode.STEP_CONFLICT,
         )
 
-    def _parsed(self, text: str) -> Any:
+    def _typed(self, action: bytes | str) -> Any:
+        if isinstance(action, bytes):
+            return decode_action(self._environment.action_type, action)
         renderer = self._environment.text_renderer
         if renderer is None:
             raise ActionParseError(
@@ -156,7 +164,11 @@ class Session:
             )
         transition = self._transition
         assert transition is not None, "steps come after a reset"
-        return self._guarded("parse", lambda: renderer.parse(text, transition.observation))
+        try:
+            return renderer.parse(action, transition.observation)
+        except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+            told = self._told("parse", error)
+            raise told from told.__cause__
 
     def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
         # When encoding fails the step has happened but has no answer: nothing can be
@@ -165,20 +177,17 @@ class Session:
         self._transition = transition
         try:
             self._last = encoded = encode_transition(transition, self._renderer, step_index)
-        except EnvError:
-            raise
-        except Exception as error:  # the boundary to foreign code
-            raise self._failed("encoding", error) from error
+        except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+            told = self._told("encoding", error)
+            raise told from told.__cause__
         return encoded
 
     def _guarded(self, what: str, call: Callable[[], ResultT]) -> ResultT:
-        """The call's value; whatever the environment's code raises becomes an ExecutionError."""
         try:
             return call()
-        except EnvError:
-            raise
-        except Exception as error:  # the boundary to foreign code
-            raise self._failed(what, error) from error
+        except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
+            told = self._told(what, error)
+            raise told from told.__cause__
 
     def _built_with(self) -> str:
         """The options that a failed reset may come from."""
@@ -189,9 +198,12 @@ class Session:
         said = "see that each option has the type that it expects"
         return f"; the environment was built with {options}, {said}" if options else ""
 
-    def _failed(self, what: str, error: Exception, more: str = "") -> ExecutionError:
+    def _told(self, what: str, error: BaseException, more: str = "") -> EnvError:
+        """What the caller is told; an EnvError that was raised on purpose stays as it is."""
+        if is_whole(error):
+            return error
         _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
-        return ExecutionError(f"{what} failed with {type(error).__name__}: {error}{more}")
+        return failure(f"{what} failed with ", error, more=more)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.messages.openenv import read_tensors_json
-from ludus.env.messages.protobuf import MAX_MESSAGE_BYTES
 from ludus.env.security.client_tls import ssl_context
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs

@@ -25,26 +25,27 @@ from pathlib import Path
 import orjson
 
 from ludus.env.contract.determinism import is_deterministic
+from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
-    MAX_BATCH_BYTES,
     describe_message,
     fill_error,
     fill_result,
     read_action,
+    read_object,
     read_reset_args,
 )
+from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.hosts import build_session, describe_environment
 from ludus.env.sessions.session import Session
 from ludus.env.targets.targets import TargetFactory
-from ludus.env.workers.protocol import MAX_FRAME_BYTES, frame_of, read_frame
+from ludus.env.workers.protocol import frame_of, read_frame
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
-    EnvError,
     ErrorCode,
-    ExecutionError,
     InvalidCallError,
     SessionLostError,
     UserError,
+    message_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
     except UserError as failure:
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=str(failure))
     except BaseException as failure:  # noqa: BLE001 - the boundary to foreign code
-        message = f"'{factory.target}' failed with {type(failure).__name__}: {failure}"
+        message = f"'{factory.target}' failed with {type(failure).__name__}: {message_of(failure)}"
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
     facts_json = orjson.dumps(asdict(facts))
     for frame in (error.SerializeToString(), described.SerializeToString(), facts_json):
@@ -125,19 +126,11 @@ class WorkerSessions:
         kind = call.WhichOneof("call")
         session_id = "" if kind is None else getattr(getattr(call, kind), "session_id", "")
         try:
-            num_bytes = self._answer(kind, session_id, call, reply)
-            if num_bytes > MAX_FRAME_BYTES // 2:
-                raise ExecutionError(
-                    f"expected an answer of at most {MAX_FRAME_BYTES // 2} bytes, got {num_bytes}"
-                )
-        except EnvError as error:
-            fill_error(reply.error, error, session_id)
-        except BaseException as error:  # noqa: BLE001 - sys.exit() in foreign code
-            failure = ExecutionError(f"{kind} failed with {type(error).__name__}: {error}")
-            fill_error(reply.error, failure, session_id)
-        else:
-            return num_bytes
-        return len(reply.error.message)
+            return self._answer(kind, session_id, call, reply)
+        except Exception as error:  # noqa: BLE001 - one call's failure must not end the worker
+            failed = as_env_error(error)
+            fill_error(reply.error, failed, session_id)
+            return len(failed.message)
 
     def close_all(self) -> None:
         """Close every environment."""
@@ -155,9 +148,9 @@ class WorkerSessions:
                 reply.open.session_id = session_id
                 return 0
             case "close":
-                session = self._sessions.pop(session_id, None)
-                if session is not None:
-                    session.close()
+                closed = self._sessions.pop(session_id, None)
+                if closed is not None:
+                    closed.close()
                 reply.close.SetInParent()
                 return 0
             case "state":
@@ -165,7 +158,8 @@ class WorkerSessions:
                 return len(reply.state.state_json)
             case "call_tool":
                 reply.call_tool.result_json = self._find(session_id).call_tool(
-                    call.call_tool.name, orjson.loads(call.call_tool.arguments_json)
+                    call.call_tool.name,
+                    read_object(call.call_tool.arguments_json, "arguments_json"),
                 )
                 return len(reply.call_tool.result_json)
             case _:

@@ -14,9 +14,10 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
+from ludus.env.limits import MAX_FRAME_BYTES
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
-from ludus.env.workers.protocol import FRAME_HEADER, MAX_FRAME_BYTES, WorkerLimits, frame_of, parsed
+from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, frame_of, parsed
 from ludus.proto.env.v1 import env_pb2 as pb
 
 _FOR_EVER_S = 1e8

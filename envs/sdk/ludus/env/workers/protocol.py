@@ -26,8 +26,6 @@ from ludus.env.targets.importable import FactoryName
 
 MessageT = TypeVar("MessageT")
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A worker that sends more at once is taken for broken."""
 FRAME_HEADER = struct.Struct("<I")
 ORDER = struct.Struct("<BIH")
 """Order, worker id (or a length), and the worker's threads or milliseconds to check."""

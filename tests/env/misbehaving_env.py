@@ -1,0 +1,214 @@
+"""An environment that does what no environment should, in whichever of its parts it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ludus.env import Action, Environment, Message, Observation, State, Transition
+from ludus.env.limits import MAX_RESULT_BYTES
+from ludus.env.types import Tool
+from ludus.proto.errors import EnvError
+
+
+class Phase(StrEnum):
+    """Where it happens."""
+
+    BUILD = "build"
+    RESET = "reset"
+    STEP = "step"
+    RENDER = "render"
+    ANSWERS = "answers"
+    PARSE = "parse"
+    STATE = "state"
+    TOOL = "tool"
+    CLOSE = "close"
+
+
+class HollowError(EnvError):
+    """An EnvError without code and message."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class SpeechlessError(Exception):
+    """An error that cannot be asked what it says."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+RAISES: dict[str, Callable[[], Any]] = {
+    "ValueError": lambda: _raise(ValueError("unlucky")),
+    "SystemExit": lambda: _raise(SystemExit(7)),
+    "KeyboardInterrupt": lambda: _raise(KeyboardInterrupt()),
+    "GeneratorExit": lambda: _raise(GeneratorExit()),
+    "CancelledError": lambda: _raise(asyncio.CancelledError()),
+    "StopIteration": lambda: _raise(StopIteration()),
+    "a surrogate": lambda: _raise(ValueError("\ud800 is no text")),
+    "a long message": lambda: _raise(ValueError("long " * 50_000)),
+    "an error without words": lambda: _raise(SpeechlessError()),
+    "an error without code": lambda: _raise(HollowError()),
+    "recursion": lambda: RAISES["recursion"](),
+}
+HANG = "hang"
+_STRANGE_RESULTS: dict[str, Callable[[Transition[Any]], Any]] = {
+    "None": lambda good: None,
+    "a reward of NaN": lambda good: Transition(good.observation, reward=float("nan")),
+    "an infinite reward": lambda good: Transition(good.observation, reward=float("-inf")),
+    "a reward that is a word": lambda good: Transition(good.observation, reward="much"),
+    "a tensor that is a list": lambda good: Transition(good.observation, tensors={"a": [1, 2]}),
+    "a tensor of objects": lambda good: Transition(
+        good.observation, tensors={"a": np.array([object()])}
+    ),
+    "a tensor without a name": lambda good: Transition(good.observation, tensors={3: np.zeros(2)}),
+    "info that is no JSON": lambda good: Transition(good.observation, info={"what": object()}),
+    "info with a surrogate": lambda good: Transition(good.observation, info={"what": "\ud800"}),
+    "too much": lambda good: Transition(
+        good.observation, tensors={"a": np.zeros(MAX_RESULT_BYTES + 1, np.uint8)}
+    ),
+}
+_STRANGE_ANSWERS: dict[str, Any] = {
+    "integers": [1, 2],
+    "a word": "ADD",
+    "a surrogate": ["\ud800"],
+    "None": None,
+}
+STRANGE: dict[Phase, dict[str, Any]] = {
+    Phase.RESET: _STRANGE_RESULTS,
+    Phase.STEP: _STRANGE_RESULTS,
+    Phase.RENDER: {"a surrogate": [{"role": "user", "content": "\ud800"}], "a set": {1}},
+    Phase.ANSWERS: _STRANGE_ANSWERS,
+    Phase.STATE: {"None": None, "a word": "state"},
+    Phase.TOOL: {"a set": {1}, "a surrogate": {"what": "\ud800"}},
+}
+
+
+class MoveAction(Action):
+    """Adds a number; `deed` says what to do wrong in this step."""
+
+    add: int = 1
+    deed: str = ""
+    phase: Phase = Phase.STEP
+
+
+class MoveObservation(Observation):
+    """The sum so far."""
+
+    total: int
+
+
+class MoveState(State):
+    """The sum so far."""
+
+    total: int = 0
+
+
+class _Renderer:
+    def __init__(self, environment: MisbehavingEnv) -> None:
+        self._environment = environment
+
+    def render(self, observation: MoveObservation, *, first: bool) -> list[Message]:
+        good: list[Message] = [{"role": "user", "content": f"Total {observation.total}."}]
+        return self._environment.does(Phase.RENDER, good)
+
+    def parse(self, text: str, observation: MoveObservation) -> MoveAction:
+        return self._environment.does(Phase.PARSE, MoveAction())
+
+    def legal_answers(self, observation: MoveObservation) -> list[str]:
+        return self._environment.does(Phase.ANSWERS, ["ADD"])
+
+
+class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
+    """Adds numbers for ever.
+
+    Args:
+        folder: while it holds a file `build`, nothing can be built; the file names the deed.
+    """
+
+    action_type = MoveAction
+    observation_type = MoveObservation
+    state_type = MoveState
+    name = "misbehaving"
+
+    def __init__(self, folder: str) -> None:
+        self._total = 0
+        self._deeds: dict[Phase, str] = {}
+        self.text_renderer = _Renderer(self)
+        told = Path(folder) / "build"
+        if told.exists():
+            self._deeds[Phase.BUILD] = told.read_text()
+        self.does(Phase.BUILD, None)
+
+    @property
+    def tools(self) -> list[Tool]:
+        return [Tool("look", "Looks.", {"type": "object"})]
+
+    def does(self, phase: Phase, good: Any) -> Any:
+        """What is right in this phase, once the deed is done."""
+        deed = self._deeds.pop(phase, "")
+        if deed == HANG:
+            threading.Event().wait()
+        if deed in RAISES:
+            RAISES[deed]()
+        if not deed:
+            return good
+        strange = STRANGE[phase][deed]
+        return strange(good) if callable(strange) else strange
+
+    def reset(
+        self, *, seed: int | None = None, deed: str = "", phase: str = ""
+    ) -> Transition[MoveObservation]:
+        self._total = 0
+        if deed:
+            self._deeds = {Phase(phase): deed}
+        return self.does(Phase.RESET, Transition(MoveObservation(total=0)))
+
+    def step(self, action: MoveAction) -> Transition[MoveObservation]:
+        if action.deed:
+            self._deeds = {action.phase: action.deed}
+        self._total += action.add
+        return self.does(Phase.STEP, Transition(MoveObservation(total=self._total), reward=1.0))
+
+    @property
+    def state(self) -> MoveState:
+        return self.does(Phase.STATE, MoveState(total=self._total))
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self.does(Phase.TOOL, {"seen": self._total})
+
+    def close(self) -> None:
+        self.does(Phase.CLOSE, None)
+
+
+class MisbehavingOnLoopEnv(MisbehavingEnv):
+    """The same on the server's event loop."""
+
+    steps_on_event_loop = True
+
+
+HOSTS: dict[str, tuple[type[MisbehavingEnv], dict[str, Any]]] = {
+    "event loop": (MisbehavingOnLoopEnv, {}),
+    "threads": (MisbehavingEnv, {"num_threads": 4}),
+    "pool": (MisbehavingOnLoopEnv, {"isolation": "pool", "num_workers": 1}),
+    "pool, threads": (MisbehavingEnv, {"isolation": "pool", "num_workers": 1, "num_threads": 4}),
+    "process": (MisbehavingOnLoopEnv, {"isolation": "process"}),
+}
+
+
+def factory_in(folder: Path, host: str) -> tuple[Callable[[], MisbehavingEnv], dict[str, Any]]:
+    """The factory and the server's options that let it live there."""
+    environment, options = HOSTS[host]
+    return partial(environment, folder=str(folder)), options

@@ -1,0 +1,178 @@
+"""What an environment does wrong, where, and on which host: its own caller alone is told.
+
+Every row is one deed in one phase. The session in which it happens gets its error and plays on;
+another session of the same server, opened before, notices nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.proto.errors import EnvError
+from tests.env.misbehaving_env import HOSTS, RAISES, STRANGE, Phase, factory_in
+from tests.env.polling import eventually, settled
+from tests.env.served import WIRES, address_of, running
+
+pytestmark = pytest.mark.slow
+
+ROWS = [
+    (phase, deed)
+    for phase in Phase
+    if phase is not Phase.BUILD
+    for deed in (*RAISES, *STRANGE.get(phase, ()))
+]
+AGREED = "no error"
+"""What its caller is told of a close: the session is gone either way."""
+
+
+async def done(session: AsyncSession, phase: Phase, deed: str) -> None:
+    """Make the session do it."""
+    told = {"deed": deed, "phase": phase}
+    match phase:
+        case Phase.RESET:
+            await session.reset(options=told)
+        case Phase.STATE | Phase.TOOL | Phase.PARSE:
+            await session.step({"add": 1, **told})
+            if phase is Phase.STATE:
+                await session.state()
+            elif phase is Phase.TOOL:
+                await session.call_tool("look", {})
+            else:
+                await session.step("ADD")
+        case Phase.CLOSE:
+            await session.step({"add": 1, **told})
+            await session.close()
+        case _:
+            await session.step({"add": 1, **told})
+
+
+class Neighbour:
+    """Somebody else's session on the same server."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+        self._total = 0
+
+    async def plays_on(self) -> bool:
+        """True when its next step follows its last one."""
+        self._total += 1
+        return (await self._session.step({"add": 1})).observation["total"] == self._total
+
+
+async def outcome_of(
+    client: AsyncEnvClient, neighbour: Neighbour, phase: Phase, deed: str
+) -> tuple[str, str, bool]:
+    """What its caller is told, whether the session plays on, and whether the neighbour does."""
+    session, _ = await client.open(seed=1)
+    code = AGREED
+    try:
+        await done(session, phase, deed)
+    except EnvError as error:
+        code = error.code
+    plays_on = "ended"
+    if phase is not Phase.CLOSE:
+        await session.reset(seed=1)
+        plays_on = str((await session.step({"add": 2})).observation["total"])
+        await session.close()
+    return code, plays_on, await neighbour.plays_on()
+
+
+def expected_of(phase: Phase, wire: str) -> tuple[str, str, bool]:
+    if phase is Phase.CLOSE:
+        return AGREED, "ended", True
+    # OpenEnv's observations for tools have an error of their own, and no code.
+    is_tool = phase is Phase.TOOL and wire == "http"
+    return ("TOOL_ERROR" if is_tool else "EXECUTION_ERROR"), "2", True
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("host", HOSTS)
+async def test_what_an_environment_does_wrong_is_an_error_of_its_own_session(
+    host: str, wire: str, tmp_path: Path
+):
+    factory, options = factory_in(tmp_path, host)
+    async with running(factory, **options) as server:
+        address = address_of(server, wire)
+        async with await AsyncEnvClient.connect(address) as client:
+            session, _ = await client.open(seed=0)
+            neighbour = Neighbour(session)
+            found = {
+                row: await asyncio.wait_for(outcome_of(client, neighbour, *row), 60) for row in ROWS
+            }
+    assert found == {row: expected_of(row[0], wire) for row in ROWS}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("host", HOSTS)
+async def test_an_environment_that_cannot_be_built_is_an_error_of_the_open_alone(
+    host: str, wire: str, tmp_path: Path
+):
+    factory, options = factory_in(tmp_path, host)
+    found = {}
+    async with (
+        running(factory, **options) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        session, _ = await client.open(seed=0)
+        neighbour = Neighbour(session)
+        for deed in RAISES:
+            (tmp_path / "build").write_text(deed)
+            with pytest.raises(EnvError) as refused:
+                await asyncio.wait_for(client.open(seed=1), 60)
+            (tmp_path / "build").unlink()
+            found[deed] = (refused.value.code, await neighbour.plays_on())
+        await settled(server.core, 1)
+    assert found == dict.fromkeys(RAISES, ("FACTORY_ERROR", True))
+
+
+async def http_outcome(http: httpx.AsyncClient, deed: str) -> tuple[int, str, Any]:
+    """Status and code of a step over HTTP, and what MCP says of the same step."""
+    action = {"add": 1, "deed": deed, "phase": Phase.STEP}
+    plain = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
+    answer = await http.post("/step", json={"action": action}, headers={"x-session-id": plain})
+    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+    ticket = (await http.post("/mcp", json=begin)).headers["mcp-session-id"]
+    said: Any = None
+    for name, arguments in (("start_episode", {}), ("take_action", action)):
+        call = {"name": name, "arguments": arguments}
+        request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
+        said = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
+    await http.delete("/mcp", headers={"mcp-session-id": ticket})
+    await http.post("/close", headers={"x-session-id": plain})
+    return answer.status_code, answer.json()["detail"]["code"], said
+
+
+@pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
+async def test_over_http_and_mcp_it_is_an_error_with_the_same_code(host: str, tmp_path: Path):
+    factory, options = factory_in(tmp_path, host)
+    async with (
+        running(factory, **options) as server,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+    ):
+        for deed in (*RAISES, *STRANGE[Phase.STEP]):
+            status, code, said = await http_outcome(http, deed)
+            assert (deed, status, code) == (deed, 500, "EXECUTION_ERROR")
+            result = said["result"]
+            assert result["isError"] and "EXECUTION_ERROR" in result["content"][0]["text"]
+
+
+@pytest.mark.parametrize("host", ["event loop", "threads", "pool"])
+async def test_a_call_whose_caller_is_gone_is_still_cancelled(host: str, tmp_path: Path):
+    factory, options = factory_in(tmp_path, host)
+    async with (
+        running(factory, **options, max_sessions=1, wait_for_slot_s=600.0) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        session, _ = await client.open(seed=1)
+        async with await AsyncEnvClient.connect(server.grpc_address) as other:
+            waiting = asyncio.create_task(other.open(seed=2))
+            await eventually(lambda: server.core.load.num_waiting)
+            waiting.cancel()
+        await eventually(lambda: not server.core.load.num_waiting)
+        assert (await session.step({"add": 3})).observation["total"] == 3
