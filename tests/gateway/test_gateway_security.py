@@ -136,6 +136,9 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
             await session.step({"add": 1})
         outcomes = await client.step_many([(session, {"add": 1})])
         assert isinstance(outcomes[0], RateLimitError)
+        for call in (session.reset(), session.state(), session.call_tool("any", {})):
+            with pytest.raises(RateLimitError, match="steps a second"):
+                await call
         refused = await http.post(
             f"/envs/{NAME}/step",
             json={"action": {"add": 1}},
@@ -144,8 +147,14 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
         )
         assert (refused.status_code, refused.json()["detail"]["code"]) == (429, "RATE_LIMITED")
         assert int(refused.headers["retry-after"]) > 100
+        named = {"x-session-id": session.id}
+        for method, path in (("GET", "state"), ("POST", "reset")):
+            refused = await http.request(
+                method, f"/envs/{NAME}/{path}", headers=named, auth=("alice", ALICE)
+            )
+            assert refused.status_code == 429
         text = (await http.get("/metrics", auth=("bob", BOB))).text
-    assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 3.0' in text
+    assert f'ludus_gateway_rate_limited_total{{env="{NAME}"}} 8.0' in text
     for secret in (ALICE, BOB, "alice", "bob", session.id):
         assert secret not in text
 

@@ -8,10 +8,18 @@ take them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
-from typing import TypeAlias
+import time
+from collections.abc import AsyncIterable, Iterable, Iterator
 
 from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.grpc.backlog import (
+    Backlog,
+    ReadAhead,
+    ReplyWriter,
+    Write,
+    check_number,
+    checked,
+)
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
     fill_error,
@@ -29,16 +37,12 @@ from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import ErrorCode, InvalidCallError
 
-Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
 MAX_GROUP_SIZE = 4096
-MAX_CALLS_AHEAD = 4096
-"""Calls that are read before an earlier one is answered."""
-_ENOUGH_CALLS = 16
 _ENOUGH_ANSWERS = 32
 """They travel without waiting for those after them: the client takes its next steps with these
 while the server works on the others."""
-_NUM_IDLE_TURNS = 8
-"""Turns of the event loop, a few microseconds each, in which nothing more comes."""
+_TURN_S = 0.005
+"""How long the calls of one stream may keep the event loop to themselves."""
 
 
 class CallServer:
@@ -124,7 +128,7 @@ class CallServer:
         write: Write,
         connection: Connection,
     ) -> None:
-        ahead = _ReadAhead(batches)
+        ahead = ReadAhead(batches)
         reading = asyncio.create_task(ahead.read())
         try:
             while calls := await ahead.take(gathers=len(connection.session_ids) > 1):
@@ -142,7 +146,10 @@ class CallServer:
     ) -> None:
         response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
         self._sessions.attach(sessions_called(calls), connection)
+        turn = _Turn()
         for call in calls:
+            if turn.is_over():
+                await turn.next()
             if num_bytes > MAX_BATCH_BYTES or num_answers >= _ENOUGH_ANSWERS:
                 await write(response)
                 response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
@@ -152,9 +159,7 @@ class CallServer:
                 result = _step_now(immediate, call.step, reply)
                 num_bytes += reply.ByteSize() if result is None else result.num_bytes
             elif call.HasField("step_many") and not call.HasField("trace"):
-                add_reply = reply.step_many.replies.add
-                for step in call.step_many.steps:
-                    _step_now(immediate, step, add_reply())
+                await _step_many_now(immediate, call.step_many, reply, turn)
                 num_bytes += reply.ByteSize()
                 num_answers += len(call.step_many.steps)
             else:
@@ -166,14 +171,17 @@ class CallServer:
     async def _serve_concurrently(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
     ) -> None:
-        replies = ReplyWriter(write)
+        replies, backlog = ReplyWriter(write), Backlog()
         tasks: set[asyncio.Task[None]] = set()
         writing = asyncio.create_task(replies.write_forever())
         try:
-            async for batch in batches:
+            async for batch in checked(batches):
                 self._sessions.attach(sessions_called(batch.calls), connection)
                 for call in batch.calls:
-                    task = asyncio.create_task(self._answer_into(call, replies, connection))
+                    await backlog.wait_for_room()
+                    await replies.wait_for_room()
+                    answering = self._answer_into(call, replies, backlog, connection)
+                    task = asyncio.create_task(answering)
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             if tasks:
@@ -185,11 +193,15 @@ class CallServer:
                 task.cancel()
 
     async def _answer_into(
-        self, call: pb.Call, replies: ReplyWriter, connection: Connection
+        self, call: pb.Call, replies: ReplyWriter, backlog: Backlog, connection: Connection
     ) -> None:
-        reply = pb.Reply(call_id=call.call_id)
-        await self._answer(call, reply, connection)
-        replies.put(reply)
+        num_bytes, reply = call.ByteSize(), pb.Reply(call_id=call.call_id)
+        backlog.add(num_bytes)
+        try:
+            await self._answer(call, reply, connection)
+            replies.put(reply)
+        finally:
+            backlog.remove(num_bytes)
 
     async def _answer(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         if call.HasField("trace"):
@@ -237,6 +249,7 @@ class CallServer:
         reply.close.SetInParent()
 
     async def _step_many(self, request: pb.StepManyRequest, response: pb.StepManyResponse) -> None:
+        check_number("steps in one call", len(request.steps))
         steps = [self._step_or_error(step, response.replies.add()) for step in request.steps]
         await asyncio.gather(*steps)
 
@@ -266,6 +279,37 @@ def _step_now(
     return result
 
 
+async def _step_many_now(
+    immediate: ImmediateCalls, request: pb.StepManyRequest, reply: pb.Reply, turn: _Turn
+) -> None:
+    try:
+        check_number("steps in one call", len(request.steps))
+    except InvalidCallError as error:
+        fill_failure(reply, error, "")
+        return
+    add_reply = reply.step_many.replies.add
+    for step in request.steps:
+        if turn.is_over():
+            await turn.next()
+        _step_now(immediate, step, add_reply())
+
+
+class _Turn:
+    """A stretch of work on the event loop, after which everybody else has theirs."""
+
+    def __init__(self) -> None:
+        self._ends_s = time.monotonic() + _TURN_S
+
+    def is_over(self) -> bool:
+        """True when it has lasted for long enough."""
+        return time.monotonic() >= self._ends_s
+
+    async def next(self) -> None:
+        """Let the others run, and begin another."""
+        await asyncio.sleep(0)
+        self._ends_s = time.monotonic() + _TURN_S
+
+
 def fill_failure(reply: pb.Reply | pb.StepReply, error: Exception, session_id: str) -> None:
     """Let a reply say what went wrong, in the place of whatever it was half filled with."""
     fill_error(reply.error, as_env_error(error), session_id)
@@ -281,91 +325,3 @@ def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
             yield from (step.session_id for step in call.step_many.steps)
         elif kind not in ("open", "detach"):
             yield session_of(call)
-
-
-class _ReadAhead:
-    """Reads calls while earlier ones are answered, so that their replies travel together.
-
-    A message costs far more than a call in it. Clients that send one call per message would
-    otherwise be answered one by one, and pay as much again for their replies.
-    """
-
-    def __init__(self, batches: AsyncIterable[pb.CallBatch]) -> None:
-        self._batches = batches
-        self._waiting: list[pb.Call] = []
-        self._has_ended = False
-        self._came = asyncio.Event()
-        self._taken = asyncio.Event()
-
-    async def read(self) -> None:
-        """Read until the batches end; raises what reading raises."""
-        try:
-            async for batch in self._batches:
-                self._waiting.extend(batch.calls)
-                self._came.set()
-                if len(self._waiting) >= MAX_CALLS_AHEAD:
-                    self._taken.clear()
-                    await self._taken.wait()
-        finally:
-            self._has_ended = True
-            self._came.set()
-
-    async def take(self, *, gathers: bool) -> list[pb.Call]:
-        """The calls that have come since, at least one; none when they have ended.
-
-        Args:
-            gathers: holds a few calls back for as long as more keep coming.
-        """
-        while not self._waiting and not self._has_ended:
-            self._came.clear()
-            await self._came.wait()
-        if gathers:
-            await self._gather()
-        taken, self._waiting = self._waiting, []
-        self._taken.set()
-        return taken
-
-    async def _gather(self) -> None:
-        if self._waiting and self._waiting[-1].HasField("step_many"):
-            return  # who calls so has gathered already
-        num_idle_turns, num_calls = 0, len(self._waiting)
-        while num_calls < _ENOUGH_CALLS and num_idle_turns < _NUM_IDLE_TURNS:
-            await asyncio.sleep(0)
-            num_idle_turns = num_idle_turns + 1 if len(self._waiting) == num_calls else 0
-            num_calls = len(self._waiting)
-
-
-class ReplyWriter:
-    """Gathers replies and writes them in batches; the first waiting reply wakes the writer."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._waiting: list[pb.Reply] = []
-        self._wake = asyncio.Event()
-        self._writing = asyncio.Lock()
-
-    def put(self, reply: pb.Reply) -> None:
-        """Queue a reply."""
-        self._waiting.append(reply)
-        self._wake.set()
-
-    async def write_forever(self) -> None:
-        """Write what is put, until cancelled."""
-        while True:
-            await self._wake.wait()
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write everything that was put."""
-        async with self._writing:
-            self._wake.clear()
-            waiting, self._waiting = self._waiting, []
-            batch, num_bytes = pb.ReplyBatch(), 0
-            for reply in waiting:
-                batch.replies.append(reply)
-                num_bytes += reply.ByteSize()
-                if num_bytes > MAX_BATCH_BYTES:
-                    await self._write(batch)
-                    batch, num_bytes = pb.ReplyBatch(), 0
-            if batch.replies:
-                await self._write(batch)

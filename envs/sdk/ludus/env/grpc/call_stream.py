@@ -4,9 +4,11 @@
     stream --reader task--> the call's future --> the waiting coroutine
 
 Everything that is called before the writer gets its turn travels in one batch: all calls
-of one event-loop tick, and all that gather while an earlier batch is being written. A
-call costs a future and no task. When the stream breaks, every call in flight fails with
-ConnectionLostError, and so does every later one.
+of one event-loop tick, and all that gather while an earlier batch is being written, cut where
+the other side would not take more at once. A call that is too large is refused before it is in
+a batch: it must not end the stream under the others. A call costs a future and no task. When
+the stream breaks, every call in flight fails with ConnectionLostError, and so does every later
+one.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from ludus.env.limits import MAX_BATCH_BYTES
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from ludus.env.messages.protobuf import read_error
 from ludus.env.security.tracing import fill_trace, is_traced
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import CallTimeoutError, LudusError, SessionLostError
+from ludus.proto.errors import CallTimeoutError, InvalidCallError, LudusError, SessionLostError
 
 
 class StreamBrokenError(LudusError):
@@ -56,7 +58,8 @@ class CallStream:
         duplex: what carries the batches.
         peer: the other side, for messages.
         timeout_s: for one call; its future then fails, the stream continues.
-        max_calls_per_batch: 0 sends all that gather in one.
+        max_call_bytes: what the other side takes; a larger call is refused.
+        max_calls_per_batch: fewer than the other side takes; 0 leaves it at that.
         on_broken: told once why the stream ended.
     """
 
@@ -66,6 +69,7 @@ class CallStream:
         peer: str,
         *,
         timeout_s: float,
+        max_call_bytes: int = MAX_MESSAGE_BYTES,
         max_calls_per_batch: int = 0,
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
@@ -75,7 +79,8 @@ class CallStream:
         self._duplex = duplex
         self._peer = peer
         self._timeout_s = timeout_s
-        self._max_calls = max_calls_per_batch or sys.maxsize
+        self._max_call_bytes = max_call_bytes
+        self._max_calls = min(max_calls_per_batch or sys.maxsize, MAX_CALLS_PER_MESSAGE)
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
@@ -91,30 +96,56 @@ class CallStream:
             self._loop.create_task(self._read_forever()),
         )
 
-    def begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
-        """A call to be filled in before the next await, and the future of its reply."""
+    def begin(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
+        """The future of the reply to a call, which `fill` writes at once.
+
+        Raises:
+            ConnectionLostError: the stream has ended.
+            InvalidCallError: the call is larger than the other side takes; nothing was sent.
+        """
         if self.broken is not None:
             raise ConnectionLostError(self.broken)
-        if self._batch_bytes > MAX_BATCH_BYTES or len(self._batch.calls) >= self._max_calls:
-            self._full_batches.append(self._batch)
-            self._batch, self._batch_bytes = pb.CallBatch(), 0
-        self._batch_bytes += num_bytes
-        call = self._batch.calls.add()
-        call.call_id = call_id = next(self._call_ids)
-        if is_traced():
-            fill_trace(call)
+        call_id = next(self._call_ids)
+        self._add(fill, call_id)
         future: asyncio.Future[pb.Reply] = self._loop.create_future()
         self._in_flight[call_id] = (future, self._loop.time() + self._timeout_s)
         if self._expiry is None:
             self._expiry = self._loop.call_later(self._timeout_s, self._expire)
         self._wake.set()
-        return call, future
+        return future
+
+    def _add(self, fill: Callable[[pb.Call], None], call_id: int) -> None:
+        calls = self._batch.calls
+        call = calls.add()
+        try:
+            fill(call)
+            call.call_id = call_id
+            if is_traced() and not call.HasField("trace"):
+                fill_trace(call)
+            num_bytes = call.ByteSize()
+            if num_bytes > self._max_call_bytes:
+                raise InvalidCallError(
+                    f"expected a call of at most {self._max_call_bytes} bytes to {self._peer}, got"
+                    f" {num_bytes}; send less in one call"
+                )
+        except BaseException:
+            del calls[-1]
+            raise
+        is_full = self._batch_bytes + num_bytes > MAX_BATCH_BYTES or len(calls) > self._max_calls
+        if is_full and len(calls) > 1:
+            last = pb.CallBatch(calls=calls[-1:])
+            del calls[-1]
+            self._full_batches.append(self._batch)
+            self._batch, self._batch_bytes = last, 0
+        self._batch_bytes += num_bytes
 
     def send_close(self, session_id: str) -> asyncio.Future[pb.Reply]:
         """The future of the answer to a close, which nobody has to wait for."""
-        call, future = self.begin()
-        call.close.session_id = session_id
-        return self.unawaited(future)
+
+        def fill(call: pb.Call) -> None:
+            call.close.session_id = session_id
+
+        return self.unawaited(self.begin(fill))
 
     def unawaited(self, future: asyncio.Future[pb.Reply]) -> asyncio.Future[pb.Reply]:
         """The future, whose failure nobody has to look at."""

@@ -34,7 +34,10 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
-        await self._calls.serve(request_iterator, context.write, Connection())
+        try:
+            await self._calls.serve(request_iterator, context.write, Connection())
+        except EnvError as error:
+            await abort(context, error)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from ludus.env.asgi.uvicorn_http import BoundedHttp
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
-from ludus.env.limits import MAX_MESSAGE_BYTES
+from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
 from ludus.proto.errors import ConfigError, PortInUseError
 
@@ -33,7 +33,6 @@ _AGE_GRACE_MS = 10_000
 _WEBSOCKET_PING_S = 20.0
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two processes share a port and split its calls
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -74,12 +73,14 @@ def build_grpc_server(
     tls: TlsFiles | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     max_connection_age_s: float = 0.0,
+    max_message_bytes: int = MAX_GATEWAY_CALL_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
     """A gRPC server without services that is to be started, and its port.
 
     Args:
         port: 0 takes a free one.
         max_connection_age_s: ends connections that are older; 0 lets them live.
+        max_message_bytes: what a server behind a gateway takes is more than the gateway does.
 
     Raises:
         PortInUseError: something else listens there.
@@ -87,11 +88,11 @@ def build_grpc_server(
     """
     bind(host, port, "grpc_port").close()  # gRPC itself does not say what is wrong
     credentials = None if tls is None else grpc_server_credentials(tls)
-    ages: list[tuple[str, int]] = []
+    limits = [("grpc.max_receive_message_length", max_message_bytes)]
     if max_connection_age_s > 0:
-        ages = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
-        ages += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
-    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *ages), interceptors=interceptors)
+        limits += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
+        limits += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
+    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *limits), interceptors=interceptors)
     place = authority(host, port)
     try:
         if credentials is None:

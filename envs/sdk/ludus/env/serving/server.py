@@ -26,6 +26,7 @@ from ludus.env.contract.determinism import is_deterministic
 from ludus.env.grpc.servicer import EnvServicer, TokenInterceptor
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
+from ludus.env.limits import MAX_SERVER_MESSAGE_BYTES
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
@@ -166,7 +167,11 @@ class EnvServer:
         options = self.options
         interceptors = [TokenInterceptor(options.token)] if options.token else []
         self._grpc_server, port = build_grpc_server(
-            options.host, options.bound_grpc_port, self._tls, interceptors
+            options.host,
+            options.bound_grpc_port,
+            self._tls,
+            interceptors,
+            max_message_bytes=MAX_SERVER_MESSAGE_BYTES,
         )
         env_pb2_grpc.add_EnvServiceServicer_to_server(EnvServicer(sessions), self._grpc_server)
         return port

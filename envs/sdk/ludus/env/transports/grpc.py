@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import orjson
 
 from ludus.env.backoff import doubling
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import ResetArgs, plain_json
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args, read_error
 from ludus.env.security.client_tls import grpc_credentials
 from ludus.env.sessions.interface import OpenArgs
@@ -108,10 +110,11 @@ class GrpcTransport:
         return opened
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One result or error per call, in order; they travel as one call."""
-        if not calls:
-            return []
+        """One result or error per call, in order; so many as fit travel as one call."""
+        parts = await asyncio.gather(*(self._step_together(part) for part in _cut(calls)))
+        return list(itertools.chain.from_iterable(parts))
 
+    async def _step_together(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
         def fill(call: pb.Call) -> None:
             add = call.step_many.steps.add
             for session, action, step_index in calls:
@@ -160,9 +163,7 @@ class GrpcTransport:
         while True:
             stream = await self.live_stream(deadline_s - loop.time())
             try:
-                call, future = stream.begin()
-                fill(call)
-                return stream, await _taken(stream, future)
+                return stream, await _taken(stream, stream.begin(fill))
             except ConnectionLostError:
                 if self._is_closed or loop.time() >= deadline_s:
                     raise
@@ -219,8 +220,8 @@ class GrpcTransport:
                 stream = await self.live_stream(self.reconnect_timeout_s)
                 waiting = [one.move_to(stream) for one in tuple(self._stranded)]
                 if not waiting:
-                    _, answer = stream.begin()  # an empty call shows whether the stream still lives
-                    waiting = [answer]
+                    # An empty call shows whether the stream still lives.
+                    waiting = [stream.begin(lambda call: None)]
                 self._stranded.clear()
                 await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -249,8 +250,7 @@ class GrpcSession:
 
     def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
         """The future of a call that makes it known on another stream."""
-        call, future = stream.begin()
-        call.state.session_id = self.session_id
+        future = stream.begin(self._fill_state)
         self._stream = stream
         return future
 
@@ -265,34 +265,28 @@ class GrpcSession:
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
         """The result of an action: bytes are JSON, a str is text."""
-        try:
-            call, future = self._stream.begin(len(action))
+
+        def fill(call: pb.Call) -> None:
             _fill_step(call.step, self.session_id, action, step_index)
-            reply = await future
-        except ConnectionLostError as error:
-            reply = await self._again(
-                lambda call: _fill_step(call.step, self.session_id, action, step_index), error
-            )
-        return read_result(reply.result)
+
+        return read_result((await self._call(fill)).result)
 
     async def state(self) -> JsonObject:
         """The environment's state."""
-
-        def fill(call: pb.Call) -> None:
-            call.state.session_id = self.session_id
-
-        return orjson.loads((await self._call(fill)).state.state_json)
+        return orjson.loads((await self._call(self._fill_state)).state.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
         """What a tool of the environment returned; a call under which the connection broke fails.
 
         It has no number, so it cannot be made again without being done twice.
         """
-        call, future = self._stream.begin()
-        call.call_tool.session_id = self.session_id
-        call.call_tool.name = name
-        call.call_tool.arguments_json = orjson.dumps(arguments)
-        return orjson.loads((await future).call_tool.result_json)
+
+        def fill(call: pb.Call) -> None:
+            call.call_tool.session_id = self.session_id
+            call.call_tool.name = name
+            call.call_tool.arguments_json = plain_json(arguments, "arguments")
+
+        return orjson.loads((await self._stream.begin(fill)).call_tool.result_json)
 
     async def close(self) -> None:
         """Free the session; a broken stream may have done so."""
@@ -313,11 +307,12 @@ class GrpcSession:
 
     async def _call(self, fill: Fill) -> pb.Reply:
         try:
-            call, future = self._stream.begin()
-            fill(call)
-            return await future
+            return await self._stream.begin(fill)
         except ConnectionLostError as error:
             return await self._again(fill, error)
+
+    def _fill_state(self, call: pb.Call) -> None:
+        call.state.session_id = self.session_id
 
     async def _again(self, fill: Fill, error: ConnectionLostError) -> pb.Reply:
         """The reply to a call under which the connection broke, where that can be had."""
@@ -338,6 +333,20 @@ async def _taken(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Rep
         if future.done() and not future.cancelled() and future.exception() is None:
             stream.close_opened(future.result())
         raise
+
+
+def _cut(calls: Sequence[StepCall]) -> Iterator[Sequence[StepCall]]:
+    """The calls in parts that a server takes at once; an action that it never takes is alone."""
+    begin, num_bytes = 0, 0
+    for index, (_, action, _) in enumerate(calls):
+        size = 0 if isinstance(action, ResetArgs) else len(action)
+        is_full = num_bytes + size > MAX_BATCH_BYTES or index - begin == MAX_CALLS_PER_MESSAGE
+        if is_full and index > begin:
+            yield calls[begin:index]
+            begin, num_bytes = index, 0
+        num_bytes += size
+    if calls:
+        yield calls[begin:]
 
 
 def _metadata_of(options: ConnectOptions) -> tuple[tuple[str, str], ...]:

@@ -18,7 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs
-from ludus.env.limits import MAX_MESSAGE_BYTES
+from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tensors_json
 from ludus.env.security.client_tls import ssl_context
 from ludus.env.security.tracing import trace_headers
@@ -168,7 +168,7 @@ class WebSocketTransport:
                 f"{self._options.address.ws_base}/ws{query}",
                 additional_headers={**self._headers, **trace_headers()},
                 compression=None,
-                max_size=16 * MAX_MESSAGE_BYTES,
+                max_size=MAX_REPLY_BYTES,
                 open_timeout=self._options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
                 ssl=self._ssl,
@@ -252,9 +252,15 @@ class WebSocketSession:
         self._transport.forget(self, self._socket)
 
     async def _call(self, message: JsonObject) -> JsonObject:
+        text = orjson.dumps(message)
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise InvalidCallError(
+                f"expected a call of at most {MAX_MESSAGE_BYTES} bytes to {self._options.address},"
+                f" got {len(text)}; send less in one call"
+            )
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                reply = orjson.loads(await self._exchange(orjson.dumps(message).decode()))
+                reply = orjson.loads(await self._exchange(text.decode()))
         except TimeoutError:
             raise CallTimeoutError(
                 f"expected an answer from {self._options.address} within"

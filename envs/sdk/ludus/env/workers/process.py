@@ -14,7 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
-from ludus.env.limits import MAX_FRAME_BYTES
+from ludus.env.limits import MAX_FRAME_BYTES, MAX_WORKER_CALL_BYTES
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
 from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, frame_of, parsed
@@ -74,7 +74,11 @@ class Worker:
             raise
         self._duplex = WorkerDuplex(reader, writer, self._reason_of_end)
         self.stream = CallStream(
-            self._duplex, "its worker", timeout_s=_FOR_EVER_S, on_broken=self._on_broken
+            self._duplex,
+            "its worker",
+            timeout_s=_FOR_EVER_S,
+            max_call_bytes=MAX_WORKER_CALL_BYTES,
+            on_broken=self._on_broken,
         )
 
     @property

@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import orjson
-
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.grpc.call_stream import ConnectionLostError
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
 from ludus.env.types import JsonObject
@@ -58,54 +56,66 @@ class WorkerSession:
 
     async def open(self, with_text: bool) -> None:
         """Build its environment."""
-        call, future = self._begin()
-        call.open.session_id = self.id
-        call.open.without_text = not with_text
-        await self._settled(future, lambda reply: None)
+
+        def fill(call: pb.Call) -> None:
+            call.open.session_id = self.id
+            call.open.without_text = not with_text
+
+        await self._settled(fill, lambda reply: None)
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
+
+        def fill(call: pb.Call) -> None:
+            call.reset.session_id = self.id
+            fill_reset_args(call.reset.args, args)
+
         self._last = None
-        call, future = self._begin()
-        call.reset.session_id = self.id
-        fill_reset_args(call.reset.args, args)
-        self._last = await self._settled(future, _read_result)
+        self._last = await self._settled(fill, _read_result)
         return self._last
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """The answer to one action."""
-        call, future = self._begin(len(action))
-        step = call.step
-        step.session_id = self.id
-        step.step_index = step_index
-        if isinstance(action, bytes):
-            step.action_json = action
-        else:
-            step.action_text = action
-        result = await self._settled(future, _read_result)
+
+        def fill(call: pb.Call) -> None:
+            step = call.step
+            step.session_id = self.id
+            step.step_index = step_index
+            if isinstance(action, bytes):
+                step.action_json = action
+            else:
+                step.action_text = action
+
+        result = await self._settled(fill, _read_result)
         if self._last is None or result.step_index != self._last.step_index:
             self._last = result
         return self._last
 
     async def state_json(self) -> bytes:
         """The environment's state."""
-        call, future = self._begin()
-        call.state.session_id = self.id
-        return await self._settled(future, lambda reply: reply.state.state_json)
+
+        def fill(call: pb.Call) -> None:
+            call.state.session_id = self.id
+
+        return await self._settled(fill, lambda reply: reply.state.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned, as JSON."""
-        call, future = self._begin()
-        call.call_tool.session_id = self.id
-        call.call_tool.name = name
-        call.call_tool.arguments_json = orjson.dumps(arguments)
-        return await self._settled(future, lambda reply: reply.call_tool.result_json)
+
+        def fill(call: pb.Call) -> None:
+            call.call_tool.session_id = self.id
+            call.call_tool.name = name
+            call.call_tool.arguments_json = plain_json(arguments, "arguments")
+
+        return await self._settled(fill, lambda reply: reply.call_tool.result_json)
 
     async def send_close(self) -> None:
         """Close its environment."""
-        call, future = self._begin()
-        call.close.session_id = self.id
-        await self._settled(future, lambda reply: None)
+
+        def fill(call: pb.Call) -> None:
+            call.close.session_id = self.id
+
+        await self._settled(fill, lambda reply: None)
 
     async def close(self) -> None:
         """Free its environment."""
@@ -133,26 +143,28 @@ class WorkerSession:
         if self._call is call:
             self.worker.kill(reason)
 
-    def _begin(self, num_bytes: int = 0) -> tuple[pb.Call, asyncio.Future[pb.Reply]]:
+    def _begin(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
         if not self.worker.is_usable:
             raise self._lost()
-        call, future = self.worker.stream.begin(num_bytes)
+        future = self.worker.stream.begin(fill)
         self._begun_s = asyncio.get_running_loop().time()
         self._call = future
         future.add_done_callback(self._forget)
-        return call, future
+        return future
 
     def _forget(self, future: asyncio.Future[pb.Reply]) -> None:
         if self._call is future:
             self._call = None
 
     async def _settled(
-        self, future: asyncio.Future[pb.Reply], read: Callable[[pb.Reply], ReadT]
+        self, fill: Callable[[pb.Call], None], read: Callable[[pb.Reply], ReadT]
     ) -> ReadT:
         try:
-            return read(await future)
+            reply = await self._begin(fill)
         except ConnectionLostError:
             raise self._lost() from None
+        try:
+            return read(reply)
         except (ValueError, TypeError) as error:  # a worker runs foreign code
             self.worker.kill(f"it answered nonsense: {error}")
             raise self._lost() from None

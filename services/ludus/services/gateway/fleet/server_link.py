@@ -20,6 +20,7 @@ import grpc
 from ludus.env.backoff import doubling
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
+from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
@@ -212,7 +213,6 @@ class ServerLink:
         server_id: str,
         write: Callable[[pb.Call], None],
         *,
-        num_bytes: int = 0,
         is_repeatable: bool = False,
     ) -> pb.Reply:
         """The server's reply.
@@ -229,12 +229,12 @@ class ServerLink:
         """
         stream = await self._connected_stream(server_id)
         try:
-            return await _send(stream, write, num_bytes)
+            return await stream.begin(write)
         except ConnectionLostError:
             if not is_repeatable:
                 raise
         stream = await self._connected_stream(server_id)
-        return await _send(stream, write, num_bytes)
+        return await stream.begin(write)
 
     def send_close(self, session_id: str) -> None:
         """End a session without waiting; a broken stream leaves it to the server's linger."""
@@ -246,9 +246,11 @@ class ServerLink:
         """Let a session end after its linger, without waiting."""
         stream = self._stream
         if stream is not None and stream.broken is None:
-            call, future = stream.begin()
-            call.detach.session_id = session_id
-            stream.unawaited(future)
+
+            def fill(call: pb.Call) -> None:
+                call.detach.session_id = session_id
+
+            stream.unawaited(stream.begin(fill))
 
     async def close(self, reason: str) -> None:
         """End the connection; the server keeps its sessions for their linger."""
@@ -300,6 +302,7 @@ class ServerLink:
             duplex,
             self.endpoint.grpc_address,
             timeout_s=self._options.call_timeout_s,
+            max_call_bytes=MAX_GATEWAY_CALL_BYTES,
             on_broken=self._on_broken,
         )
         self.connected_s = asyncio.get_running_loop().time()
@@ -372,9 +375,3 @@ class ServerLink:
             _log.info("server %s: %s", self.endpoint.grpc_address, reason)
             self._up.clear()
         self._broken.set()
-
-
-async def _send(stream: CallStream, write: Callable[[pb.Call], None], num_bytes: int) -> pb.Reply:
-    call, future = stream.begin(num_bytes)
-    write(call)
-    return await future

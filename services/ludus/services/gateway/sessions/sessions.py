@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 
-import orjson
-
-from ludus.env.encoding import EncodedResult, ResetArgs
+from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
@@ -230,6 +228,7 @@ class GatewaySessions:
 
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
+        self._count("reset")
 
         def write(call: pb.Call) -> None:
             call.reset.session_id = session_id
@@ -243,11 +242,7 @@ class GatewaySessions:
         self, session_id: str, action: bytes | str, step_index: int = 0, timeout_s: float = 0.0
     ) -> EncodedResult:
         """The answer to an action; see `Sessions`."""
-        try:
-            self._quotas.stepping(current_tenant(), 1)
-        except EnvError as error:
-            self._metrics.called(self.environment, "step", error.code, None)
-            raise
+        self._count("step")
 
         def write(call: pb.Call) -> None:
             step = call.step
@@ -259,14 +254,13 @@ class GatewaySessions:
             else:
                 step.action_text = action
 
-        reply = await self.call(
-            "step", session_id, write, num_bytes=len(action), is_repeatable=step_index > 0
-        )
+        reply = await self.call("step", session_id, write, is_repeatable=step_index > 0)
         self.note_result(session_id, reply.result)
         return read_encoded(reply.result)
 
     async def state(self, session_id: str) -> bytes:
         """The environment's state as JSON."""
+        self._count("state")
 
         def write(call: pb.Call) -> None:
             call.state.session_id = session_id
@@ -276,11 +270,12 @@ class GatewaySessions:
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """What a tool of the environment returned, as JSON."""
+        self._count("call_tool")
 
         def write(call: pb.Call) -> None:
             call.call_tool.session_id = session_id
             call.call_tool.name = name
-            call.call_tool.arguments_json = orjson.dumps(arguments)
+            call.call_tool.arguments_json = plain_json(arguments, "arguments")
 
         reply = await self.call("call_tool", session_id, write)
         return reply.call_tool.result_json
@@ -385,7 +380,6 @@ class GatewaySessions:
         session_id: str,
         write: Callable[[pb.Call], None],
         *,
-        num_bytes: int = 0,
         is_repeatable: bool = False,
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
@@ -395,9 +389,7 @@ class GatewaySessions:
         started_s = self._loop.time()
         try:
             link = await self.link_to(route)
-            return await link.call(
-                route.server_id, write, num_bytes=num_bytes, is_repeatable=is_repeatable
-            )
+            return await link.call(route.server_id, write, is_repeatable=is_repeatable)
         except EnvError as error:
             code = error.code
             self.note_failure(session_id, error)
@@ -445,6 +437,14 @@ class GatewaySessions:
         await self.fleet.close("this gateway is stopping")
 
     # -- parts -------------------------------------------------------------------------
+
+    def _count(self, kind: str) -> None:
+        """Take a call from the tenant's rate of steps."""
+        try:
+            self._quotas.stepping(current_tenant(), 1)
+        except EnvError as error:
+            self._metrics.called(self.environment, kind, error.code, None)
+            raise
 
     def _enter(self) -> Tenant:
         tenant = current_tenant()

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
-from ludus.env.grpc.call_server import CallServer, ReplyWriter, Write
+from ludus.env.grpc.backlog import Backlog, ReplyWriter, Write, check_number, checked
+from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.messages.protobuf import fill_error, session_of
 from ludus.env.sessions.interface import Connection
@@ -61,17 +62,17 @@ class CallRelay:
         link = sessions.fleet.link_of(route.server_id)
         return link.live_stream(route.server_id) if link is not None else None
 
-    def count_steps(self, num_steps: int) -> None:
-        """Take steps from the tenant's rate.
+    def count(self, kind: str, num_calls: int) -> None:
+        """Take calls from the tenant's rate of steps.
 
         Raises:
             RateLimitError: too fast.
         """
         try:
-            self._quotas.stepping(current_tenant(), num_steps)
+            self._quotas.stepping(current_tenant(), num_calls)
         except EnvError as error:
             environment = self._sessions.environment
-            self._metrics.called(environment, "step", error.code, None, num_steps)
+            self._metrics.called(environment, kind, error.code, None, num_calls)
             raise
 
     def settled(
@@ -105,15 +106,15 @@ class CallRelay:
                 await self._sessions.detach(call.detach.session_id, connection)
                 reply.close.SetInParent()
             case "step_many":
-                self.count_steps(len(call.step_many.steps))
+                check_number("steps in one call", len(call.step_many.steps))
+                self.count("step", len(call.step_many.steps))
                 reply = await self._step_many.step_many(call, connection)
             case "step" | "reset" | "state" | "call_tool":
                 message = getattr(call, kind)
                 reply = await self._sessions.call(
                     kind,
                     message.session_id,
-                    lambda upstream: _copy(call, upstream),
-                    num_bytes=message.ByteSize(),
+                    lambda upstream: upstream.CopyFrom(call),
                     is_repeatable=_is_repeatable(call, kind),
                 )
                 if kind == "step":
@@ -136,14 +137,17 @@ class _Conversation:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._backlog = Backlog()
         self._num_on_the_way = 0
         self._all_back = asyncio.Event()
 
     async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         writing = asyncio.create_task(self._replies.write_forever())
         try:
-            async for batch in batches:
+            async for batch in checked(batches):
                 for call in batch.calls:
+                    await self._backlog.wait_for_room()
+                    await self._replies.wait_for_room()
                     self._begin(call)
             await self._drain()
             await self._replies.flush()
@@ -168,18 +172,19 @@ class _Conversation:
             return
         message = getattr(call, kind)
         try:
-            if kind == "step":
-                self._relay.count_steps(1)
+            self._relay.count(kind, 1)
             stream = self._relay.stream_for(message.session_id, self._connection)
+            if stream is None:
+                self._start(self._answer(call, kind))
+                return
+            future = stream.begin(lambda upstream: upstream.CopyFrom(call))
         except EnvError as error:
             self._refuse(call, message.session_id, error)
             return
-        if stream is None:
-            self._start(self._answer(call, kind))
-            return
-        upstream, future = stream.begin(message.ByteSize())
-        _copy(call, upstream)
         self._num_on_the_way += 1
+        num_bytes = message.ByteSize()
+        self._backlog.add(num_bytes)
+        future.add_done_callback(lambda done: self._backlog.remove(num_bytes))
         future.add_done_callback(self._settler(call, kind, message))
 
     def _settler(
@@ -208,11 +213,15 @@ class _Conversation:
         return settle
 
     async def _answer(self, call: pb.Call, kind: str | None) -> None:
+        num_bytes = call.ByteSize()
+        self._backlog.add(num_bytes)
         try:
             reply = await self._relay.answer(call, kind, self._connection)
         except EnvError as error:
             self._refuse(call, session_of(call), error)
             return
+        finally:
+            self._backlog.remove(num_bytes)
         reply.call_id = call.call_id
         self._replies.put(reply)
 
@@ -225,12 +234,6 @@ class _Conversation:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _copy(call: pb.Call, upstream: pb.Call) -> None:
-    call_id = upstream.call_id
-    upstream.CopyFrom(call)
-    upstream.call_id = call_id
 
 
 def _is_repeatable(call: pb.Call, kind: str) -> bool:

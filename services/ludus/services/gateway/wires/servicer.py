@@ -50,7 +50,10 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         relay = self._relays[(await self._find(context)).environment]
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         connection = Connection()
-        await relay.serve(request_iterator, context.write, connection)
+        try:
+            await relay.serve(request_iterator, context.write, connection)
+        except EnvError as error:
+            await abort(context, error)
 
     async def _find(self, context: Context) -> GatewaySessions:
         """The environment that the metadata name; no name means the only one."""

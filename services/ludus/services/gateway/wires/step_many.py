@@ -86,7 +86,6 @@ class StepManyRelay:
             reply = await link.call(
                 server_id,
                 write,
-                num_bytes=call.ByteSize(),
                 is_repeatable=all(one.step_index or one.HasField("reset") for one in part.steps),
             )
         except EnvError as error:

@@ -1,0 +1,187 @@
+"""What one stream may have under way, and that nobody else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.grpc import backlog as backlog_module
+from ludus.env.grpc import call_server as call_server_module
+from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
+from ludus.proto.env.v1 import env_pb2 as pb
+from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
+from tests.env.polling import turns_of_the_loop
+from tests.env.raw_stream import RawStream
+from tests.env.served import running
+from tests.gateway.gateways import served
+
+FACTORIES = [CountingEnv, ThreadedCountingEnv]
+
+
+def states(session_id: str, num_calls: int) -> pb.CallBatch:
+    state = pb.StateRequest(session_id=session_id)
+    return pb.CallBatch(calls=[pb.Call(call_id=n + 1, state=state) for n in range(num_calls)])
+
+
+async def answers(stream: RawStream, num_calls: int) -> int:
+    """How many of the replies are answers."""
+    replies: list[pb.Reply] = []
+    while len(replies) < num_calls:
+        replies.extend((await stream.call.read()).replies)
+    return sum(reply.HasField("state") for reply in replies)
+
+
+async def check_message_limit(address: str) -> None:
+    async with RawStream(address) as stream, RawStream(address) as other:
+        mine, theirs = await stream.open(), await other.open()
+        await stream.call.write(states(mine, MAX_CALLS_PER_MESSAGE))
+        assert await answers(stream, MAX_CALLS_PER_MESSAGE) == MAX_CALLS_PER_MESSAGE
+        await stream.call.write(states(mine, MAX_CALLS_PER_MESSAGE + 1))
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="at most 1024 calls in one message"
+        ) as ended:
+            await stream.call.read()
+        assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await other.call.write(states(theirs, 1))
+        assert await answers(other, 1) == 1
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_server(factory):
+    async with running(factory) as server:
+        await check_message_limit(server.grpc_address)
+
+
+async def test_a_message_with_too_many_calls_ends_its_own_stream_at_a_gateway():
+    async with served() as (gateway, _):
+        await check_message_limit(gateway.grpc_address)
+
+
+async def check_step_limit(address: str) -> None:
+    async with RawStream(address) as stream:
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
+        step = pb.StepRequest(session_id=session_id, action_json=b'{"add":1}', step_index=1)
+        many = pb.StepManyRequest(steps=[step] * (MAX_CALLS_PER_MESSAGE + 1))
+        refused = await stream.ask(pb.Call(call_id=5, step_many=many))
+        assert refused.error.code == "VALIDATION_ERROR"
+        assert "at most 1024 steps in one call" in refused.error.message
+        del many.steps[-1]
+        taken = await stream.ask(pb.Call(call_id=6, step_many=many))
+        assert {one.result.step_index for one in taken.step_many.replies} == {1}
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+async def test_a_call_with_too_many_steps_is_refused_by_a_server(factory):
+    async with running(factory) as server:
+        await check_step_limit(server.grpc_address)
+
+
+async def test_a_call_with_too_many_steps_is_refused_by_a_gateway():
+    async with served() as (gateway, _):
+        await check_step_limit(gateway.grpc_address)
+
+
+async def test_our_client_cuts_steps_into_calls_that_are_taken():
+    async with running() as server, await AsyncEnvClient.connect(server.grpc_address) as client:
+        session, _ = await client.open(seed=1)
+        outcomes = await client.step_many([(session, {"add": 1})] * (MAX_CALLS_PER_MESSAGE + 1))
+        assert len(outcomes) == MAX_CALLS_PER_MESSAGE + 1
+
+
+async def test_others_have_their_turn_while_a_message_of_cheap_calls_is_answered(monkeypatch):
+    monkeypatch.setattr(call_server_module, "_TURN_S", 0.0)
+    num_turns, asked = 0, []
+
+    class Asked(CountingEnv):
+        @property
+        def state(self):
+            asked.append(num_turns)
+            return super().state
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async with running(Asked) as server, RawStream(server.grpc_address) as stream:
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
+        await stream.call.write(states(session_id, 100))
+        other = asyncio.create_task(take_turns())
+        assert await answers(stream, 100) == 100
+        other.cancel()
+    assert asked == sorted(set(asked)), "somebody else ran between any two calls"
+
+
+async def test_a_stream_is_read_no_further_than_so_many_bytes_ahead(monkeypatch):
+    monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
+    num_read = 0
+
+    async def batches():
+        nonlocal num_read
+        for _ in range(10):
+            num_read += 1
+            call = pb.Call(step=pb.StepRequest(action_text="x" * 60))
+            yield pb.CallBatch(calls=[call])
+
+    ahead = ReadAhead(batches())
+    reading = asyncio.create_task(ahead.read())
+    await turns_of_the_loop()
+    assert num_read == 2
+    assert len(await ahead.take(gathers=False)) == 2
+    await turns_of_the_loop()
+    assert num_read == 4
+    reading.cancel()
+
+
+async def test_who_does_not_read_its_answers_is_not_read_either(monkeypatch):
+    monkeypatch.setattr(backlog_module, "MAX_BYTES_AHEAD", 100)
+    reads = asyncio.Event()
+    taken: list[pb.ReplyBatch] = []
+
+    async def write(batch: pb.ReplyBatch) -> None:
+        await reads.wait()
+        taken.append(batch)
+
+    replies = ReplyWriter(write)
+    for _ in range(3):
+        replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * 60)))
+    writing = asyncio.create_task(replies.write_forever())
+    waiting = asyncio.create_task(replies.wait_for_room())
+    await turns_of_the_loop()
+    assert not waiting.done()
+    reads.set()
+    await waiting
+    await replies.flush()
+    assert sum(len(batch.replies) for batch in taken) == 3
+    writing.cancel()
+
+
+async def test_answers_are_cut_before_the_one_that_would_make_a_message_too_large():
+    taken: list[int] = []
+
+    async def write(batch: pb.ReplyBatch) -> None:
+        taken.append(len(batch.replies))
+
+    replies = ReplyWriter(write)
+    for _ in range(5):
+        replies.put(pb.Reply(state=pb.StateResponse(state_json=b"x" * (MAX_BATCH_BYTES // 2 - 99))))
+    await replies.flush()
+    assert taken == [2, 2, 1]
+
+
+async def test_a_backlog_has_room_again_when_enough_is_done(monkeypatch):
+    monkeypatch.setattr(backlog_module, "MAX_CALLS_AHEAD", 2)
+    backlog = Backlog()
+    backlog.add(1)
+    await backlog.wait_for_room()
+    backlog.add(1)
+    waiting = asyncio.create_task(backlog.wait_for_room())
+    await turns_of_the_loop()
+    assert not waiting.done()
+    backlog.remove(1)
+    await waiting

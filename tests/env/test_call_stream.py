@@ -1,0 +1,84 @@
+"""What a call stream puts into one message, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from ludus.env.grpc.call_stream import CallStream
+from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import InvalidCallError
+from tests.env.polling import turns_of_the_loop
+
+
+class Written:
+    """Keeps what is written, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.batches: list[pb.CallBatch] = []
+        self._ended = asyncio.Event()
+
+    async def write(self, batch: pb.CallBatch) -> None:
+        self.batches.append(batch)
+
+    async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
+        await self._ended.wait()
+        for batch in ():
+            yield batch
+
+    def cancel(self) -> None:
+        self._ended.set()
+
+
+def text_call(num_chars: int):
+    def fill(call: pb.Call) -> None:
+        call.step.action_text = "x" * num_chars
+
+    return fill
+
+
+async def written_of(fills, **options) -> tuple[list[pb.CallBatch], list[Exception]]:
+    written, refused = Written(), []
+    stream = CallStream(written, "a server", timeout_s=600.0, **options)
+    for fill in fills:
+        try:
+            stream.unawaited(stream.begin(fill))
+        except (InvalidCallError, ValueError) as error:
+            refused.append(error)
+    await turns_of_the_loop()
+    await stream.close()
+    return written.batches, refused
+
+
+async def test_a_batch_is_cut_before_the_call_that_would_make_it_too_large():
+    batches, _ = await written_of([text_call(MAX_BATCH_BYTES // 3)] * 7)
+    assert [len(batch.calls) for batch in batches] == [2, 2, 2, 1]
+    assert all(batch.ByteSize() <= MAX_BATCH_BYTES for batch in batches)
+    assert [call.call_id for batch in batches for call in batch.calls] == list(range(1, 8))
+
+
+async def test_a_large_call_travels_alone():
+    small, large = text_call(1), text_call(2 * MAX_BATCH_BYTES)
+    batches, _ = await written_of([small, large, small])
+    assert [len(batch.calls) for batch in batches] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_a_message_holds_so_many_calls_at_most(more: int):
+    batches, _ = await written_of([text_call(1)] * (MAX_CALLS_PER_MESSAGE + more))
+    assert [len(batch.calls) for batch in batches] == [MAX_CALLS_PER_MESSAGE, *[1] * more]
+
+
+async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batch():
+    def fail(call: pb.Call) -> None:
+        call.step.action_text = "half"
+        raise ValueError("no action")
+
+    fills = [text_call(1), text_call(200), fail, text_call(2)]
+    batches, refused = await written_of(fills, max_call_bytes=100)
+    assert [call.step.action_text for batch in batches for call in batch.calls] == ["x", "xx"]
+    assert [type(error) for error in refused] == [InvalidCallError, ValueError]
+    assert "expected a call of at most 100 bytes to a server, got" in str(refused[0])

@@ -1,0 +1,192 @@
+"""What a hop takes, the hop after it takes too; what is too large is refused alone.
+
+    client --> gateway --> server --> worker
+    client --------------> server --> thread
+
+Meanwhile a step of another session is held at its gate: whatever travels beside it, it is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+import orjson
+import pytest
+import websockets
+
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.limits import (
+    MAX_GATEWAY_CALL_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_SERVER_MESSAGE_BYTES,
+    MAX_WORKER_CALL_BYTES,
+)
+from ludus.proto.env.v1 import env_pb2 as pb
+from ludus.proto.errors import EnvError, ErrorCode
+from tests.env.counting_env import CountAction, Gate, GatedCountingEnv
+from tests.env.polling import eventually
+from tests.env.raw_stream import RawStream
+from tests.gateway.gateways import NAME, served
+
+pytestmark = pytest.mark.slow
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "threads": {},
+    "pool": {"isolation": "pool", "num_workers": 1},
+}
+PLACES = ("server", "gateway")
+HELD = 98
+
+
+class PaddedAction(CountAction):
+    """Adds a number, and carries a load."""
+
+    load: Any = None
+
+
+class PaddedEnv(GatedCountingEnv):
+    """Counts, whatever the load."""
+
+    action_type = PaddedAction
+
+
+@pytest.fixture
+def gate(tmp_path) -> Gate:
+    folder = tmp_path / "gate"
+    folder.mkdir()
+    gate = Gate(folder)
+    gate.factory = partial(PaddedEnv, folder=str(folder))
+    return gate
+
+
+@asynccontextmanager
+async def played_beside(gate: Gate, host: str, place: str) -> AsyncIterator[Any]:
+    """A server or the gateway before it, where a step is under way until the end, and answered."""
+    async with served(factory=gate.factory, server_options=HOSTS[host]) as (gateway, (server,)):
+        at = gateway if place == "gateway" else server
+        async with RawStream(at.grpc_address) as stream:
+            held = await stream.open(reset=pb.ResetArgs(seed=1))
+            step = pb.StepRequest(session_id=held, action_json=b'{"add":%d}' % HELD)
+            await stream.call.write(pb.CallBatch(calls=[pb.Call(call_id=7, step=step)]))
+            await eventually(lambda: gate.num_entered)
+            yield at
+            gate.open()
+            (reply,) = (await stream.call.read()).replies
+            assert reply.result.step_index == 1, reply.error
+
+
+def http_of(place: Any) -> str:
+    address: str = place.http_address
+    return f"{address}/envs/{NAME}" if hasattr(place, "environments") else address
+
+
+def padded(num_bytes: int) -> dict[str, Any]:
+    return {"add": 1, "load": "x" * num_bytes}
+
+
+def grpc_size(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
+    step = pb.StepRequest(
+        session_id=session.id, step_index=step_index, action_json=orjson.dumps(action)
+    )
+    return pb.Call(call_id=1, step=step).ByteSize()
+
+
+def websocket_size(session: AsyncSession, step_index: int, action: dict[str, Any]) -> int:
+    return len(orjson.dumps({"type": "step", "data": action, "step_index": step_index}))
+
+
+SIZES = {"grpc": grpc_size, "http": websocket_size}
+
+
+async def code_of(session: AsyncSession, action: dict[str, Any]) -> str:
+    try:
+        await session.step(action)
+    except EnvError as error:
+        return error.code
+    return "answered"
+
+
+@pytest.mark.parametrize("wire", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("host", HOSTS)
+async def test_a_call_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused_alone(
+    host: str, place: str, wire: str, gate: Gate
+):
+    async with played_beside(gate, host, place) as at:
+        address = at.grpc_address if wire == "grpc" else http_of(at)
+        async with await AsyncEnvClient.connect(address) as client:
+            session, _ = await client.open(seed=1)
+            frame = SIZES[wire](session, 1, padded(MAX_MESSAGE_BYTES)) - MAX_MESSAGE_BYTES
+            codes = [
+                await code_of(session, padded(MAX_MESSAGE_BYTES - frame + more))
+                for more in (-1, 0, 1)
+            ]
+            assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
+            assert (await session.step({"add": 1})).observation["total"] == 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_message_above_what_a_port_takes_ends_the_stream_that_it_came_on_alone(
+    place: str, gate: Gate
+):
+    limit = MAX_GATEWAY_CALL_BYTES if place == "gateway" else MAX_SERVER_MESSAGE_BYTES
+    async with played_beside(gate, "threads", place) as at, RawStream(at.grpc_address) as stream:
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
+
+        def batch_of(num_bytes: int) -> pb.CallBatch:
+            step = pb.StepRequest(
+                session_id=session_id, action_json=orjson.dumps(padded(num_bytes))
+            )
+            return pb.CallBatch(calls=[pb.Call(call_id=9, step=step)])
+
+        frame = batch_of(limit).ByteSize() - limit
+        for more in (-1, 0):
+            await stream.call.write(batch_of(limit - frame + more))
+            (reply,) = (await stream.call.read()).replies
+            assert reply.HasField("result"), reply.error
+        await stream.call.write(batch_of(limit - frame + 1))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.call.read()
+        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def growing(num_bytes: int) -> str:
+    """A frame whose numbers are written out on the way, at least four times as long."""
+    load = ",".join(["1e15"] * (num_bytes // 5))
+    return '{"type":"step","data":{"add":1,"load":[' + load + "]}}"
+
+
+@pytest.mark.parametrize(("host", "place"), [("threads", "gateway"), ("pool", "server")])
+async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
+    host: str, place: str, gate: Gate
+):
+    async with played_beside(gate, host, place) as at:
+        url = http_of(at).replace("http://", "ws://") + "/ws"
+        async with websockets.connect(url, max_size=None) as socket:
+            await socket.send('{"type":"reset","data":{"seed":1}}')
+            await socket.recv()
+            await socket.send(growing(MAX_WORKER_CALL_BYTES // 2))
+            refused = orjson.loads(await socket.recv())
+            assert (refused["type"], refused["data"]["code"]) == ("error", "VALIDATION_ERROR")
+            assert "expected a call of at most" in refused["data"]["message"]
+            await socket.send('{"type":"step","data":{"add":1}}')
+            assert orjson.loads(await socket.recv())["data"]["observation"]["total"] == 1
+
+
+@pytest.mark.parametrize("host", HOSTS)
+async def test_large_calls_of_one_turn_travel_in_messages_that_every_hop_takes(
+    host: str, gate: Gate
+):
+    async with (
+        played_beside(gate, host, "gateway") as at,
+        await AsyncEnvClient.connect(at.grpc_address) as client,
+    ):
+        sessions = [session for session, _ in await client.open_group(4, seed=1)]
+        load = padded(MAX_MESSAGE_BYTES - 1024)
+        steps = [(session, load) for session in sessions]
+        outcomes = await client.step_many(steps)
+        assert [one.step_index for one in outcomes] == [1] * len(sessions)
