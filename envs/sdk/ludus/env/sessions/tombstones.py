@@ -10,6 +10,8 @@ from ludus.env.encoding import EncodedResult
 from ludus.proto.errors import SessionLostError
 
 MAX_REMEMBERED_SESSIONS = 1024
+MAX_REMEMBERED_BYTES = 64 * 1024 * 1024
+"""Of their last answers; beyond it the oldest are dropped, and why their sessions ended is kept."""
 
 
 class SessionEnd(StrEnum):
@@ -34,34 +36,37 @@ class Ended:
     """A clause that follows "the session is gone:"."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tombstone:
-    ended: Ended
-    last: EncodedResult | None
-
-
 class Tombstones:
     """The last sessions of a server, by id; older ones are forgotten."""
 
     def __init__(self) -> None:
-        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._answers: OrderedDict[str, EncodedResult] = OrderedDict()
+        self._num_bytes = 0
+        """Of the answers."""
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._tombstones
+        return session_id in self._ended
 
     def __len__(self) -> int:
-        return len(self._tombstones)
+        return len(self._ended)
 
     def remember(self, session_id: str, ended: Ended, last: EncodedResult | None) -> None:
         """Note why a session ended; what was noted first holds."""
-        self._tombstones.setdefault(session_id, _Tombstone(ended, last))
-        if len(self._tombstones) > MAX_REMEMBERED_SESSIONS:
-            self._tombstones.popitem(last=False)
+        if session_id in self._ended:
+            return
+        self._ended[session_id] = ended
+        if last is not None:
+            self._answers[session_id] = last
+            self._num_bytes += last.num_bytes
+        while self._num_bytes > MAX_REMEMBERED_BYTES:
+            self._num_bytes -= self._answers.popitem(last=False)[1].num_bytes
+        if len(self._ended) > MAX_REMEMBERED_SESSIONS:
+            self._forget_oldest()
 
     def ended(self, session_id: str) -> Ended | None:
         """Why it ended; None where that is unknown."""
-        found = self._tombstones.get(session_id)
-        return None if found is None else found.ended
+        return self._ended.get(session_id)
 
     def lost(self, session_id: str) -> SessionLostError:
         """What a call to it is answered with."""
@@ -75,8 +80,13 @@ class Tombstones:
         Raises:
             SessionLostError: it is another, or nothing is known.
         """
-        found = self._tombstones.get(session_id)
-        last = None if found is None else found.last
+        last = self._answers.get(session_id)
         if last is not None and 0 < step_index == last.step_index:
             return last
         raise self.lost(session_id)
+
+    def _forget_oldest(self) -> None:
+        session_id, _ = self._ended.popitem(last=False)
+        last = self._answers.pop(session_id, None)
+        if last is not None:
+            self._num_bytes -= last.num_bytes
