@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from ludus.env.messages.protobuf import fill_error
+from ludus.env.messages.protobuf import fill_error, read_error
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError
@@ -96,13 +96,20 @@ class StepManyRelay:
         else:
             code = OK
             for step, one in zip(part.steps, reply.step_many.replies, strict=True):
-                sessions.note_result(step.session_id, one.result)
+                self._note(step.session_id, one)
         took_s = asyncio.get_running_loop().time() - started_s
         num_resets = sum(one.HasField("reset") for one in part.steps)
         for kind, num in (("step", len(part.steps) - num_resets), ("reset", num_resets)):
             if num:
                 self._metrics.called(sessions.environment, kind, code, took_s, num)
         return reply
+
+    def _note(self, session_id: str, reply: pb.StepReply) -> None:
+        """Note what an answer says of its session."""
+        if reply.HasField("error"):
+            self._sessions.note_failure(session_id, read_error(reply.error))
+        else:
+            self._sessions.note_result(session_id, reply.result)
 
 
 def _failure(error: EnvError, session_id: str) -> pb.StepReply:
