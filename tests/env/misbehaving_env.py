@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -144,10 +145,11 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
     name = "misbehaving"
 
     def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
         self._total = 0
         self._deeds: dict[Phase, str] = {}
         self.text_renderer = _Renderer(self)
-        told = Path(folder) / "build"
+        told = self._folder / "build"
         if told.exists():
             self._deeds[Phase.BUILD] = told.read_text()
         self.does(Phase.BUILD, None)
@@ -160,6 +162,7 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
         """What is right in this phase, once the deed is done."""
         deed = self._deeds.pop(phase, "")
         if deed == HANG:
+            (self._folder / f"hung-{time.monotonic_ns()}").touch()
             threading.Event().wait()
         if deed in RAISES:
             RAISES[deed]()

@@ -39,9 +39,8 @@ def test_options_that_cannot_work_together_are_refused(options, said):
 
 
 def test_workers_have_a_time_limit_unless_it_is_turned_off():
-    assert ServerOptions().bound_step_timeout_s == 0
-    assert ServerOptions(isolation="pool").bound_step_timeout_s == 60
-    assert ServerOptions(isolation="pool", step_timeout_s=0).bound_step_timeout_s == 0
+    assert ServerOptions().step_timeout_s == 60
+    assert ServerOptions(isolation="pool").step_timeout_s == 60
 
 
 def test_a_pool_has_a_worker_for_each_cpu_but_no_more_than_sessions():

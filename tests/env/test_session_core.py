@@ -388,7 +388,12 @@ class DyingHost(LocalHost):
             return result
 
         return SimpleNamespace(
-            last=None, direct=None, reset=reset_and_die, close=hosted.close, kill=hosted.kill
+            last=None,
+            direct=None,
+            left_s=hosted.left_s,
+            reset=reset_and_die,
+            close=hosted.close,
+            kill=hosted.kill,
         )
 
 

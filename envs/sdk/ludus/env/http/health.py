@@ -1,6 +1,7 @@
 """What Kubernetes and Prometheus ask a server: alive, ready, drain, metrics.
 
-    kubelet ----> /healthz /readyz     say nothing but yes or no
+    kubelet ----> /healthz             yes, while the event loop runs
+                  /readyz              yes, or 503 and why no session can be served
     preStop ----> /drain               no new sessions from now on; ?wait=S waits for the old
     Prometheus -> /metrics             what was counted, workers, and the load
 
@@ -46,12 +47,16 @@ def build_admin_app(sessions: Sessions) -> Starlette:
 
 
 def health_routes(sessions: Sessions) -> list[Route]:
-    """The routes; a server is ready as soon as it listens, for its environment is built before."""
+    """The routes; a server is ready as soon as it listens, until nothing can be served any more."""
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
     async def is_well(request: Request) -> Response:
         return _json({"status": "ok"})
+
+    async def is_ready(request: Request) -> Response:
+        trouble = sessions.trouble
+        return _json({"status": trouble}, 503) if trouble else _json({"status": "ok"})
 
     async def drain_now(request: Request) -> Response:
         wait_s = _wait_of(request)
@@ -77,7 +82,7 @@ def health_routes(sessions: Sessions) -> list[Route]:
 
     return [
         Route("/healthz", is_well, include_in_schema=False),
-        Route("/readyz", is_well, include_in_schema=False),
+        Route("/readyz", is_ready, include_in_schema=False),
         Route("/drain", drain_now, methods=["GET", "POST"], include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]

@@ -137,6 +137,11 @@ class RecordingSessions:
         return self._inner.workers
 
     @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can."""
+        return self._inner.trouble
+
+    @property
     def immediate(self) -> ImmediateCalls | None:
         """The short way, recorded too, where the inner sessions have one."""
         return None if self._immediate is None else self

@@ -33,7 +33,7 @@ Isolation: TypeAlias = Literal["inline", "pool", "process"]
 
 DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
-WORKER_STEP_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 60.0
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
 TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -124,9 +124,10 @@ class ServerOptions(BaseModel):
     num_threads: int = Field(32, ge=1)
     """Of the server or of each worker in a pool, for environments that do not step on the
     event loop."""
-    step_timeout_s: float | None = Field(None, ge=0)
-    """A longer reset or step ends its session, with its worker where it has one; 0 waits for
-    ever. Else 60 with workers, 0 inline."""
+    step_timeout_s: float = Field(STEP_TIMEOUT_S, ge=0)
+    """A longer call ends its session, with its worker where it has one, and building an
+    environment may take as long; 0 waits for ever. A step on the event loop that takes longer
+    ends the server with exit code 70."""
     memory_limit_mb: int = Field(0, ge=0)
     """Of a worker; 0 is none."""
     cpu_limit_s: float = Field(0.0, ge=0)
@@ -223,13 +224,6 @@ class ServerOptions(BaseModel):
     def bound_grpc_port(self) -> int:
         """The gRPC port to ask for."""
         return bound_grpc_port(self.port, self.grpc_port)
-
-    @property
-    def bound_step_timeout_s(self) -> float:
-        """The limit of a step; 0 is none."""
-        if self.step_timeout_s is not None:
-            return self.step_timeout_s
-        return 0.0 if self.isolation == "inline" else WORKER_STEP_TIMEOUT_S
 
     @property
     def bound_num_workers(self) -> int:

@@ -40,15 +40,16 @@ from ludus.env.serving.listeners import (
     stop_grpc_server,
 )
 from ludus.env.serving.options import DEFAULT_PORT, ServerAddresses, ServerOptions
+from ludus.env.serving.watchdog import Watchdog
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import (
-    STEP_THREAD_NAME,
     EnvironmentFactory,
     SessionHost,
     local_host,
 )
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.options import CoreOptions
+from ludus.env.sessions.threads import STEP_THREAD_NAME
 from ludus.env.targets.importable import named
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers.host import WorkerHost, WorkerOptions
@@ -179,7 +180,7 @@ class EnvServer:
     async def _new_host(self) -> SessionHost:
         options = self.options
         if options.isolation == "inline":
-            return local_host(self._factory, options.num_threads)
+            return local_host(self._factory, options.num_threads, options.step_timeout_s)
         hide_process()
         host = await WorkerHost.start(named(self._factory), _worker_options(options))
         self._missing_layers = host.missing_layers
@@ -204,7 +205,7 @@ class EnvServer:
         return CoreOptions(
             max_sessions=options.max_sessions,
             idle_timeout_s=options.idle_timeout_s,
-            step_timeout_s=options.bound_step_timeout_s,
+            step_timeout_s=options.step_timeout_s,
             wait_for_slot_s=options.wait_for_slot_s,
             first_seed=options.first_seed,
             is_deterministic=seen,
@@ -221,7 +222,7 @@ class EnvServer:
 
 
 def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT, or until the environment's code has brought all to a stand.
 
     Raises:
         PortInUseError: something else listens there; nothing was started.
@@ -230,12 +231,14 @@ def serve(factory: EnvironmentFactory, options: ServerOptions | None = None) -> 
     hide_process()
     server = EnvServer(factory, options)
     ready_file = server.options.ready_file
+
+    def begin() -> None:
+        _announce(server, ready_file)
+        core = server.core
+        Watchdog(server.options.step_timeout_s, lambda: core.trouble if core.is_stuck else "")
+
     try:
-        run_until_signal(
-            server,
-            drain_grace_s=server.options.drain_grace_s,
-            on_ready=lambda: _announce(server, ready_file),
-        )
+        run_until_signal(server, drain_grace_s=server.options.drain_grace_s, on_ready=begin)
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
@@ -273,8 +276,10 @@ def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = N
         given: options of the server that concern its sessions, as `run_server` takes them.
     """
     options = ServerOptions(**(given or {}))
-    core_options = CoreOptions(max_sessions=options.max_sessions)
-    return build_app(SessionCore(local_host(factory, options.num_threads), core_options))
+    limit_s = options.step_timeout_s
+    core_options = CoreOptions(max_sessions=options.max_sessions, step_timeout_s=limit_s)
+    host = local_host(factory, options.num_threads, limit_s)
+    return build_app(SessionCore(host, core_options))
 
 
 def _announce(server: EnvServer, ready_file: Path | None) -> None:
@@ -312,7 +317,7 @@ def _worker_options(options: ServerOptions) -> WorkerOptions:
         num_workers=options.bound_num_workers,
         max_sessions=options.max_sessions,
         num_threads=options.num_threads,
-        step_timeout_s=options.bound_step_timeout_s,
+        step_timeout_s=options.step_timeout_s,
         limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb),
         check_determinism=options.check_determinism,
         pass_env=options.pass_env,

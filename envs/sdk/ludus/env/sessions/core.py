@@ -111,6 +111,16 @@ class SessionCore:
         return self._host.workers
 
     @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can."""
+        return self._host.trouble
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when only another server process could serve again."""
+        return self._host.is_stuck
+
+    @property
     def description(self) -> EnvironmentDescription:
         """What the environment is."""
         return self._description
@@ -338,7 +348,7 @@ class SessionCore:
         try:
             if hosted.direct is not None:
                 return hosted.direct.reset(reset)
-            return await asyncio.wait_for(hosted.reset(reset), timeout_s or None)
+            return await self._within(hosted, hosted.reset(reset), timeout_s or None)
         except BaseException as error:
             if isinstance(error, TimeoutError):
                 hosted.kill(f"a reset took longer than {timeout_s:g} s")
@@ -428,13 +438,35 @@ class SessionCore:
         """The call's value, after the session's earlier calls; too slow ends the session."""
         limit_s = min((s for s in (timeout_s, self.options.step_timeout_s) if s > 0), default=None)
         try:
-            return await asyncio.wait_for(self._finish(self._locked(entry, call)), limit_s)
+            if self._host.runs_inline:
+                return await self._locked(entry, call)
+            return await self._within(entry.hosted, self._locked(entry, call), limit_s)
         except TimeoutError:
             reason = f"a {what} took longer than {limit_s:g} s"
             if self._remove(entry, Ended(SessionEnd.TIMEOUT, reason)):
                 entry.hosted.kill(reason)
                 self._start(self._close_in_order(entry))
             raise CallTimeoutError(f"session {entry.id!r} is gone: {reason}") from None
+
+    async def _within(
+        self, hosted: HostedSession, work: Coroutine[Any, Any, ResultT], limit_s: float | None
+    ) -> ResultT:
+        """The work's value; it runs to its end even when the caller gives up, as in `_finish`.
+
+        Raises:
+            TimeoutError: it has run for longer than the limit. The time in which others kept
+                every thread does not count.
+        """
+        task, left_s = self._start(work), limit_s
+        try:
+            while not (await asyncio.wait({task}, timeout=left_s))[0]:
+                left_s = hosted.left_s(limit_s or 0.0)
+                if left_s <= 0:
+                    raise TimeoutError
+        except BaseException:
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        return task.result()
 
     async def _locked(self, entry: _Entry, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         async with entry.lock:

@@ -1,28 +1,27 @@
 """Where sessions run: on the event loop, in threads, or in worker processes.
 
-| host                  | isolation           | a step that hangs                          |
-|-----------------------|---------------------|--------------------------------------------|
-| LocalHost, no threads | none                | blocks the server: it promised not to      |
-| LocalHost             | none                | keeps its thread; its session ends         |
-| WorkerHost            | `pool` or `process` | is killed with its worker and its sessions |
+| host                  | isolation           | a step that hangs                              |
+|-----------------------|---------------------|------------------------------------------------|
+| LocalHost, no threads | none                | ends the server: it promised not to            |
+| LocalHost             | none                | ends its session; its thread is replaced       |
+| WorkerHost            | `pool` or `process` | is killed with its worker and its sessions     |
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
 from ludus.env.sessions.failures import failure
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options
+from ludus.env.sessions.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import CapacityError, ErrorCode
+from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ EnvironmentFactory = Callable[[], AnyEnvironment]
 OnLost = Callable[[str], None]
 """Told why, when a session ended by itself."""
 ResultT = TypeVar("ResultT")
-
-STEP_THREAD_NAME = "ludus-env-step"
 
 
 class HostedSession(Protocol):
@@ -44,6 +41,9 @@ class HostedSession(Protocol):
     @property
     def last(self) -> EncodedResult | None:
         """The latest answer, None before the first reset."""
+
+    def left_s(self, limit_s: float) -> float:
+        """How much is left for its call, that was made so long ago; more where it had to wait."""
 
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
@@ -83,11 +83,20 @@ class SessionHost(Protocol):
     def workers(self) -> WorkerCounts | None:
         """Its worker processes; None of a host that has none."""
 
+    @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when only another server process could serve again."""
+
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> HostedSession:
         """A new session, to be reset.
 
         Raises:
             ExecutionError: the factory failed (code FACTORY_ERROR).
+            CallTimeoutError: the environment took too long to build.
         """
 
     async def shut_down(self) -> None:
@@ -100,40 +109,67 @@ class LocalHost:
     Args:
         num_threads: where their calls run; 0 is the event loop, for environments that promise
             to answer at once. A thread cannot be stopped, only left behind.
+        limit_s: for building and closing an environment in a thread; 0 is none.
     """
 
     workers = None
 
     def __init__(
-        self, factory: EnvironmentFactory, description: EnvironmentDescription, num_threads: int
+        self,
+        factory: EnvironmentFactory,
+        description: EnvironmentDescription,
+        num_threads: int,
+        limit_s: float = 0.0,
     ) -> None:
         self.name = factory_name(factory, description)
         self.description = description
         self.runs_inline = num_threads == 0
         self._factory = factory
-        self._threads = (
-            None if self.runs_inline else ThreadPoolExecutor(num_threads, STEP_THREAD_NAME)
-        )
+        self._threads = None if self.runs_inline else StepThreads(num_threads)
+        self._limit_s = limit_s
+
+    @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can."""
+        return "" if self._threads is None else self._threads.trouble
+
+    @property
+    def is_stuck(self) -> bool:
+        """True when only another server process could serve again."""
+        return bool(self.trouble)
 
     async def open(self, session_id: str, *, with_text: bool, on_lost: OnLost) -> LocalSession:
         """A new session, to be reset."""
         build = partial(build_session, self._factory, self.name, session_id, with_text)
-        return LocalSession(await _run(self._threads, build), self._threads)
+        threads, limit_s = self._threads, self._limit_s
+        if threads is None:
+            return LocalSession(build(), None, limit_s)
+        try:
+            return LocalSession(await threads.run(build, _close_late, limit_s), threads, limit_s)
+        except TimeoutError:
+            raise CallTimeoutError(
+                f"expected the environment to be built within {limit_s:g} s, but it was not"
+            ) from None
 
     async def shut_down(self) -> None:
         """Let go of the threads; steps that still run are abandoned."""
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.shut_down()
 
 
 class LocalSession:
     """A session whose calls run in threads, one at a time, or where there are none, directly."""
 
-    __slots__ = ("_session", "_threads", "direct")
+    __slots__ = ("_is_left", "_job", "_limit_s", "_session", "_threads", "direct")
 
-    def __init__(self, session: Session, threads: Executor | None) -> None:
+    def __init__(self, session: Session, threads: StepThreads | None, limit_s: float) -> None:
         self._session = session
         self._threads = threads
+        self._limit_s = limit_s
+        self._job: Job[Any] | None = None
+        """Its latest call."""
+        self._is_left = False
+        """A thread that hangs in it has it for good."""
         self.direct = session if threads is None else None
 
     @property
@@ -141,37 +177,59 @@ class LocalSession:
         """The latest answer, None before the first reset."""
         return self._session.last
 
+    def left_s(self, limit_s: float) -> float:
+        """How much is left for its call, that was made so long ago; more where it had to wait."""
+        return 0.0 if self._job is None else self._job.left_s(limit_s)
+
     async def reset(self, args: ResetArgs) -> EncodedResult:
         """The first answer of a new episode."""
-        return await _run(self._threads, lambda: self._session.reset(args))
+        return await self._run(lambda: self._session.reset(args))
 
     async def step(self, action: bytes | str, step_index: int) -> EncodedResult:
         """The answer to one action."""
-        return await _run(self._threads, lambda: self._session.step(action, step_index))
+        return await self._run(lambda: self._session.step(action, step_index))
 
     async def state_json(self) -> bytes:
         """The environment's state."""
-        return await _run(self._threads, self._session.state_json)
+        return await self._run(self._session.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned, as JSON."""
-        return await _run(self._threads, lambda: self._session.call_tool(name, arguments))
+        return await self._run(lambda: self._session.call_tool(name, arguments))
 
     async def close(self) -> None:
-        """Free what the environment holds."""
-        await _run(self._threads, self._session.close)
+        """Free what the environment holds, unless a thread still hangs in it."""
+        if self._is_left:
+            return
+        if self._threads is None:
+            self._session.close()
+            return
+        try:
+            await self._threads.run(self._session.close, lambda _: None, self._limit_s)
+        except TimeoutError:
+            _log.error("an environment took longer than %g s to close", self._limit_s)
 
     def kill(self, reason: str) -> None:
-        """Do nothing: neither a thread nor the event loop can be stopped in a call."""
+        """Leave the thread behind that its call keeps, and the session with it."""
+        if self._threads is not None and self._job is not None:
+            self._is_left |= self._threads.give_up(self._job)
+
+    async def _run(self, call: Callable[[], ResultT]) -> ResultT:
+        if self._threads is None:
+            return call()
+        job = self._job = self._threads.start(call, lambda _: self._session.close())
+        result: ResultT = await job.future
+        return result
 
 
-async def _run(threads: Executor | None, call: Callable[[], ResultT]) -> ResultT:
-    if threads is None:
-        return call()
-    return await asyncio.get_running_loop().run_in_executor(threads, call)
+def _close_late(session: Session | None) -> None:
+    if session is not None:
+        session.close()
 
 
-def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> LocalHost:
+def local_host(
+    factory: EnvironmentFactory, num_threads: int = 32, limit_s: float = 0.0
+) -> LocalHost:
     """The host in this process that fits the environment.
 
     Raises whatever the factory raises: a server with a broken factory does not start.
@@ -182,7 +240,7 @@ def local_host(factory: EnvironmentFactory, num_threads: int = 32) -> LocalHost:
         runs_inline = sample.steps_on_event_loop
     finally:
         sample.close()
-    return LocalHost(factory, description, 0 if runs_inline else num_threads)
+    return LocalHost(factory, description, 0 if runs_inline else num_threads, limit_s)
 
 
 def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:

@@ -130,6 +130,10 @@ class Sessions(Protocol):
         """Its worker processes; None where it has none."""
 
     @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can."""
+
+    @property
     def immediate(self) -> ImmediateCalls | None:
         """The short way for steps and resets; None where answers have to be waited for."""
 

@@ -93,6 +93,7 @@ class WorkerHost:
     """Sessions in worker processes; implements `SessionHost`. `start` makes one."""
 
     runs_inline = False
+    is_stuck = False
 
     def __init__(
         self,
@@ -168,6 +169,11 @@ class WorkerHost:
         """How many there are, and how many ended without being told to."""
         num_usable = sum(one.is_usable for one in self._workers)
         return WorkerCounts(num_usable, self.num_ended, self.layers)
+
+    @property
+    def trouble(self) -> str:
+        """Why it can serve no session now; empty where it can. It goes on trying."""
+        return "" if any(one.is_usable for one in self._workers) else self._failures.said
 
     @property
     def fork_server_pid(self) -> int | None:
@@ -431,6 +437,16 @@ class _Failures:
         """How long to wait before the next worker is started."""
         return max(0.0, self._retry_at_s - asyncio.get_running_loop().time())
 
+    @property
+    def said(self) -> str:
+        """What the last workers met; empty where they were too few to tell."""
+        if self._num < _NUM_FREE_FAILURES:
+            return ""
+        return (
+            f"the last {self._num} workers ended before they held a session;"
+            f" the latest: {self._reason}"
+        )
+
     def note(self, reason: str, *, while_building: bool) -> None:
         """Count one more, that was building an environment or not yet asked to."""
         self._num += 1
@@ -451,12 +467,8 @@ class _Failures:
             ExecutionError: the latest was building an environment (code FACTORY_ERROR).
             UnavailableError: it had not been asked to yet, so this is not its doing.
         """
-        if self._num < _NUM_FREE_FAILURES or self.delay_s <= 0:
+        if not self.said or self.delay_s <= 0:
             return
-        said = (
-            f"the last {self._num} workers ended before they held a session;"
-            f" the latest: {self._reason}"
-        )
         if self._while_building:
-            raise ExecutionError(said, ErrorCode.FACTORY_ERROR)
-        raise UnavailableError(said, retry_after_s=self.delay_s)
+            raise ExecutionError(self.said, ErrorCode.FACTORY_ERROR)
+        raise UnavailableError(self.said, retry_after_s=self.delay_s)

@@ -54,6 +54,10 @@ class WorkerSession:
         """The latest answer, None before the first reset."""
         return self._last
 
+    def left_s(self, limit_s: float) -> float:
+        """How much is left for its call, that was made so long ago: nothing."""
+        return 0.0
+
     async def open(self, with_text: bool) -> None:
         """Build its environment."""
 

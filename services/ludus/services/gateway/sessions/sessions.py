@@ -77,6 +77,7 @@ class GatewaySessions:
 
     counts = None
     workers = None
+    trouble = ""
     immediate = None
 
     def __init__(self, environment: str, context: GatewayContext) -> None:

@@ -1,0 +1,149 @@
+"""Code that never returns: its call has a limit, its place is free again, and others play on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer
+from ludus.env.serving.watchdog import EXIT_CODE, Watchdog
+from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
+from tests.env.counting_env import Deed
+from tests.env.misbehaving_env import HANG, Phase, factory_in
+from tests.env.polling import busy, eventually, move_loop_clock, settled
+from tests.env.served import running, server_process
+from tests.env.test_unruly_table import Neighbour, done
+
+BEYOND_EVERY_LIMIT_S = 61.0
+PHASES = [Phase.RESET, Phase.STEP, Phase.RENDER, Phase.STATE, Phase.TOOL]
+
+
+class Served:
+    """A server whose environments hang in threads of its own."""
+
+    def __init__(self, folder: Path, server: EnvServer, client: AsyncEnvClient) -> None:
+        self.folder, self.server, self.client = folder, server, client
+
+    async def hang(self, *calls: asyncio.Task) -> list[EnvError]:
+        """What the calls are told when their limit has passed."""
+        await eventually(lambda: self.num_hung == len(calls))
+        move_loop_clock(BEYOND_EVERY_LIMIT_S)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    @property
+    def num_hung(self) -> int:
+        return len(list(self.folder.glob("hung-*")))
+
+
+@asynccontextmanager
+async def hanging(folder: Path, **options) -> AsyncIterator[Served]:
+    factory, host_options = factory_in(folder, "threads")
+    async with (
+        running(factory, **{**host_options, **options}) as server,
+        await AsyncEnvClient.connect(server.grpc_address, timeout_s=3600.0) as client,
+    ):
+        yield Served(folder, server, client)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_call_that_hangs_ends_its_session_and_frees_its_place(phase: Phase, tmp_path: Path):
+    async with hanging(tmp_path, num_threads=1, max_sessions=2) as served:
+        neighbour = Neighbour((await served.client.open(seed=0))[0])
+        session, _ = await served.client.open(seed=1)
+        (told,) = await served.hang(asyncio.create_task(done(session, phase, HANG)))
+        assert isinstance(told, CallTimeoutError)
+        await settled(served.server.core, 1)
+        assert await neighbour.plays_on()
+        another, _ = await served.client.open(seed=2)
+        assert (await another.step({"add": 1})).observation["total"] == 1
+
+
+async def test_a_close_that_hangs_frees_its_place(tmp_path: Path):
+    async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
+        session, _ = await served.client.open(seed=1)
+        assert await served.hang(asyncio.create_task(done(session, Phase.CLOSE, HANG))) == [None]
+        another, _ = await served.client.open(seed=2)
+        assert (await another.step({"add": 1})).observation["total"] == 1
+
+
+async def test_an_environment_that_hangs_while_it_is_built_frees_its_place(tmp_path: Path):
+    async with hanging(tmp_path, num_threads=1, max_sessions=1) as served:
+        (tmp_path / "build").write_text(HANG)
+        (told,) = await served.hang(asyncio.create_task(served.client.open(seed=1)))
+        assert isinstance(told, CallTimeoutError)
+        assert "to be built within 60 s" in str(told)
+        (tmp_path / "build").unlink()
+        session, _ = await served.client.open(seed=2)
+        assert (await session.step({"add": 1})).observation["total"] == 1
+
+
+async def test_who_waits_behind_calls_that_hang_is_not_taken_for_one_of_them(tmp_path: Path):
+    async with hanging(tmp_path, num_threads=1) as served:
+        innocent, _ = await served.client.open(seed=0)
+        guilty, _ = await served.client.open(seed=1)
+        hung = asyncio.create_task(done(guilty, Phase.STEP, HANG))
+        await eventually(lambda: served.num_hung)
+        waiting = asyncio.create_task(innocent.step({"add": 1}))
+        core = served.server.core
+        await eventually(lambda: innocent.id in busy(core))
+        (told,) = await served.hang(hung)
+        assert isinstance(told, CallTimeoutError)
+        assert (await waiting).observation["total"] == 1
+
+
+async def test_a_server_without_a_thread_left_is_not_ready_and_says_why(tmp_path: Path):
+    async with (
+        hanging(tmp_path, num_threads=1) as served,
+        httpx.AsyncClient(base_url=served.server.http_address, timeout=3600) as http,
+    ):
+        assert (await http.get("/readyz")).status_code == 200
+        for num_hung in (1, 2):
+            session, _ = await served.client.open(seed=1)
+            call = asyncio.create_task(done(session, Phase.STEP, HANG))
+            await eventually(lambda wanted=num_hung: served.num_hung == wanted)
+            move_loop_clock(BEYOND_EVERY_LIMIT_S)
+            with pytest.raises(CallTimeoutError):
+                await call
+        answer = await http.get("/readyz")
+        assert answer.status_code == 503
+        assert "hang in the environment's code" in answer.json()["status"]
+        assert (await http.get("/healthz")).status_code == 200
+        with pytest.raises(UnavailableError, match="restart the server"):
+            await served.client.open(seed=1)
+        assert served.server.core.is_stuck
+
+
+async def test_the_watchdog_ends_what_only_another_process_could_serve():
+    ended, trouble = threading.Event(), [""]
+    told: list[str] = []
+
+    def end(reason: str) -> None:
+        told.append(reason)
+        ended.set()
+
+    Watchdog(0.0, lambda: trouble[0], end, tick_s=0.01)
+    await asyncio.sleep(0.05)
+    assert told == []
+    trouble[0] = "no thread is left"
+    await eventually(ended.is_set)
+    assert told == ["no thread is left"]
+
+
+@pytest.mark.slow
+async def test_a_step_that_keeps_the_event_loop_ends_the_server_with_a_code(tmp_path: Path):
+    with server_process(tmp_path, "--unruly", "--step-timeout-s", "1") as server:
+        async with await AsyncEnvClient.connect(server.grpc_address) as client:
+            session, _ = await client.open(seed=1)
+            with pytest.raises(EnvError):
+                await session.step({"add": int(Deed.HANG)})
+        assert await asyncio.to_thread(server.process.wait) == EXIT_CODE
+        said = await asyncio.to_thread(server.process.stderr.read)
+        assert "has kept the event loop for more than 1 s" in said
+        assert "in _do" in said, "it shows where"
