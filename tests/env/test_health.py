@@ -138,12 +138,23 @@ async def test_two_applications_keep_their_metrics_apart():
         assert (await series_of(other))["env_server_opens_total", ""] == 0
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left(method):
+@pytest.mark.parametrize(
+    ("build", "methods"), [(build_app, {"POST"}), (build_admin_app, {"GET", "POST"})]
+)
+async def test_only_the_admin_port_drains_on_a_get(build, methods):
+    for method in ("GET", "POST", "PUT", "HEAD"):
+        core = core_of()
+        async with in_process(build(core)) as client:
+            status = (await client.request(method, "/drain")).status_code
+        drains = method in methods or (method == "HEAD" and "GET" in methods)
+        assert (status, core.load.is_draining) == ((200, True) if drains else (405, False))
+
+
+async def test_a_draining_server_stays_ready_and_says_how_many_sessions_are_left():
     core = core_of()
     session_id = (await core.open(OpenArgs(ResetArgs()))).session_id
     async with in_process(build_app(core)) as client:
-        left = (await client.request(method, "/drain")).json()
+        left = (await client.post("/drain")).json()
         assert left == {"is_draining": True, "num_sessions": 1, "num_waiting": 0}
         assert (await client.get("/readyz")).status_code == 200
         assert (await series_of(client))["env_server_draining", ""] == 1
@@ -158,14 +169,14 @@ async def test_drain_waits_for_the_last_session_but_not_for_ever():
     session_id = (await core.open(OpenArgs())).session_id
     async with in_process(build_app(core)) as client:
         begun_s = time.monotonic()
-        left = (await client.get("/drain?wait=0.2")).json()
+        left = (await client.post("/drain?wait=0.2")).json()
         assert (left["num_sessions"], time.monotonic() - begun_s > 0.2) == (1, True)
-        draining = asyncio.create_task(client.get("/drain?wait=60"))
+        draining = asyncio.create_task(client.post("/drain?wait=60"))
         await asyncio.sleep(0.05)
         await core.close(session_id)
         assert (await asyncio.wait_for(draining, 60)).json()["num_sessions"] == 0
         for odd in ("-1", "nan", "inf", "x", "99999"):
-            assert (await client.get(f"/drain?wait={odd}")).status_code == 422
+            assert (await client.post(f"/drain?wait={odd}")).status_code == 422
 
 
 async def test_with_a_token_drain_and_metrics_need_it_and_the_probe_port_does_not():

@@ -304,7 +304,8 @@ async def test_a_draining_gateway_refuses_opens_also_those_that_wait_and_finishe
         waiting = asyncio.create_task(sessions.open(SEEDED))
         await eventually(lambda: sessions.load.num_waiting == 1)
         async with httpx.AsyncClient(timeout=60) as http:
-            drained = await http.get(f"{gateway.http_address}/drain")
+            assert (await http.get(f"{gateway.http_address}/drain")).status_code == 405
+            drained = await http.post(f"{gateway.http_address}/drain")
             assert drained.json() == {"is_draining": True, "num_sessions": 2}
             assert (await http.get(f"{gateway.http_address}/readyz")).status_code == 200
         for opening in (waiting, sessions.open(SEEDED)):

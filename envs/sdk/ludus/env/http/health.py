@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import orjson
@@ -43,11 +43,16 @@ _DRAIN_POLL_S = 0.1
 
 def build_admin_app(sessions: Sessions) -> Starlette:
     """An ASGI application of these routes alone; it asks for no token."""
-    return Starlette(routes=health_routes(sessions))
+    # A preStop hook can send nothing but GET.
+    return Starlette(routes=health_routes(sessions, drain_methods=("GET", "POST")))
 
 
-def health_routes(sessions: Sessions) -> list[Route]:
-    """The routes; a server is ready as soon as it listens, until nothing can be served any more."""
+def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) -> list[Route]:
+    """The routes; a server is ready as soon as it listens, until nothing can be served any more.
+
+    Args:
+        drain_methods: a GET that changes something can be asked for by any page in a browser.
+    """
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
@@ -83,7 +88,7 @@ def health_routes(sessions: Sessions) -> list[Route]:
     return [
         Route("/healthz", is_well, include_in_schema=False),
         Route("/readyz", is_ready, include_in_schema=False),
-        Route("/drain", drain_now, methods=["GET", "POST"], include_in_schema=False),
+        Route("/drain", drain_now, methods=list(drain_methods), include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]
 

@@ -11,7 +11,7 @@ an upstream, and nothing is answered with a redirect. Who calls is decided befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import orjson
@@ -67,6 +67,8 @@ def build_admin_app(
     """An application of probes, drain and metrics alone; it asks for no token."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
     _add_health_routes(app, environments, is_ready, drain)
+    # A preStop hook can send nothing but GET; elsewhere any page in a browser could.
+    app.add_api_route("/drain", _drain_of(environments, drain), include_in_schema=False)
     _add_metrics_route(app, metrics)
     return app
 
@@ -127,12 +129,18 @@ def _add_health_routes(
             return _json({"status": "ok"})
         return _json({"status": "waiting for the first list of servers"}, 503)
 
-    @app.get("/drain", include_in_schema=False)  # a preStop hook can send nothing but GET
-    @app.post("/drain", include_in_schema=False)
+    app.post("/drain", include_in_schema=False)(_drain_of(environments, drain))
+
+
+def _drain_of(
+    environments: Mapping[str, GatewaySessions], drain: Callable[[], None]
+) -> Callable[[], Awaitable[Response]]:
     async def drain_now() -> Response:
         drain()
         num_tracked = sum(sessions.num_tracked for sessions in environments.values())
         return _json({"is_draining": True, "num_sessions": num_tracked})
+
+    return drain_now
 
 
 def _add_metrics_route(app: FastAPI, metrics: GatewayMetrics) -> None:
