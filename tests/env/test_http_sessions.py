@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from websockets.asyncio.client import connect
 
+from ludus.env.http import app as app_module
 from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
@@ -273,3 +274,16 @@ async def test_opens_on_other_wires_make_room_too():
         group = await core.open_group(OpenArgs(), 2)
         assert core.load.num_sessions == 2
         assert (await core.state(group[0].session_id)).startswith(b"{")
+
+
+async def test_a_body_that_does_not_come_is_given_up_and_its_connection_ends(monkeypatch):
+    monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.1)
+    async with running() as server:
+        host, port = server.http_address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = b"POST /step HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: 10\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"TIMEOUT"' in answer

@@ -4,11 +4,13 @@
                                 |
                                 +-- EnvError --> {"detail": {"message", "code", ...}}
 
-Which session a request acts on says `asgi/sessions.py`. Bodies are JSON, at most 16 MiB.
+Which session a request acts on says `asgi/sessions.py`. Bodies are JSON, at most 16 MiB, and whole
+within 30 s.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -33,7 +35,7 @@ from ludus.env.asgi.socket import SessionSockets
 from ludus.env.encoding import EncodedResult
 from ludus.env.http.health import health_routes
 from ludus.env.http.websocket import WebSocketWire
-from ludus.env.limits import MAX_MESSAGE_BYTES
+from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.mcp.routes import McpSocket, add_mcp_routes
 from ludus.env.mcp.server import McpServer
 from ludus.env.messages.openenv import (
@@ -53,7 +55,7 @@ from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
 from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
-from ludus.proto.errors import EnvError
+from ludus.proto.errors import EnvError, ErrorCode
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Health checks carry no token."""
@@ -222,19 +224,37 @@ class _BoundedRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            chunks, num_bytes = [], 0
-            async for chunk in self.stream():
-                num_bytes += len(chunk)
-                if num_bytes > MAX_MESSAGE_BYTES:
-                    raise HTTPException(
-                        413, f"expected a body of at most {MAX_MESSAGE_BYTES} bytes"
-                    )
-                chunks.append(chunk)
-            self._body = b"".join(chunks)
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    self._body = await self._read()
+            except TimeoutError:
+                raise _refused_body(
+                    408,
+                    ErrorCode.TIMEOUT,
+                    f"expected the whole body within {BODY_TIMEOUT_S:g} s, got a part of it",
+                ) from None
         return self._body
+
+    async def _read(self) -> bytes:
+        chunks, num_bytes = [], 0
+        async for chunk in self.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise _refused_body(
+                    413,
+                    ErrorCode.VALIDATION_ERROR,
+                    f"expected a body of at most {MAX_MESSAGE_BYTES} bytes",
+                )
+            chunks.append(chunk)
+        return b"".join(chunks)
 
     async def json(self) -> Any:
         return orjson.loads(await self.body())
+
+
+def _refused_body(status: int, code: ErrorCode, message: str) -> HTTPException:
+    """The answer after which the connection ends: what is left of the body is not waited for."""
+    return HTTPException(status, {"message": message, "code": str(code)}, {"connection": "close"})
 
 
 class _BoundedRoute(APIRoute):

@@ -15,13 +15,11 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ludus.env.limits import BODY_TIMEOUT_S, MAX_MESSAGE_BYTES
 from ludus.env.security.tracing import MAX_REQUEST_ID_CHARS, REQUEST_ID
 from ludus.proto.errors import CallTimeoutError, EnvError, InvalidCallError
 from ludus.services.gateway.wires.refusals import error_response
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
-BODY_TIMEOUT_S = 30.0
-"""For the whole body: a client that drips bytes does not hold a connection for ever."""
 _Header = tuple[bytes, bytes]
 _REQUEST_ID_HEADER = REQUEST_ID.encode()
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._-]{1,%d}" % MAX_REQUEST_ID_CHARS)
@@ -38,7 +36,7 @@ class LimitBodies:
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
+        self, app: ASGIApp, max_bytes: int = MAX_MESSAGE_BYTES, timeout_s: float = BODY_TIMEOUT_S
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
