@@ -1,0 +1,65 @@
+"""Parts of a call that parsers take and writers do not: refused, and the next call is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from ludus.proto.env.v1 import env_pb2 as pb
+from tests.env.raw_stream import RawStream
+from tests.env.served import running
+from tests.env.tool_env import ToolEnv
+from tests.gateway.gateways import served
+
+NUM_LEVELS = 300
+DEEP = b'{"text":' + b"[" * NUM_LEVELS + b"]" * NUM_LEVELS + b"}"
+HOSTS: list[dict[str, Any]] = [{}, {"isolation": "pool", "num_workers": 1}]
+
+
+async def check_grpc(address: str) -> None:
+    async with RawStream(address) as stream:
+        session_id = await stream.open(reset=pb.ResetArgs(seed=1))
+
+        def tool(arguments: bytes) -> pb.Call:
+            call = pb.CallToolRequest(session_id=session_id, name="note", arguments_json=arguments)
+            return pb.Call(call_id=3, call_tool=call)
+
+        reset = pb.ResetRequest(session_id=session_id, args=pb.ResetArgs(options_json=DEEP))
+        for call in (tool(DEEP), pb.Call(call_id=4, reset=reset)):
+            refused = await stream.ask(call)
+            assert refused.error.code == "VALIDATION_ERROR"
+            assert "254 levels" in refused.error.message
+        answered = await stream.ask(tool(b'{"text":"hello"}'))
+        assert orjson.loads(answered.call_tool.result_json) == {"notes": ["hello"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", HOSTS)
+async def test_calls_that_are_nested_too_deep_are_refused_over_grpc(options: dict[str, Any]):
+    async with running(ToolEnv, **options) as server:
+        await check_grpc(server.grpc_address)
+
+
+async def test_calls_that_are_nested_too_deep_are_refused_through_a_gateway():
+    async with served(factory=ToolEnv) as (gateway, _):
+        await check_grpc(gateway.grpc_address)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", HOSTS)
+async def test_tools_with_deep_arguments_are_refused_over_http(options: dict[str, Any]):
+    head = {"content-type": "application/json"}
+    async with (
+        running(ToolEnv, **options) as server,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60, headers=head) as http,
+    ):
+        call = b'{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"note","arguments":'
+        said = (await http.post("/mcp", content=call + DEEP + b"}}")).json()
+        assert said["result"]["isError"]
+        assert "VALIDATION_ERROR" in said["result"]["content"][0]["text"]
+        step = b'{"action":{"type":"call_tool","tool_name":"note","arguments":' + DEEP + b"}}"
+        said = (await http.post("/step", content=step)).json()
+        assert said["observation"]["error"]["error_type"] == "invalid_args"
