@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.types import CanaryPrompt
@@ -21,6 +22,8 @@ class FakeEngine:
         """The prompts of each step."""
         self.loaded: list[StateDict] = []
         self.load_takes_s = 0.0
+        self.aborted: list[int] = []
+        """The requests that were aborted while they waited."""
         self.seeds: list[int] = []
         """Of all requests."""
         self.failure: Exception | None = None
@@ -45,9 +48,17 @@ class FakeEngine:
         return bool(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
-        """Answer the request in the next step."""
+        """Answer the request in the next step; an empty prompt is refused, after it was noted."""
         self._waiting.append(request)
+        if not request.prompt_ids:
+            raise ValueError("the prompt is empty")
         self.seeds.append(request.seed)
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Let them wait no longer."""
+        waiting = [request.request_id for request in self._waiting]
+        self.aborted += [one for one in request_ids if one in waiting]
+        self._waiting = [one for one in self._waiting if one.request_id not in request_ids]
 
     def step(self) -> list[EngineOutput]:
         """The sum of each waiting prompt."""

@@ -80,6 +80,19 @@ def test_there_is_work_until_every_request_has_its_output(pair: EnginePair) -> N
     assert not pair.engine.has_work
 
 
+def test_an_aborted_request_gets_no_answer_and_leaves_no_work(pair: EnginePair) -> None:
+    for number in range(4):
+        pair.engine.submit(EngineRequest(number, [7, 8, 9 + number], Sampling(0.0, 2), seed=number))
+    pair.engine.abort([1, 2, 99])
+    answered = set()
+    while pair.engine.has_work:
+        answered |= {output.request_id for output in pair.engine.step()}
+    assert answered == {0, 3}
+    pair.engine.submit(EngineRequest(4, [7, 8], Sampling(0.0, 2), seed=0))
+    pair.engine.abort([4])
+    assert not pair.engine.has_work
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_frequencies_follow_the_softmax(pair: EnginePair, temperature: float) -> None:
     prompt, num_samples = [8, 60, 33, 21], 3000

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ludus.proto.errors import EngineLostError
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.types import CanaryPrompt, Completion, Sampling
 from tests.env.polling import turns_of_the_loop
@@ -112,8 +113,10 @@ async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator:
     engine.failure = RuntimeError("out of memory")
     engine.release()
     for task in [in_batch, *waiting]:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(EngineLostError, match="RuntimeError: out of memory"):
             await asyncio.wait_for(task, timeout=60)
+    with pytest.raises(EngineLostError, match="out of memory"):
+        await asyncio.wait_for(generator.until_lost(), timeout=60)
     assert engine.is_closed.wait(timeout=60)
 
 
@@ -121,11 +124,23 @@ async def test_a_call_after_a_failure_fails_at_once(
     engine: FakeEngine, generator: Generator
 ) -> None:
     engine.failure = RuntimeError("out of memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(EngineLostError, match="out of memory"):
         await generator([1], SAMPLING, 0)
     for call in (generator([1], SAMPLING, 0), generator.score(CANARY_PROMPT)):
-        with pytest.raises(RuntimeError, match="the engine has failed"):
+        with pytest.raises(EngineLostError, match=r"the engine has failed.*out of memory"):
             await asyncio.wait_for(call, timeout=60)
+
+
+async def test_a_request_that_the_engine_refuses_fails_alone(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    before, refused, after = await in_time(
+        *(asyncio.create_task(caught(generator(prompt, SAMPLING, 0))) for prompt in ([1], [], [2]))
+    )
+    assert str(refused) == "the prompt is empty"
+    assert (before.token_ids, after.token_ids) == ([1], [2])
+    assert engine.batches == [[[1], [2]]], "the engine keeps nothing of what it refused"
+    assert (await generator([3], SAMPLING, 0)).token_ids == [3]
 
 
 async def test_a_cancelled_call_leaves_the_others_alone(
@@ -139,11 +154,43 @@ async def test_a_cancelled_call_leaves_the_others_alone(
     assert (await in_time(kept))[0].token_ids == [2]
 
 
+async def test_what_nobody_awaits_any_more_is_not_generated(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    first = await in_step(engine, generator([1], SAMPLING, 0))
+    given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (2, 3))
+    await turns_of_the_loop()
+    given_up.cancel()
+    await turns_of_the_loop()
+    engine.release()
+    await in_time(first, kept)
+    assert engine.batches == [[[1]], [[3]]]
+    assert engine.aborted == [1]
+
+
+async def test_a_call_that_is_cancelled_at_once_never_reaches_the_engine(
+    engine: FakeEngine, generator: Generator
+) -> None:
+    given_up, kept = (asyncio.create_task(generator([i], SAMPLING, 0)) for i in (1, 2))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await in_time(kept)
+    assert engine.batches == [[[2]]]
+
+
 async def test_closing_ends_the_thread_and_the_engine(engine: FakeEngine) -> None:
     generator = Generator(engine)
     await generator([1], SAMPLING, 0)
     generator.close()
     assert engine.is_closed.is_set()
+
+
+async def caught(call: Coroutine[Any, Any, Completion]) -> Completion | Exception:
+    """What the call returns or raises."""
+    try:
+        return await call
+    except Exception as error:  # noqa: BLE001 - it is what the test looks at
+        return error
 
 
 async def in_step(

@@ -31,6 +31,7 @@
     ├── TrainingStalledError      nothing that is played teaches anything any more
     ├── LearnerLostError          a learner rank died, or its ranks no longer meet
     ├── BufferLostError           the replay buffer died, with what waited in it
+    ├── EngineLostError           the engine of a rollout worker failed; another worker takes over
     ├── WorkerStartError          a rollout worker does not start, try after try
     └── CheckpointError
 
@@ -248,6 +249,10 @@ class RewardFunctionError(LudusError):
 
 class EpisodesFailedError(LudusError):
     """Nearly all episodes fail, for a reason that the message names."""
+
+
+class EngineLostError(LudusError):
+    """The engine of a rollout worker has failed; all that it generated is lost."""
 
 
 class LearnerLostError(LudusError):

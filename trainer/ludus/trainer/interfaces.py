@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,10 @@ class Engine(Protocol):
     """What samples tokens. Not thread-safe: one thread owns it."""
 
     def submit(self, request: EngineRequest) -> None:
-        """Take the request into the batch that runs."""
+        """Take the request into the batch that runs; one that is refused harms no other."""
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Spend no more work on these requests, as far as they are known and not answered."""
 
     def step(self) -> list[EngineOutput]:
         """What finished in one step of the batch; at least one step nearer to empty."""

@@ -8,7 +8,7 @@ What is sampled follows from each request's seed alone (`seeds.py`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +48,15 @@ class TransformersEngine:
     def submit(self, request: EngineRequest) -> None:
         """Keep the request until requests of its length are answered."""
         self._waiting[len(request.prompt_ids)].append(request)
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Forget those that wait; one whose batch is being answered is answered with it."""
+        for length, requests in list(self._waiting.items()):
+            kept = [request for request in requests if request.request_id not in request_ids]
+            if kept:
+                self._waiting[length] = kept
+            else:
+                del self._waiting[length]
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,6 +101,11 @@ class VllmEngine:
             skip_clone=True,
         )
         self._llm.add_request(str(request.request_id), tokens_input(request.prompt_ids), params)
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Take the requests out of the batch, and free their part of the cache."""
+        self._llm.abort_request([str(request_id) for request_id in request_ids])
+        self._finished = [one for one in self._finished if one.request_id not in request_ids]
 
     def step(self) -> list[EngineOutput]:
         """What finished in one step of the batch."""
