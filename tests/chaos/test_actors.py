@@ -18,7 +18,6 @@ from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.processes import SLOTS_PER_WORKER
 from tests.chaos.faults import LEARNER_RANK, ROLLOUT_WORKER, pids
 from tests.chaos.fleet import Fleet, fleet
 from tests.env.polling import eventually, turns_of_the_loop
@@ -119,8 +118,12 @@ async def test_a_worker_that_is_not_wanted_ends_what_it_plays_first(
     assert counts.num_groups - before.num_groups == 32
 
 
-async def test_slots_are_as_many_as_ready_workers_have(workers: RolloutWorkers) -> None:
-    slots = [await workers.slot() for _ in range(SLOTS_PER_WORKER)]
+async def test_slots_are_as_many_as_ready_workers_have(
+    around: Fleet, workers: RolloutWorkers
+) -> None:
+    slots = [await workers.slot()]
+    while sum(slot.size for slot in slots) < around.run.rollout.num_groups_in_flight:
+        slots.append(await workers.slot())
     waiting = asyncio.create_task(workers.slot())
     await turns_of_the_loop()
     assert not waiting.done()

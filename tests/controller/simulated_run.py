@@ -25,6 +25,7 @@ from ludus.trainer.data.buffer import BufferState, GroupSummary, TakenBatch
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.parts import Parts
+from ludus.trainer.processes import Slot
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.types import (
     Batch,
@@ -149,7 +150,7 @@ def rewards_of(spec: GroupSpec) -> tuple[float | None, ...]:
 
 @dataclass
 class SimulatedWorkers:
-    """The rollout workers: a slot is a number."""
+    """The rollout workers; each slot has room for one group."""
 
     buffer: SimulatedBuffer
     duration_s: Callable[[GroupSpec], float] = lambda spec: 0.001
@@ -165,14 +166,15 @@ class SimulatedWorkers:
     """Every group with the version that began it."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
-    async def slot(self) -> int:
+    async def slot(self) -> Slot:
         await self._slots.acquire()
-        return 0
+        return Slot(None, size=1)
 
-    def free(self, slot: int) -> None:
+    def free(self, slot: Slot) -> None:
         self._slots.release()
 
-    async def play(self, slot: int, specs: Sequence[GroupSpec]) -> list[int]:
+    async def play(self, slot: Slot, specs: Sequence[GroupSpec]) -> list[int]:
+        assert 1 <= len(specs) <= slot.size
         try:
             if any(self.dies_with(spec) for spec in specs):
                 await asyncio.sleep(0.001)

@@ -30,16 +30,15 @@ from ludus.trainer.types import (
 )
 from ludus.trainer.weights import WorkerWeights
 
-SLOTS_PER_WORKER = 16
-"""Chunks of groups that a worker plays at once: while one ends, the others fill its batch."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The right to have one chunk of groups played; `play` gives it back."""
+    """The right to have some groups played, which travel together; `play` gives it back."""
 
     worker: Any
     """Means something to the workers only."""
+    size: int
+    """Groups that may be played in it, at least one."""
 
 
 class Learners(Protocol):
@@ -78,7 +77,10 @@ class Workers(Protocol):
         """Give a slot back in which nothing was played."""
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
-        """The indices of the groups that must be replaced; the others are in the buffer."""
+        """The indices of the groups that must be replaced; the others are in the buffer.
+
+        What the slot has room for beyond these groups is given back at once.
+        """
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float

@@ -29,7 +29,7 @@ from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.admission import Admission
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
-from ludus.trainer.processes import SLOTS_PER_WORKER, Buffer, Slot, Workers
+from ludus.trainer.processes import Buffer, Slot, Workers
 from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import GroupSpec, RolloutGroup
 
@@ -52,7 +52,6 @@ class SamplingLoop:
         self._workers = workers
         self._buffer = buffer
         self._known = frozenset(run.environments)
-        self._chunk = max(1, run.rollout.num_groups_in_flight // SLOTS_PER_WORKER)
         self._admission = Admission(run.training.groups_per_step, run.training.max_staleness)
         self._held_version: int | None = None
         self._waiting: deque[GroupSpec] = deque()
@@ -78,7 +77,7 @@ class SamplingLoop:
                 await self._changed.wait_for(lambda: self._capacity > 0)
             slot = await self._workers.slot()
             try:
-                specs = await self._admit()
+                specs = await self._admit(slot.size)
             except BaseException:
                 self._workers.free(slot)
                 raise
@@ -121,11 +120,11 @@ class SamplingLoop:
             return 0
         return self._admission.capacity(self._held_version)
 
-    async def _admit(self) -> list[GroupSpec]:
-        """Between one and a chunk of groups, which have begun."""
+    async def _admit(self, most: int) -> list[GroupSpec]:
+        """Between one and `most` groups, which have begun."""
         async with self._changed:
             assert self._held_version is not None
-            specs = [self._next() for _ in range(min(self._chunk, self._capacity))]
+            specs = [self._next() for _ in range(min(most, self._capacity))]
             self._admission.admit(len(specs))
             self._playing.update({spec.index: spec for spec in specs})
             self._note_idleness()

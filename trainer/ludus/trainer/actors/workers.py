@@ -5,8 +5,8 @@
          v
     one supervisor for each:   start an actor     (waits for room in Ray, as long as it takes)
          ^                 fetch the newest weights, canary
-         |                 ready: SLOTS_PER_WORKER slots  <----  slot()   waits for a free one
-         |                 dies                                  play()   frees it
+         |                 ready: rollout.num_groups_in_flight groups  <----  slot()   some of them
+         |                 dies                                             play()   frees them
          +--- after a pause; several starts in a row that fail end the run with their reason
 
 Nobody waits for a worker that is not ready: the run begins with rollout.min_workers, and goes
@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
@@ -36,10 +35,10 @@ from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import LOOK_EVERY_S, draining_nodes, while_waiting
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
-from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.processes import SLOTS_PER_WORKER, Slot
-from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.processes import Slot
 from ludus.trainer.types import GroupSpec, Sampling, lost_group
 from ludus.trainer.weights import WorkerWeights
 
@@ -49,34 +48,8 @@ _MAX_FAILED_STARTS = 3
 _FIRST_PAUSE_S = 1.0
 _SLOW_START_S = 60.0
 _CLOSE_TIMEOUT_S = 10.0
-_SIGN_OF_LIFE_EVERY_S = 15.0
-_SIGN_OF_LIFE_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
 """A store that gives up by itself says more about why than can be said here."""
-
-_Gone = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
-"""What a call raises whose worker, or whose worker's machine, went away."""
-
-
-@dataclass(eq=False, slots=True)
-class _Worker:
-    """One actor, from its start to its death."""
-
-    number: int
-    actor: ActorHandle
-    node: str | None = None
-    """The id of its node, once it has started."""
-    num_free: int = SLOTS_PER_WORKER
-    num_played: int = 0
-    """Chunks it has brought to their end."""
-    num_evaluating: int = 0
-    """Calls under way that play games of an evaluation."""
-    held: WorkerWeights | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """True while it plays nothing."""
-        return self.num_free == SLOTS_PER_WORKER and self.num_evaluating == 0
 
 
 @dataclass(slots=True)
@@ -90,7 +63,7 @@ class RolloutWorkers:
     """Workers that died, or whose node was about to go, and that others replaced."""
     num_joined: int = 0
     """Workers that became ready, all in all."""
-    _ready: list[_Worker] = field(default_factory=list)
+    _ready: list[WorkerProcess] = field(default_factory=list)
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -152,31 +125,29 @@ class RolloutWorkers:
             WeightSyncError: a worker that joined did not hold the newest weights in time.
         """
         await self._until(lambda: any(worker.num_free for worker in self._ready))
-        worker = max(self._ready, key=lambda worker: worker.num_free)
-        worker.num_free -= 1
-        return Slot(worker)
+        return max(self._ready, key=lambda worker: worker.num_free).take_slot()
 
     def free(self, slot: Slot) -> None:
         """Give a slot back in which nothing was played."""
-        slot.worker.num_free += 1
-        self._note_change()
+        self._free(slot.worker, slot.size)
 
     async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
         """The indices of the groups that must be replaced; the others are in the buffer.
 
         Episodes that end with their worker reach the buffer as lost: they are counted.
         """
-        worker: _Worker = slot.worker
+        worker: WorkerProcess = slot.worker
+        self._free(worker, slot.size - len(groups))
         try:
             # The groups go from worker to buffer without passing through this process.
             refused = await self.buffer.put(worker.actor.play.remote(list(groups)))
             worker.num_played += 1
             return refused
-        except _Gone:
+        except LOST:
             self._leave(worker)
             return await self.buffer.put([lost_group(group) for group in groups])
         finally:
-            self.free(slot)
+            self._free(worker, len(groups))
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -202,10 +173,10 @@ class RolloutWorkers:
         """What the policy says to the messages, once per seed."""
         while True:
             slot = await self.slot()
-            worker: _Worker = slot.worker
+            worker: WorkerProcess = slot.worker
             try:
                 return await worker.actor.answer.remote(list(messages), sampling, list(seeds))
-            except _Gone:
+            except LOST:
                 self._leave(worker)
             finally:
                 self.free(slot)
@@ -274,12 +245,12 @@ class RolloutWorkers:
         """Run a worker until it is closed, and another one each time that it dies."""
         num_failed = 0
         while True:
-            worker = _Worker(number, _make_actor(self.spec, self.placement))
+            worker = WorkerProcess.start(self.spec, self.placement, number)
             try:
                 reason = await self._live(worker)
             finally:
                 self._leave(worker)
-                ray.kill(worker.actor)
+                worker.kill()
             if reason is None:
                 return
             num_failed = 0 if worker.num_played else num_failed + 1
@@ -293,7 +264,7 @@ class RolloutWorkers:
             _log.warning("rollout worker %d ended (%s); starting another", number, reason)
             await asyncio.sleep(_FIRST_PAUSE_S * (2**num_failed - 1))
 
-    async def _live(self, worker: _Worker) -> str | None:
+    async def _live(self, worker: WorkerProcess) -> str | None:
         """Why the worker died; None when it was closed."""
         spec = replace(self.spec, number=worker.number)
         try:
@@ -303,8 +274,8 @@ class RolloutWorkers:
                 _log.info("rollout worker %d still starts, or waits for room", worker.number)
             worker.node = await starting
             await self._join(worker)
-            return await _watch(worker.actor)
-        except _Gone as error:
+            return await worker.watch()
+        except LOST as error:
             return reason_of(error)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError | WeightSyncError):
@@ -312,7 +283,7 @@ class RolloutWorkers:
             _log.exception("rollout worker %d cannot start", worker.number)
             return f"{type(error.cause).__name__}: {error.cause}"
 
-    async def _join(self, worker: _Worker) -> None:
+    async def _join(self, worker: WorkerProcess) -> None:
         """Bring the newest weights to the worker, which is then ready."""
         while (newest := self._newest) is not None:
             try:
@@ -344,7 +315,7 @@ class RolloutWorkers:
             raise error from None
 
     async def _load(
-        self, worker: _Worker, published: PublishedWeights, timeout_s: float
+        self, worker: WorkerProcess, published: PublishedWeights, timeout_s: float
     ) -> WorkerWeights | None:
         """What the worker holds now: the published weights; None when it died."""
         manifest, held = published.manifest, worker.held
@@ -356,7 +327,7 @@ class RolloutWorkers:
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 held = await worker.actor.load_weights.remote(published)
-        except _Gone:
+        except LOST:
             self._leave(worker)
             return None
         except TimeoutError:
@@ -371,7 +342,7 @@ class RolloutWorkers:
         return held
 
     async def _evaluate_on(
-        self, worker: _Worker, environment: str, seeds: Sequence[int], temperature: float
+        self, worker: WorkerProcess, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """The outcomes; none when the worker died."""
         if not seeds:
@@ -379,7 +350,7 @@ class RolloutWorkers:
         worker.num_evaluating += 1
         try:
             return await worker.actor.evaluate.remote(environment, list(seeds), temperature)
-        except _Gone:
+        except LOST:
             self._leave(worker)
             return []
         finally:
@@ -392,14 +363,14 @@ class RolloutWorkers:
             self._leave(worker)
             await self._wait_until_idle(worker)
             # Its supervisor ends the process when it has closed, maybe before it could say so.
-            with suppress(*_Gone, TimeoutError):
+            with suppress(*LOST, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await worker.actor.close.remote()
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
         _log.info("rollout worker %d is gone; %d are ready", number, self.num_ready)
 
-    async def _wait_until_idle(self, worker: _Worker) -> None:
+    async def _wait_until_idle(self, worker: WorkerProcess) -> None:
         timeout_s = self.spec.run.rollout.group_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -408,11 +379,15 @@ class RolloutWorkers:
         except TimeoutError:
             _log.warning("rollout worker %d still plays after %g s", worker.number, timeout_s)
 
-    def _leave(self, worker: _Worker) -> None:
+    def _leave(self, worker: WorkerProcess) -> None:
         """Give the worker no more slots."""
         if worker in self._ready:
             self._ready.remove(worker)
             self._note_change()
+
+    def _free(self, worker: WorkerProcess, num_groups: int) -> None:
+        worker.num_groups -= num_groups
+        self._note_change()
 
     def _note_failure(self, supervisor: asyncio.Task[None]) -> None:
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
@@ -430,35 +405,3 @@ class RolloutWorkers:
             await self._changed.wait()
         if self._failure is not None:
             raise self._failure
-
-
-async def _watch(actor: ActorHandle) -> str | None:
-    """Why the worker must be replaced, as soon as it must; None once it was closed.
-
-    A process that dies fails the call that waits for its end. One that is frozen, or whose event
-    loop hangs, does nothing at all, so it is asked for a sign of life.
-    """
-    closed = asyncio.ensure_future(actor.until_closed.remote())
-    try:
-        while True:
-            await asyncio.wait([closed], timeout=_SIGN_OF_LIFE_EVERY_S)
-            if closed.done():
-                return closed.result()
-            try:
-                async with asyncio.timeout(_SIGN_OF_LIFE_TIMEOUT_S):
-                    await actor.sign_of_life.remote()
-            except TimeoutError:
-                return f"it gave no sign of life for {_SIGN_OF_LIFE_TIMEOUT_S:g} s"
-    finally:
-        closed.cancel()
-
-
-def _make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
-    rollout = spec.run.rollout
-    # Engines read their environment when Python starts, before any code of ours.
-    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
-    worker_class = ray.remote(
-        **placement.of_worker(),
-        runtime_env={"env_vars": environment},
-    )(RolloutWorkerActor)
-    return worker_class.remote(rollout.num_threads)

@@ -1,0 +1,147 @@
+"""Rollout workers without Ray and engines: the real supervision of processes that are simulated.
+
+RolloutWorkers  -->  FakeActor   one for each process that was started; does what `Behaviour` says
+      |
+      +-->  CountingBuffer       takes what was played, refuses what was lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ludus.proto.config import RunConfig
+from ludus.trainer.actors import worker_process, workers
+from ludus.trainer.actors.placement import on_one_machine
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.types import GroupSpec, RolloutGroup
+from tests.data.rollouts import make_group
+
+
+class Method:
+    """A method of an actor: `remote` calls it."""
+
+    def __init__(self, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._call = call
+
+    def remote(self, *arguments: Any) -> asyncio.Task[Any]:
+        """The call, under way."""
+        return asyncio.ensure_future(self._call(*arguments))
+
+
+async def at_once(*_: object) -> None:
+    """Takes one turn of the event loop."""
+    await asyncio.sleep(0)
+
+
+@dataclass(eq=False)
+class FakeActor:
+    """One process of a rollout worker."""
+
+    place: int
+    """How many were started before it."""
+    in_play: Callable[[FakeActor], Awaitable[None]] = at_once
+    """Awaited in each call that plays."""
+    number: int = -1
+    """Of the worker, once it has started."""
+    is_alive: bool = True
+    num_playing: int = 0
+    """Groups it plays now."""
+    most_playing: int = 0
+    ended: asyncio.Future[str | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """What its last call says: None where it was closed."""
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(object.__getattribute__(self, f"_{name}"))
+
+    def end(self) -> None:
+        """Die."""
+        self.is_alive = False
+        if not self.ended.done():
+            self.ended.set_result("it was killed")
+
+    async def _start(self, spec: RolloutWorkerSpec) -> str:
+        self.number = spec.number
+        return "this node"
+
+    async def _play(self, groups: Sequence[GroupSpec]) -> list[RolloutGroup]:
+        self.num_playing += len(groups)
+        self.most_playing = max(self.most_playing, self.num_playing)
+        try:
+            await self.in_play(self)
+        finally:
+            self.num_playing -= len(groups)
+        return [make_group(1.0, -1.0, index=group.index) for group in groups]
+
+    async def _until_closed(self) -> str | None:
+        return await asyncio.shield(self.ended)
+
+    async def _sign_of_life(self) -> None:
+        assert self.is_alive
+
+    async def _close(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class CountingBuffer:
+    """A buffer that keeps the indices of what it was given."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+        self.lost: list[int] = []
+
+    async def put(self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]) -> list[int]:
+        """The indices of groups whose episodes are all lost."""
+        arrived = groups if isinstance(groups, list) else await groups
+        lost = [one.index for one in arrived if all(r.reward is None for r in one.rollouts)]
+        self.lost += lost
+        self.kept += [one.index for one in arrived if one.index not in lost]
+        return lost
+
+
+@dataclass(eq=False)
+class FakeFleet:
+    """All processes that were started, and what they put into the buffer."""
+
+    behave: Callable[[FakeActor], None] = lambda actor: None
+    """Called with each new process."""
+    actors: list[FakeActor] = field(default_factory=list)
+    buffer: CountingBuffer = field(default_factory=CountingBuffer)
+
+    @asynccontextmanager
+    async def running(
+        self, patch: pytest.MonkeyPatch, settings: dict[str, Any]
+    ) -> AsyncIterator[RolloutWorkers]:
+        """The workers of a run with these settings, until the block ends."""
+        patch.setattr(worker_process, "make_actor", self._make_actor)
+        patch.setattr(worker_process.WorkerProcess, "kill", lambda worker: worker.actor.end())
+        patch.setattr(workers, "_FIRST_PAUSE_S", 0.0)
+        run = RunConfig.model_validate(
+            {"environments": {"coins": {"max_sessions": 10**6}}} | settings
+        )
+        spec = RolloutWorkerSpec(run, "model", {"coins": "nowhere"}, run.weights)
+        started = await RolloutWorkers.start(spec, self.buffer, on_one_machine(run))
+        try:
+            yield started
+        finally:
+            await started.close()
+
+    def _make_actor(self, *_: object) -> FakeActor:
+        actor = FakeActor(len(self.actors))
+        self.behave(actor)
+        self.actors.append(actor)
+        return actor
+
+
+def groups_of(*indices: int) -> list[GroupSpec]:
+    """Groups to be played."""
+    return [GroupSpec(index, "coins", (0, 0)) for index in indices]

@@ -1,0 +1,101 @@
+"""One rollout worker as the driver sees it: an actor, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import ray
+from ray.actor import ActorHandle
+
+from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.processes import Slot
+from ludus.trainer.rollout.vllm_environment import vllm_environment
+from ludus.trainer.weights import WorkerWeights
+
+LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+"""What a call raises whose worker, or whose worker's machine, went away."""
+
+_NUM_SLOTS = 16
+"""Into which a worker's groups are divided: while one ends, the others fill its batch."""
+
+_SIGN_OF_LIFE_EVERY_S = 15.0
+_SIGN_OF_LIFE_TIMEOUT_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class WorkerProcess:
+    """One actor of a worker, and what it does now."""
+
+    number: int
+    actor: ActorHandle
+    max_groups: int
+    """Groups that it plays at once."""
+    num_groups: int = 0
+    """Groups for which it has given slots."""
+    node: str | None = None
+    """The id of its node, once it has started."""
+    num_played: int = 0
+    """Slots' groups that it has brought to their end."""
+    num_evaluating: int = 0
+    """Calls under way that play games of an evaluation."""
+    held: WorkerWeights | None = None
+
+    @classmethod
+    def start(cls, spec: RolloutWorkerSpec, placement: Placement, number: int) -> WorkerProcess:
+        """A process that asks Ray for room, and waits there for its first call."""
+        actor = make_actor(spec, placement)
+        return cls(number, actor, spec.run.rollout.num_groups_in_flight)
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may begin on it."""
+        return self.max_groups - self.num_groups
+
+    @property
+    def is_idle(self) -> bool:
+        """True while it plays nothing."""
+        return self.num_groups == 0 and self.num_evaluating == 0
+
+    def take_slot(self) -> Slot:
+        """A slot of what is free, which must be something."""
+        size = min(-(-self.max_groups // _NUM_SLOTS), self.num_free)
+        self.num_groups += size
+        return Slot(self, size)
+
+    async def watch(self) -> str | None:
+        """Why the worker must be replaced, as soon as it must; None once it was closed.
+
+        A process that dies fails the call that waits for its end. One that is frozen, or whose
+        event loop hangs, does nothing at all, so it is asked for a sign of life.
+        """
+        closed = asyncio.ensure_future(self.actor.until_closed.remote())
+        try:
+            while True:
+                await asyncio.wait([closed], timeout=_SIGN_OF_LIFE_EVERY_S)
+                if closed.done():
+                    return closed.result()
+                try:
+                    async with asyncio.timeout(_SIGN_OF_LIFE_TIMEOUT_S):
+                        await self.actor.sign_of_life.remote()
+                except TimeoutError:
+                    return f"it gave no sign of life for {_SIGN_OF_LIFE_TIMEOUT_S:g} s"
+        finally:
+            closed.cancel()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self.actor)
+
+
+def make_actor(spec: RolloutWorkerSpec, placement: Placement) -> ActorHandle:
+    """The actor of a worker, for which Ray finds room."""
+    rollout = spec.run.rollout
+    # Engines read their environment when Python starts, before any code of ours.
+    environment = vllm_environment(rollout.num_threads, on_gpu=rollout.num_gpus_per_worker > 0)
+    worker_class = ray.remote(
+        **placement.of_worker(),
+        runtime_env={"env_vars": environment},
+    )(RolloutWorkerActor)
+    return worker_class.remote(rollout.num_threads)
