@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -148,12 +149,38 @@ async def test_an_evaluation_continues_when_a_worker_dies_over_it(workers: Rollo
     assert all(outcome.episode_return is not None for outcome in outcomes)
 
 
-async def test_a_worker_with_other_weights_takes_no_traffic(
+async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played_again(
+    around: Fleet, workers: RolloutWorkers
+) -> None:
+    await workers.load_weights(around.publish(5), timeout_s=WITHIN_S)
+    num_restarts, slot = workers.num_restarts, await workers.slot()
+    await slot.worker.actor.__ray_call__.remote(failing_engine)
+    await workers.buffer.begin(range(500, 516), 5)
+    refused = await workers.play(slot, around.groups(*range(500, 516)))
+    assert sorted(refused) == list(range(500, 516))
+    await eventually(lambda: workers.num_restarts == num_restarts + 1, within_s=WITHIN_S)
+    await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
+    slot = await workers.slot()
+    refused = await workers.play(slot, around.groups(*range(500, 516)))
+    assert len(refused) < 16, "the other plays"
+
+
+async def test_weights_from_which_no_worker_samples_end_the_run(
     around: Fleet, workers: RolloutWorkers
 ) -> None:
     """The last of those that share workers: nobody trusts these again."""
     with pytest.raises(CanaryError, match="does not sample from the published weights"):
-        await workers.load_weights(around.publish(4, logprob_error=0.5), timeout_s=WITHIN_S)
+        await workers.load_weights(around.publish(6, logprob_error=0.5), timeout_s=WITHIN_S)
+    assert (workers.num_ready, workers.num_breaches) == (0, 2), "it fetched once more"
+
+
+def failing_engine(worker: Any) -> None:
+    """Lets the engine of a worker run out of memory in its next step."""
+
+    def step() -> None:
+        raise MemoryError("no more memory")
+
+    worker._generator._engine.step = step
 
 
 async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tries(

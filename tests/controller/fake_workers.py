@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import ray
 
+from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import RunConfig
-from ludus.trainer.actors import worker_process, workers
+from ludus.proto.errors import EngineLostError
+from ludus.trainer.actors import supervisor, worker_process
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.types import GroupSpec, RolloutGroup
+from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, WeightManifest
+from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
 
@@ -48,25 +53,34 @@ class FakeActor:
     """How many were started before it."""
     in_play: Callable[[FakeActor], Awaitable[None]] = at_once
     """Awaited in each call that plays."""
+    in_load: Callable[[PublishedWeights], Awaitable[None]] = at_once
+    """Awaited in each call that loads weights."""
+    canary_error: Callable[[PublishedWeights], float] = lambda published: 0.0
+    """How far its answer to the canary prompt is from the learner's."""
+    from_scratch: list[bool] = field(default_factory=list)
+    """Of each load, whether it was to trust nothing that it had fetched before."""
+    num_abandoned: int = 0
+    """How often it was told to give up what it played."""
     number: int = -1
     """Of the worker, once it has started."""
     is_alive: bool = True
     num_playing: int = 0
     """Groups it plays now."""
     most_playing: int = 0
-    ended: asyncio.Future[str | None] = field(
+    ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """What its last call says: None where it was closed."""
+    """Done once it was closed, or with what ended it."""
 
     def __getattr__(self, name: str) -> Method:
         return Method(object.__getattribute__(self, f"_{name}"))
 
-    def end(self) -> None:
-        """Die."""
+    def end(self, error: Exception | None = None) -> None:
+        """Die, of this error or by itself."""
         self.is_alive = False
         if not self.ended.done():
-            self.ended.set_result("it was killed")
+            self.ended.set_exception(error or ray.exceptions.RayActorError(error_msg="it died"))
+            self.ended.exception()  # whoever waits for it hears of it, and maybe nobody does
 
     async def _start(self, spec: RolloutWorkerSpec) -> str:
         self.number = spec.number
@@ -81,8 +95,26 @@ class FakeActor:
             self.num_playing -= len(groups)
         return [make_group(1.0, -1.0, index=group.index) for group in groups]
 
-    async def _until_closed(self) -> str | None:
-        return await asyncio.shield(self.ended)
+    async def _load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
+        self.from_scratch.append(from_scratch)
+        await self.in_load(published)
+        manifest, error = published.manifest, self.canary_error(published)
+        report = CanaryReport(manifest.version, manifest.content_hash, error, 1e-4)
+        return WorkerWeights(report, 0.0, 0.0, 0)
+
+    async def _abandon(self) -> None:
+        self.num_abandoned += 1
+
+    async def _evaluate(
+        self, environment: str, seeds: Sequence[int], temperature: float
+    ) -> list[EpisodeOutcome]:
+        await asyncio.sleep(0)
+        if not self.is_alive:
+            raise EngineLostError("the engine has failed")
+        return [EpisodeOutcome(seed, 1.0, 1) for seed in seeds]
+
+    async def _until_closed(self) -> None:
+        await asyncio.shield(self.ended)
 
     async def _sign_of_life(self) -> None:
         assert self.is_alive
@@ -124,7 +156,7 @@ class FakeFleet:
         """The workers of a run with these settings, until the block ends."""
         patch.setattr(worker_process, "make_actor", self._make_actor)
         patch.setattr(worker_process.WorkerProcess, "kill", lambda worker: worker.actor.end())
-        patch.setattr(workers, "_FIRST_PAUSE_S", 0.0)
+        patch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
         run = RunConfig.model_validate(
             {"environments": {"coins": {"max_sessions": 10**6}}} | settings
         )
@@ -145,3 +177,9 @@ class FakeFleet:
 def groups_of(*indices: int) -> list[GroupSpec]:
     """Groups to be played."""
     return [GroupSpec(index, "coins", (0, 0)) for index in indices]
+
+
+def weights_of(version: int) -> PublishedWeights:
+    """A version that can be published."""
+    manifest = WeightManifest(version, (), f"content {version}", CanaryPrompt([1], [2]), ())
+    return PublishedWeights(manifest, None)

@@ -160,6 +160,7 @@ class SimulatedWorkers:
     in_delivery: Callable[[PublishedWeights], Any] = at_once
     """Awaited in each delivery."""
     held: PublishedWeights | None = None
+    num_breaches: int = 0
     num_deliveries_at_once: int = 0
     most_deliveries_at_once: int = 0
     begun: list[tuple[GroupSpec, int]] = field(default_factory=list)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import CanaryError, UnavailableError, WeightSyncError
+from ludus.proto.runs import read_metrics
 from ludus.trainer.controller import Controller
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.types import GroupSpec
@@ -119,6 +120,24 @@ async def test_without_staleness_the_groups_of_a_step_do_not_depend_on_timing(
     assert batches[0] == batches[1] == batches[2]
     environments = [name for batch in batches[0].values() for name, _ in batch]
     assert environments.count("dice") == len(environments) / 4, "replaced in the same environment"
+
+
+async def test_a_breach_is_counted_and_a_run_whose_other_workers_pass_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+
+    def prepare(workers: SimulatedWorkers, _: Controller) -> None:
+        async def breach(published: PublishedWeights) -> None:
+            workers.num_breaches += published.manifest.version in (2, 3)
+
+        workers.in_delivery = breach
+
+    run.prepare = prepare
+    state = await run.go()
+    assert (state.step, state.canary_failures) == (6, 2)
+    events = [row for row in read_metrics(tmp_path / "run") if row.kind == "event"]
+    assert sum(row.values.get("num_canary_failures", 0) for row in events) == 2
 
 
 async def test_a_failed_delivery_ends_the_run_with_its_error_whatever_the_learner_does(

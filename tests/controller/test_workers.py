@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.controller.fake_workers import FakeActor, FakeFleet, groups_of
-from tests.env.polling import turns_of_the_loop
+from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, WorkerStartError
+from ludus.trainer.actors import worker_process
+from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.interfaces import PublishedWeights
+from tests.controller.fake_workers import FakeActor, FakeFleet, groups_of, weights_of
+from tests.env.polling import eventually, turns_of_the_loop
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,3 +65,211 @@ async def test_a_slot_that_is_given_back_is_given_again(monkeypatch: pytest.Monk
         assert not waiting.done()
         workers.free(slots[0])
         assert (await waiting).size == slots[0].size
+
+
+TWO = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}
+ALONE = {"rollout": {"num_workers": 1, "num_groups_in_flight": 16}}
+
+
+def first_only(fleet: FakeFleet, change: Callable[[FakeActor], None]) -> None:
+    """Change the first process that starts, and no other."""
+    fleet.behave = lambda actor: change(actor) if actor.place == 0 else None
+
+
+async def ready(workers: RolloutWorkers, number: int) -> None:
+    """Wait until so many workers are ready."""
+    await eventually(lambda: workers.num_ready == number)
+
+
+async def play_on(workers: RolloutWorkers) -> None:
+    """Take slots until the run ends."""
+    while True:
+        workers.free(await workers.slot())
+        await asyncio.sleep(0)
+
+
+async def test_a_worker_whose_engine_fails_is_replaced_and_its_groups_are_played_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = FakeFleet()
+    failure = EngineLostError("the engine has failed: OutOfMemoryError: 20 GiB")
+
+    async def fails(actor: FakeActor) -> None:
+        actor.end(failure)
+        raise failure
+
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await ready(workers, 2)
+        await workers.load_weights(weights_of(1), 60)
+        slots = [await workers.slot() for _ in range(2)]
+        fleet.actors[0].in_play = fails
+        refused = [await workers.play(slot, groups_of(number)) for number, slot in enumerate(slots)]
+        assert sorted(refused) == [[], [0]] or sorted(refused) == [[], [1]]
+        await eventually(lambda: len(fleet.actors) == 3)
+        await ready(workers, 2)
+        assert workers.num_restarts == 1
+        assert {held.version for held in workers.held_weights.values()} == {1}
+
+
+async def test_a_worker_whose_engine_fails_in_an_evaluation_leaves_its_games_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = FakeFleet()
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await ready(workers, 2)
+        fleet.actors[0].end(EngineLostError("the engine has failed"))
+        outcomes = await workers.evaluate("coins", range(20), 1.0)
+        assert [outcome.seed for outcome in outcomes] == list(range(20))
+
+
+@pytest.mark.parametrize("what", ["breach", "timeout", "broken"])
+async def test_a_worker_that_is_refused_once_fetches_from_scratch_and_plays_again(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(worker_process, "_GRACE_S", 0.0)
+    fleet, may_load = FakeFleet(), asyncio.Event()
+
+    async def in_load(published: PublishedWeights) -> None:
+        num_loads = len(fleet.actors[0].from_scratch)
+        if num_loads == 2 and what == "timeout":
+            await asyncio.Event().wait()
+        if num_loads == 2 and what == "broken":
+            raise WeightSyncError("tensor 'w' arrived altered")
+        if num_loads == 3:
+            await may_load.wait()
+
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await ready(workers, 2)
+        await workers.load_weights(weights_of(0), 60)
+        doubtful, sound = fleet.actors
+        doubtful.in_load = in_load
+        if what == "breach":
+            doubtful.canary_error = lambda _: 0.5 if len(doubtful.from_scratch) == 2 else 0.0
+        held = await workers.load_weights(weights_of(1), 0.05)
+        assert [one.version for one in held] == [1], "the others do not wait for it"
+        assert list(workers.held_weights) == [sound.number]
+        slots = [await workers.slot() for _ in range(16)]
+        assert {slot.worker.number for slot in slots} == {sound.number}, "it gets no traffic"
+        may_load.set()
+        await ready(workers, 2)
+        assert doubtful.from_scratch == [True, False, True]
+        assert {one.version for one in workers.held_weights.values()} == {1}
+        assert (workers.num_restarts, workers.num_joined, len(fleet.actors)) == (0, 2, 2)
+        assert workers.num_breaches == doubtful.num_abandoned == (what == "breach")
+
+
+@pytest.mark.parametrize("what", ["breach", "broken"])
+async def test_a_worker_that_is_refused_twice_is_replaced_while_others_play(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def in_load(published: PublishedWeights) -> None:
+        if what == "broken":
+            raise WeightSyncError("tensor 'w' arrived altered")
+
+    def change(actor: FakeActor) -> None:
+        actor.in_load = in_load
+        actor.canary_error = lambda _: 0.5
+
+    fleet = FakeFleet()
+    first_only(fleet, change)
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await ready(workers, 2)
+        [held] = await workers.load_weights(weights_of(1), 60)
+        assert held.version == 1
+        await eventually(lambda: len(fleet.actors) == 3)
+        await ready(workers, 2)
+        assert not fleet.actors[0].is_alive
+        assert workers.num_restarts == 1
+
+
+async def test_a_worker_that_never_samples_from_the_published_weights_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its replacements do not either, so it is no process that went wrong."""
+    fleet = FakeFleet()
+
+    def behave(actor: FakeActor) -> None:
+        actor.canary_error = lambda _: 0.5 if actor.number == 0 else 0.0
+
+    fleet.behave = behave
+    settings = TWO | {"weights": {"canary": {"max_breaches": 3}}}
+    async with fleet.running(monkeypatch, settings) as workers:
+        await ready(workers, 2)
+        await workers.load_weights(weights_of(1), 60)
+        with pytest.raises(CanaryError, match=r"worker 0.*0\.5.*3 in a row.*max_breaches = 3"):
+            await play_on(workers)
+        assert workers.num_breaches == 3
+
+
+async def test_one_breach_ends_a_run_that_allows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = FakeFleet()
+    async with fleet.running(
+        monkeypatch, TWO | {"weights": {"canary": {"max_breaches": 1}}}
+    ) as workers:
+        await ready(workers, 2)
+        fleet.actors[0].canary_error = lambda _: 0.5
+        with pytest.raises(CanaryError, match="max_breaches = 1"):
+            await workers.load_weights(weights_of(1), 60)
+            await play_on(workers)
+
+
+@pytest.mark.parametrize("settings", [ALONE, TWO])
+async def test_breaches_of_all_workers_end_the_run_though_each_fetched_again(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    fleet = FakeFleet()
+    num_workers = settings["rollout"]["num_workers"]
+    async with fleet.running(monkeypatch, settings) as workers:
+        await ready(workers, num_workers)
+        for actor in fleet.actors:
+            actor.canary_error = lambda _: 0.5
+        with pytest.raises(CanaryError, match="does not sample from the published weights, nor"):
+            await workers.load_weights(weights_of(1), 60)
+        assert all(actor.from_scratch == [True, True] for actor in fleet.actors[:num_workers])
+
+
+async def test_weights_that_no_worker_can_fetch_fail_their_delivery_and_the_next_may_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are gone with the learner that published them; its successor publishes again."""
+    fleet = FakeFleet()
+
+    async def in_load(published: PublishedWeights) -> None:
+        if published.manifest.version == 1:
+            raise WeightSyncError("Ray's object store has lost them")
+
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await ready(workers, 2)
+        for actor in fleet.actors:
+            actor.in_load = in_load
+        with pytest.raises(WeightSyncError, match="has lost them"):
+            await workers.load_weights(weights_of(1), 60)
+        assert (workers.num_ready, len(workers.held_weights)) == (0, 0)
+        await workers.load_weights(weights_of(2), 60)
+        await ready(workers, 2)
+        assert {one.version for one in workers.held_weights.values()} == {2}
+
+
+async def test_a_worker_that_does_not_start_ends_no_run_in_which_enough_others_play(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = FakeFleet()
+
+    def behave(actor: FakeActor) -> None:
+        if 0 < actor.place < 8:
+            actor.end(EngineLostError("the engine has failed"))
+
+    fleet.behave = behave
+    async with fleet.running(monkeypatch, TWO) as workers:
+        await eventually(lambda: len(fleet.actors) == 9)
+        await ready(workers, 2)
+        assert (await workers.slot()).worker.actor.is_alive
+
+
+async def test_a_worker_that_is_the_only_one_and_never_plays_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = FakeFleet(lambda actor: actor.end(EngineLostError("out of memory")))
+    async with fleet.running(monkeypatch, ALONE) as workers:
+        with pytest.raises(WorkerStartError, match=r"3 times in a row.*out of memory"):
+            await play_on(workers)

@@ -27,8 +27,9 @@ With S = 0, batch t + 1 is played by version t + 1 alone: learner and workers ta
 
 Neither loop waits for the other except through Admission (sampling must not run further ahead
 than S versions) and the buffer (training needs B groups). A group that will not be trained on
-gives its place back, so the buffer always fills again: no deadlock. A failed or late delivery is
-the failure of a task, and ends the run with its error at once.
+gives its place back, so the buffer always fills again: no deadlock. A delivery that no worker
+comes to hold is the failure of a task, and ends the run with its error at once; a worker that
+alone does not come to hold it gets no traffic.
 
 When the learner is lost, everything above ends, its ranks are restarted from the newest
 checkpoint, and everything begins again as after a resume, in the same process: what had begun
@@ -53,7 +54,6 @@ from dataclasses import dataclass, field, replace
 
 from ludus.proto.errors import (
     BufferLostError,
-    CanaryError,
     CheckpointError,
     LearnerLostError,
     TrainingStalledError,
@@ -121,6 +121,8 @@ class Controller:
     """None between two steps."""
     _saved_step: int = field(init=False)
     """Of the newest checkpoint, or where the run began."""
+    _num_breaches: int = field(init=False, default=0)
+    """Of the workers, as far as they are counted in the state."""
     _clock_runs: bool = field(init=False, default=False)
     _stopping: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
@@ -163,9 +165,7 @@ class Controller:
         try:
             await self._run_and_start_again()
         except Exception as error:
-            if isinstance(error, CanaryError):
-                self.state.canary_failures += 1
-                self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
+            self._count_breaches()
             _log.warning("the run ends: %s", error)
             error.add_note(await self._save_at_the_end())
             raise
@@ -276,8 +276,16 @@ class Controller:
         state.weight_syncs += 1
         state.canary_max_error = max(state.canary_max_error, delivered.worst_error)
         self._deliver_s += delivered.duration_s
+        self._count_breaches()
         parts.folder.delivered(delivered.version, parts.workers.held_weights)
         await self._sampling.hold(delivered.version)
+
+    def _count_breaches(self) -> None:
+        """Count the canary prompts that were answered wrongly since the last time."""
+        while self._num_breaches < self.parts.workers.num_breaches:
+            self._num_breaches += 1
+            self.state.canary_failures += 1
+            self.parts.folder.happened(self.state.step, TrainMetric.NUM_CANARY_FAILURES)
 
     async def _watch_environments(self) -> None:
         while self.parts.servers:

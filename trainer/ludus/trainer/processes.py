@@ -67,6 +67,10 @@ class Workers(Protocol):
     def held_weights(self) -> Mapping[int, WorkerWeights]:
         """What each ready worker samples from, by its number."""
 
+    @property
+    def num_breaches(self) -> int:
+        """Canary prompts that a worker answered from other weights, all in all."""
+
     def resize(self, num_workers: int) -> None:
         """Want so many workers from now on."""
 

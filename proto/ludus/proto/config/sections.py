@@ -227,17 +227,28 @@ class LearnerConfig(Section):
     """How long a rank waits for the others before the group is restarted."""
 
 
+class CanaryConfig(Section):
+    """What is done about a worker that answers the canary prompt otherwise than the learner."""
+
+    max_breaches: PositiveInt = 4
+    """Wrong answers of one worker in a row, its replacements included, that end the run. After
+    the first it takes no traffic and fetches from scratch, after the second it is replaced; where
+    no other worker answers rightly, the second ends the run."""
+
+
 class _WeightStore(Section):
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """Newest versions that stay available, with all they build upon."""
     timeout_s: PositiveFloat = 120.0
-    """How long a version may take to be published, and how long to be held by a worker, before
-    the run fails; a store that is unavailable for less only delays it."""
+    """How long a version may take to be published, and how long to be held by a worker. A worker
+    that takes longer gets no traffic, and fetches once more from scratch; the run fails where
+    none comes to hold it. A store that is unavailable for less only delays it."""
     dtype: Literal["learner", "float32", "bfloat16"] = "learner"
     """Type of the tensors that travel; "learner" is learner.dtype."""
     full_every: PositiveInt = 1
     """Versions from one that travels whole to the next; those between travel as what has changed.
     Above 1, learner and workers keep a copy of the last version in memory."""
+    canary: CanaryConfig = CanaryConfig()
 
     def travelling_dtype(self, learner_dtype: str) -> str:
         """The type of the tensors that travel, where the learner computes in `learner_dtype`."""

@@ -20,6 +20,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.environments import environment_token
 from ludus.trainer.functions import Function, given_functions, take_functions
@@ -31,7 +32,15 @@ from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
+from ludus.trainer.tasks import Tasks
+from ludus.trainer.types import (
+    GroupSpec,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Sampling,
+    lost_group,
+)
 from ludus.trainer.weights import WorkerWeights, check_canary
 from ludus.trainer.weights.adapters import AdapterMerger
 
@@ -59,6 +68,8 @@ class RolloutWorkerActor:
     def __init__(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._closed = asyncio.Event()
+        self._abandoned = asyncio.Event()
+        self._num_loads = 0
         self._clients = AsyncExitStack()
 
     async def start(self, spec: RolloutWorkerSpec) -> str:
@@ -72,6 +83,7 @@ class RolloutWorkerActor:
         take_functions(spec.functions)
         run = spec.run
         self._run = run
+        self._weights = spec.weights
         self._store = make_store(spec.weights)
         self._chat = chat = ChatTokenizer.load(spec.model_path, run.model)
         clients = {name: await self._connect(spec, name) for name in run.environments}
@@ -89,7 +101,7 @@ class RolloutWorkerActor:
         return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
-        """The groups, once all of them are over."""
+        """The groups, once all of them are over; all are lost where they were abandoned."""
         rollout = self._run.rollout
         sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
         per_step = self._run.metrics.transcripts_per_step
@@ -104,7 +116,23 @@ class RolloutWorkerActor:
             )
             for spec in specs
         ]
-        return list(await asyncio.gather(*groups))
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
+        playing = asyncio.gather(*groups)
+        try:
+            await asyncio.wait([playing, abandoned], return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                return list(playing.result())
+            playing.cancel()
+            # Their sessions are free before others begin.
+            await asyncio.wait([playing])
+            return [lost_group(spec) for spec in specs]
+        finally:
+            abandoned.cancel()
+
+    async def abandon(self) -> None:
+        """Give up what is being played: it is not known which weights it was sampled from."""
+        self._abandoned.set()
+        self._abandoned = asyncio.Event()
 
     async def evaluate(
         self, environment: str, seeds: Sequence[int], temperature: float
@@ -128,14 +156,30 @@ class RolloutWorkerActor:
         said = [self._generator(prompt, sampling, seed) for seed in seeds]
         return [self._chat.decode(one.token_ids) for one in await asyncio.gather(*said)]
 
-    async def load_weights(self, published: PublishedWeights) -> WorkerWeights:
-        """What the worker holds now, and whether its canary passed; raises nothing by itself."""
+    async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
+        """What the worker holds now, and how it answers the canary prompt.
+
+        Args:
+            from_scratch: nothing that was fetched before is trusted any more.
+
+        Raises:
+            WeightSyncError: they did not arrive whole, or others were asked for meanwhile.
+        """
+        self._num_loads += 1
+        number = self._num_loads
+        if from_scratch:
+            # A store keeps what the next difference builds on, and a fetch that hangs has the old.
+            self._store = make_store(self._weights)
         # A store that is unavailable is waited for, while the games continue.
         fetched = await asyncio.to_thread(self._store.fetch, published)
         paused_before_s = self._generator.pause_s
         state = fetched.state
         if self._merger is not None:
             state = await asyncio.to_thread(self._merger.merge, state)
+        if number != self._num_loads:
+            raise WeightSyncError(
+                f"weights version {published.manifest.version} came after others were asked for"
+            )
         await self._generator.load_weights(state, published.manifest.version)
         answer = await self._generator.score(published.manifest.canary)
         canary = check_canary(published.manifest, answer, self._run.learner.dtype)
@@ -143,8 +187,14 @@ class RolloutWorkerActor:
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 
     async def until_closed(self) -> None:
-        """Wait until `close` is called: whoever awaits this learns of this process's death."""
-        await self._closed.wait()
+        """Wait until `close` is called: whoever awaits this learns of this process's death.
+
+        Raises:
+            EngineLostError: the engine has failed; nothing can be played here any more.
+        """
+        async with Tasks() as tasks:
+            tasks.start(self._generator.until_lost())
+            await self._closed.wait()
 
     async def sign_of_life(self) -> None:
         """Return at once: the event loop turns."""

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
 from ray.actor import ActorHandle
 
+from ludus.proto.errors import EngineLostError, WeightSyncError
+from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
+from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import Slot
 from ludus.trainer.rollout.vllm_environment import vllm_environment
 from ludus.trainer.weights import WorkerWeights
 
-LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
-"""What a call raises whose worker, or whose worker's machine, went away."""
+LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, EngineLostError)
+"""What a call raises whose worker, or its engine or its machine, is no more."""
 
 _NUM_SLOTS = 16
 """Into which a worker's groups are divided: while one ends, the others fill its batch."""
 
 _SIGN_OF_LIFE_EVERY_S = 15.0
 _SIGN_OF_LIFE_TIMEOUT_S = 60.0
+_GRACE_S = 5.0
+"""A store that gives up by itself says more about why than can be said here."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,10 +42,15 @@ class WorkerProcess:
     node: str | None = None
     """The id of its node, once it has started."""
     num_played: int = 0
-    """Slots' groups that it has brought to their end."""
+    """Groups that it has played, and that wait to be trained on."""
     num_evaluating: int = 0
     """Calls under way that play games of an evaluation."""
     held: WorkerWeights | None = None
+    """What it samples from; None where that is not known."""
+    refusals: list[WeightSyncError] = field(default_factory=list)
+    """Why it did not come to hold what it was to hold, since it last did."""
+    refused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is out of traffic for that."""
 
     @classmethod
     def start(cls, spec: RolloutWorkerSpec, placement: Placement, number: int) -> WorkerProcess:
@@ -64,11 +74,46 @@ class WorkerProcess:
         self.num_groups += size
         return Slot(self, size)
 
+    def holds(self, published: PublishedWeights) -> bool:
+        """Whether it samples from these weights."""
+        manifest, held = published.manifest, self.held
+        return held is not None and (held.version, held.content_hash) == (
+            manifest.version,
+            manifest.content_hash,
+        )
+
+    async def load(self, published: PublishedWeights, timeout_s: float) -> WorkerWeights:
+        """What it says that it holds now; from scratch where it is not known what it held.
+
+        Raises:
+            WeightSyncError: it does not hold the weights, or not in time.
+        """
+        manifest = published.manifest
+        what = f"weights version {manifest.version} ({manifest.num_bytes} bytes)"
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                from_scratch = self.held is None
+                return await self.actor.load_weights.remote(published, from_scratch)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"{what} did not reach rollout worker {self.number} within weights.timeout_s = "
+                f"{timeout_s:g}; raise it, or see trainer.log for what the worker does"
+            ) from None
+        except EngineLostError:
+            raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, WeightSyncError):
+                raise error.cause from error
+            raise WeightSyncError(
+                f"rollout worker {self.number} cannot load {what}: {reason_of(error)}"
+            ) from error
+
     async def watch(self) -> str | None:
         """Why the worker must be replaced, as soon as it must; None once it was closed.
 
-        A process that dies fails the call that waits for its end. One that is frozen, or whose
-        event loop hangs, does nothing at all, so it is asked for a sign of life.
+        A process that dies, or whose engine has failed, fails the call that waits for its end.
+        One that is frozen, or whose event loop hangs, does nothing at all, so it is asked for a
+        sign of life.
         """
         closed = asyncio.ensure_future(self.actor.until_closed.remote())
         try:
