@@ -128,7 +128,7 @@ def travel(
 
     def publish() -> None:
         published.append(
-            learner.publish(make_manifest(version, state, CANARY_PROMPT, [0.0]), state)
+            learner.publish(make_manifest(version, state, [CANARY_PROMPT], [[0.0]]), state)
         )
 
     return timed(publish), timed(lambda: worker.fetch(published[0]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 import torch
+from transformers import PreTrainedModel
 
 from ludus.proto.config import RunConfig, load_run_config
 from ludus.trainer.actors.buffer import RemoteBuffer
@@ -22,7 +23,7 @@ from ludus.trainer.interfaces import PublishedWeights, StateDict
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.prepare import make_canary_prompt, prepare_model
+from ludus.trainer.prepare import make_canary, prepare_model
 from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.types import CanaryPrompt, GroupSpec
 from ludus.trainer.weights import VersionStore, make_manifest
@@ -44,7 +45,7 @@ class Fleet:
     run: RunConfig
     environment: Environment
     model_path: str
-    canary: CanaryPrompt
+    canary: tuple[CanaryPrompt, ...]
     state: StateDict
     store: VersionStore
 
@@ -71,13 +72,12 @@ class Fleet:
     def publish(self, version: int, logprob_error: float = 0.0) -> PublishedWeights:
         """The model's weights as version `version`; an error makes their canary fail."""
         model = load_language_model(self.model_path)
-        ids = torch.tensor([self.canary.prompt_ids + self.canary.completion_ids])
-        start = len(self.canary.prompt_ids)
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
-        answer = logprobs.gather(-1, ids[0, start:, None])[:, 0] + logprob_error
+        answers = [
+            [logprob + logprob_error for logprob in answer_of(model, prompt)]
+            for prompt in self.canary
+        ]
         return self.store.publish(
-            make_manifest(version, self.state, self.canary, answer.tolist()), self.state
+            make_manifest(version, self.state, self.canary, answers), self.state
         )
 
     def groups(self, *indices: int) -> list[GroupSpec]:
@@ -85,6 +85,15 @@ class Fleet:
         [name] = self.run.environments
         size = self.run.rollout.group_size
         return [GroupSpec(i, name, group_seeds(0, i, size, shared=True)) for i in indices]
+
+
+@torch.no_grad()
+def answer_of(model: PreTrainedModel, prompt: CanaryPrompt) -> list[float]:
+    """The log-probs of the prompt's completion."""
+    ids = torch.tensor([prompt.prompt_ids + prompt.completion_ids])
+    start = len(prompt.prompt_ids)
+    logprobs = torch.log_softmax(model(ids).logits[0, start - 1 : -1].float(), -1)
+    return logprobs.gather(-1, ids[0, start:, None])[:, 0].tolist()
 
 
 @asynccontextmanager
@@ -98,7 +107,7 @@ async def fleet(folder: Path, *overrides: str) -> AsyncIterator[Fleet]:
                 [environment] = environments.values()
                 model_path = await prepare_model(run, environments, folder / "model")
                 chat = ChatTokenizer.load(model_path, run.model)
-                canary = await make_canary_prompt(environment, chat)
+                canary = await make_canary(environment, chat)
                 state = dict(load_language_model(model_path).state_dict())
                 yield Fleet(run, environment, model_path, canary, state, make_store(run.weights))
         finally:

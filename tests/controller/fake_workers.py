@@ -99,7 +99,7 @@ class FakeActor:
         self.from_scratch.append(from_scratch)
         await self.in_load(published)
         manifest, error = published.manifest, self.canary_error(published)
-        report = CanaryReport(manifest.version, manifest.content_hash, error, 1e-4)
+        report = CanaryReport(manifest.version, manifest.content_hash, error)
         return WorkerWeights(report, 0.0, 0.0, 0)
 
     async def _abandon(self) -> None:
@@ -179,7 +179,8 @@ def groups_of(*indices: int) -> list[GroupSpec]:
     return [GroupSpec(index, "coins", (0, 0)) for index in indices]
 
 
-def weights_of(version: int) -> PublishedWeights:
-    """A version that can be published."""
-    manifest = WeightManifest(version, (), f"content {version}", CanaryPrompt([1], [2]), ())
+def weights_of(version: int, answer: tuple[float, ...] = ()) -> PublishedWeights:
+    """A version that can be published, with the learner's answer to its canary prompt."""
+    prompt = CanaryPrompt([1], [2])
+    manifest = WeightManifest(version, (), f"content {version}", (prompt,), (answer,))
     return PublishedWeights(manifest, None)

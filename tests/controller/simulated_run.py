@@ -40,7 +40,7 @@ from ludus.trainer.types import (
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
-CANARY_PROMPT = CanaryPrompt([1], [2])
+CANARY = (CanaryPrompt([1], [2]),)
 NUM_SLOTS = 4
 
 
@@ -105,11 +105,11 @@ class SimulatedLearner:
         values = {f.name: 0.0 for f in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
-    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
         self._refuse_if_lost()
         assert version == self.steps
         content = f"life {self.life} step {self.steps}"
-        return PublishedWeights(WeightManifest(version, (), content, canary, ()), content)
+        return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), content)
 
     async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
         self._refuse_if_lost()
@@ -206,7 +206,7 @@ class SimulatedWorkers:
         if self.held is None:
             return {}
         manifest = self.held.manifest
-        report = CanaryReport(manifest.version, manifest.content_hash, 1e-6, 1e-4)
+        report = CanaryReport(manifest.version, manifest.content_hash, error=1e-6)
         return {0: WorkerWeights(report, 0.0, 0.0, 0)}
 
     async def _play_and_put(self, specs: Sequence[GroupSpec]) -> list[int]:
@@ -275,7 +275,7 @@ class SimulatedRun:
             buffer=buffer,
             evaluator=None,
             chat=None,
-            canary=CANARY_PROMPT,
+            canary=CANARY,
             servers={},
         )
         controller = Controller(parts, state)

@@ -73,7 +73,7 @@ async def test_only_loads_and_scores_count_as_a_pause_of_sampling(
     assert generator.pause_s == 0.0
     engine.load_takes_s = 0.05
     await generator.load_weights(WEIGHTS, version=1)
-    await generator.score(CANARY_PROMPT)
+    await generator.score([CANARY_PROMPT])
     assert generator.pause_s >= 0.05
 
 
@@ -87,10 +87,10 @@ async def test_a_score_is_of_the_weights_loaded_before_it(
 ) -> None:
     call = await in_step(engine, generator([1], SAMPLING, 0))
     load = asyncio.create_task(generator.load_weights(WEIGHTS, version=1))
-    score = asyncio.create_task(generator.score(CANARY_PROMPT))
+    score = asyncio.create_task(generator.score([CANARY_PROMPT]))
     await asyncio.sleep(0)
     engine.release()
-    assert (await in_time(call, load, score))[2] == [-1.0]
+    assert (await in_time(call, load, score))[2] == [[-1.0]]
 
 
 async def test_weights_that_cannot_be_loaded_fail_only_their_caller(
@@ -107,7 +107,7 @@ async def test_a_failed_step_reaches_every_waiter(engine: FakeEngine, generator:
     waiting: list[asyncio.Task[Any]] = [
         asyncio.create_task(generator([2], SAMPLING, 0)),
         asyncio.create_task(generator.load_weights(WEIGHTS, version=1)),
-        asyncio.create_task(generator.score(CANARY_PROMPT)),
+        asyncio.create_task(generator.score([CANARY_PROMPT])),
     ]
     await turns_of_the_loop()
     engine.failure = RuntimeError("out of memory")
@@ -126,7 +126,7 @@ async def test_a_call_after_a_failure_fails_at_once(
     engine.failure = RuntimeError("out of memory")
     with pytest.raises(EngineLostError, match="out of memory"):
         await generator([1], SAMPLING, 0)
-    for call in (generator([1], SAMPLING, 0), generator.score(CANARY_PROMPT)):
+    for call in (generator([1], SAMPLING, 0), generator.score([CANARY_PROMPT])):
         with pytest.raises(EngineLostError, match=r"the engine has failed.*out of memory"):
             await asyncio.wait_for(call, timeout=60)
 

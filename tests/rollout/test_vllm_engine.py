@@ -115,7 +115,7 @@ async def test_it_serves_coroutines_from_its_own_thread(pair: EnginePair) -> Non
         calls = [asyncio.create_task(generator(r.prompt_ids, r.sampling, r.seed)) for r in requests]
         move(pair.model, seed=14, size=0.05)
         await generator.load_weights(dict(pair.model.named_parameters()), version=1)
-        score = await generator.score(CANARY_PROMPT)
+        [score] = await generator.score([CANARY_PROMPT])
         completions = await asyncio.gather(*calls)
         late = await generator(requests[0].prompt_ids, requests[0].sampling, seed=0)
     finally:

@@ -35,7 +35,7 @@ def step_values(step: int) -> StepValues:
 
 
 def worker_weights(version: int, pause_s: float) -> WorkerWeights:
-    canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7, tolerance=1e-4)
+    canary = CanaryReport(version=version, content_hash="ab" * 16, error=1e-7)
     return WorkerWeights(canary, fetch_s=0.5, pause_s=pause_s, bytes_fetched=100)
 
 

@@ -32,7 +32,7 @@ def make_state(version: int) -> dict[str, torch.Tensor]:
 def manifest_of(version: int, state: StateDict | None = None) -> WeightManifest:
     """The manifest of a version."""
     return make_manifest(
-        version, make_state(version) if state is None else state, CANARY_PROMPT, [-1.0]
+        version, make_state(version) if state is None else state, [CANARY_PROMPT], [[-1.0]]
     )
 
 

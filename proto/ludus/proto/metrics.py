@@ -202,7 +202,7 @@ class TrainMetric(_Metric):
     WEIGHT_FETCH_BYTES = auto(), _total("Bytes that all workers fetched for it.", "bytes")
     CANARY_ERROR = (
         auto(),
-        Spec(Reduction.MAX, "nats", "Largest error of a canary token on any worker so far."),
+        Spec(Reduction.MAX, "nats", "Largest error of a canary on any worker so far."),
     )
     NUM_CANARY_FAILURES = (
         auto(),

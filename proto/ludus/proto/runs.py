@@ -83,7 +83,7 @@ class HeldWeights(_Record):
     version: int
     content_hash: str
     canary_error: float
-    """Largest difference of a canary token's log-prob from the learner's, in nats."""
+    """Difference of its canary log-probs from the learner's, in nats, as `weights.canary` says."""
 
 
 class RunControl(_Record):
@@ -266,7 +266,7 @@ class Summary(_Record):
     weight_syncs: int
     canary_failures: int
     canary_max_error: float
-    """Largest difference of a canary token's log-prob between worker and learner."""
+    """Largest difference of a worker's canary log-probs from the learner's that passed."""
     environment_restarts: int
     learner_restarts: int
     """Times the learner's ranks were restarted, since one of them died."""

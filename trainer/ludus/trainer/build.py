@@ -40,7 +40,7 @@ from ludus.trainer.parts import Parts
 from ludus.trainer.prepare import (
     check_first_prompts,
     is_folder,
-    make_canary_prompt,
+    make_canary,
     prepare_model,
 )
 from ludus.trainer.rollout.engines import has_vllm
@@ -82,7 +82,7 @@ async def built(
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
     chat = ChatTokenizer.load(model_path, run.model)
     await check_first_prompts(run, environments, chat)
-    canary = await make_canary_prompt(infrastructure.first, chat)
+    canary = await make_canary(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
     learners = LearnerGroup(run, placement, infrastructure.token)
     buffer = RemoteBuffer(run, placement)

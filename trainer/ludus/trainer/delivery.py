@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Delivered:
     version: int
     duration_s: float
     worst_error: float
-    """Largest difference of a canary token's log-prob between a worker and the learner."""
+    """Largest difference between the canary log-probs of a worker and the learner's."""
 
 
 class Delivery:
@@ -45,7 +45,7 @@ class Delivery:
         self,
         learners: Learners,
         workers: Workers,
-        canary: CanaryPrompt,
+        canary: Sequence[CanaryPrompt],
         timeout_s: float,
         on_delivered: Callable[[Delivered], Awaitable[None]],
     ) -> None:

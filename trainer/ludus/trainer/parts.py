@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.env.serving.subprocess import LocalServer
@@ -28,7 +28,7 @@ class Parts:
     buffer: Buffer
     evaluator: Evaluator
     chat: ChatTokenizer
-    canary: CanaryPrompt
+    canary: Sequence[CanaryPrompt]
     servers: Mapping[str, LocalServer]
     """The environment servers that this run owns."""
 

@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _NUM_CONCURRENT_GAMES = 256
 _NUM_FIRST_SEEDS = 4
 """Episodes that are looked at before a run begins."""
+_MAX_CANARY_ANSWERS = 8
 _MAX_CANARY_TOKENS = 32
 _MODEL_CONFIG_FILE = "config.json"
 
@@ -65,12 +66,22 @@ async def prepare_model(
             return str(folder)
 
 
-async def make_canary_prompt(environment: Environment, chat: ChatTokenizer) -> CanaryPrompt:
-    """The environment's first prompt and its legal answers: what the policy is asked in earnest."""
+async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[CanaryPrompt, ...]:
+    """The environment's first prompt with each legal answer: what the policy may well say.
+
+    In reduced precision log-probs of unlikely tokens differ most where nothing is wrong. Where
+    answers are not known, the end of the prompt is asked for.
+    """
     opening, first = await _first_opening(environment)
     prompt_ids = chat.first_prompt(opening.messages, opening.tools)
-    answers = [token for answer in _legal_answers(first) for token in chat.answer_ids(answer)]
-    return CanaryPrompt(prompt_ids, (answers or prompt_ids)[:_MAX_CANARY_TOKENS])
+    answers = _legal_answers(first)[:_MAX_CANARY_ANSWERS]
+    if not answers:
+        num_given = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
+        return (CanaryPrompt(prompt_ids[:num_given], prompt_ids[num_given:]),)
+    return tuple(
+        CanaryPrompt(prompt_ids, chat.shown_answer_ids(answer)[:_MAX_CANARY_TOKENS])
+        for answer in answers
+    )
 
 
 async def check_first_prompts(

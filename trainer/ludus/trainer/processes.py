@@ -47,7 +47,7 @@ class Learners(Protocol):
     async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
         """What the step did; `batch` is what the buffer gave."""
 
-    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
         """The version, fetchable."""
 
     async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:

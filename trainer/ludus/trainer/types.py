@@ -377,9 +377,9 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     content_hash: str
     """Over all names, shapes and checksums."""
-    canary: CanaryPrompt
-    canary_logprobs: tuple[float, ...]
-    """The learner's own answer to the canary prompt under these weights."""
+    canary: tuple[CanaryPrompt, ...]
+    canary_logprobs: tuple[tuple[float, ...], ...]
+    """The learner's own answer to each canary prompt under these weights."""
 
     @property
     def num_bytes(self) -> int:

@@ -32,6 +32,7 @@ from ludus.proto.config.load import (
 )
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
 from ludus.proto.config.sections import (
+    CanaryConfig,
     FolderWeightStore,
     GeneratorConfig,
     LearnerConfig,
@@ -53,6 +54,7 @@ from ludus.proto.config.sections import (
 
 __all__ = [
     "AlgorithmConfig",
+    "CanaryConfig",
     "CispoLoss",
     "ClipLoss",
     "Correction",

@@ -228,8 +228,25 @@ class LearnerConfig(Section):
 
 
 class CanaryConfig(Section):
-    """What is done about a worker that answers the canary prompt otherwise than the learner."""
+    """When a worker's log-probs of the canary prompts differ too much from the learner's.
 
+    In float32 `tolerance` alone counts. Where the learner computes or weights travel in a reduced
+    precision, right answers differ too, and floor, factor and window say how unusual one may be.
+    """
+
+    quantile: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Which of the tokens' differences is judged, from the smallest to 1, the largest; null takes
+    the largest in float32, and the mean in reduced precision."""
+    tolerance: PositiveFloat | None = None
+    """Largest difference that passes, in nats; null is 1e-4 in float32 and 0.5 in reduced
+    precision."""
+    floor: NonNegativeFloat = 0.05
+    """In reduced precision: difference that is never unusual, in nats."""
+    factor: Annotated[float, Field(ge=1)] = 4.0
+    """In reduced precision: a difference above floor passes up to so many times the usual one."""
+    window: NonNegativeInt = 64
+    """Newest answers that passed, of all workers, whose median is the usual difference; 0 turns
+    that off."""
     max_breaches: PositiveInt = 4
     """Wrong answers of one worker in a row, its replacements included, that end the run. After
     the first it takes no traffic and fetches from scratch, after the second it is replaced; where

@@ -71,15 +71,15 @@ class LearnerActor:
         with self._meeting_others():
             return self._learner.train_step(batch, coefficients)
 
-    def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights | None:
+    def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights | None:
         """The version in the store, from rank 0; None from the others."""
         with self._meeting_others():
             state = self._learner.full_state()
-            [answer] = self._learner.answer_logprobs([canary])
+            answers = self._learner.answer_logprobs(canary)
         if self._store is None:
             return None
         state = cast_floats(state, self._travelling_dtype)
-        return self._store.publish(make_manifest(version, state, canary, answer), state)
+        return self._store.publish(make_manifest(version, state, canary, answers), state)
 
     def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""

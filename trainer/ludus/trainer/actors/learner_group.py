@@ -81,7 +81,7 @@ class LearnerGroup:
         """What the step did; the ranks of a machine map the same memory."""
         return await self._all("train_step", batch, coefficients)
 
-    async def publish(self, version: int, canary: CanaryPrompt) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
         """The version, fetchable."""
         return await self._all("publish", version, canary)
 

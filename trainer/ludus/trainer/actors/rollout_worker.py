@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 import torch
@@ -118,8 +119,9 @@ class RolloutWorkerActor:
         ]
         abandoned = asyncio.ensure_future(self._abandoned.wait())
         playing = asyncio.gather(*groups)
+        either: list[asyncio.Future[Any]] = [playing, abandoned]
         try:
-            await asyncio.wait([playing, abandoned], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
                 return list(playing.result())
             playing.cancel()
@@ -181,8 +183,9 @@ class RolloutWorkerActor:
                 f"weights version {published.manifest.version} came after others were asked for"
             )
         await self._generator.load_weights(state, published.manifest.version)
-        answer = await self._generator.score(published.manifest.canary)
-        canary = check_canary(published.manifest, answer, self._run.learner.dtype)
+        answers = await self._generator.score(published.manifest.canary)
+        dtype = self._run.learner.dtype
+        canary = check_canary(published.manifest, answers, self._weights.canary, dtype)
         pause_s = self._generator.pause_s - paused_before_s
         return WorkerWeights(canary, fetched.fetch_s, pause_s, fetched.num_bytes)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.actors.worker_process import WorkerProcess
 from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.weights import WorkerWeights
+from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 class Roster:
     """The processes of all rollout workers of a run."""
 
+    judge: CanaryJudge
     ready: list[WorkerProcess] = field(default_factory=list)
     """Those that may play."""
     started: list[WorkerProcess] = field(default_factory=list)
@@ -84,8 +85,7 @@ class Roster:
             return worker.held
         try:
             held = await worker.load(published, timeout_s)
-            if not held.ok:
-                raise CanaryError(f"rollout worker {worker.number}: {held}")
+            self.judge.judge(held.canary, worker.number)
         except WeightSyncError as error:
             self._refuse(worker, error)
             return None

@@ -39,7 +39,7 @@ from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import Slot
 from ludus.trainer.types import GroupSpec, Sampling, lost_group
-from ludus.trainer.weights import WorkerWeights
+from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,13 @@ class RolloutWorkers:
     spec: RolloutWorkerSpec
     buffer: RemoteBuffer
     placement: Placement
-    _roster: Roster = field(default_factory=Roster)
+    _roster: Roster = field(init=False)
     _supervisors: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._roster = Roster(CanaryJudge(self.spec.run.weights.canary))
 
     @classmethod
     async def start(

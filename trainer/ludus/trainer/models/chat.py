@@ -99,6 +99,14 @@ class ChatTokenizer:
         answer = self._template.space_before_answer + text
         return [*self._tokenizer.encode(answer, add_special_tokens=False), self.end_token_id]
 
+    def shown_answer_ids(self, text: str) -> list[int]:
+        """The tokens of an answer as the template shows it, with what it puts before the text.
+
+        That may be an empty thought, which a model that thinks says rather than the bare answer.
+        """
+        answer = self._template.before_answer + text
+        return [*self._tokenizer.encode(answer, add_special_tokens=False), self.end_token_id]
+
     def decode(self, token_ids: list[int]) -> str:
         """The text of sampled tokens, without special tokens."""
         if len(token_ids) > _MAX_CACHED_ANSWER:

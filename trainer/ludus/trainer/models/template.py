@@ -94,6 +94,11 @@ class ChatTemplate:
         return space if space.isspace() else ""
 
     @cached_property
+    def before_answer(self) -> str:
+        """What the template puts before an answer and leaves to the model to say."""
+        return self._around_answer[0]
+
+    @cached_property
     def _around_answer(self) -> tuple[str, str]:
         """What the template puts before an answer that no prompt has, and after it."""
         asked: list[Message] = [{"role": "user", "content": "-"}]
@@ -102,7 +107,9 @@ class ChatTemplate:
         before, found, after = whole.rpartition(_PLACEHOLDER)
         if not found:
             raise self._refusal("leaves out what the assistant has said")
-        return before.removeprefix(self.render(asked)), after
+        prompt = self.render(asked)
+        # Some prompts begin a thought that the template takes out once there is an answer.
+        return (before[len(prompt) :] if before.startswith(prompt) else ""), after
 
     def _find_form(self, roles: tuple[str, ...]) -> Form:
         """The first form in which the template shows every message of such roles."""

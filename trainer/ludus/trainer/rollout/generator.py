@@ -22,7 +22,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -102,9 +102,9 @@ class Generator:
         await self._order(load)
         self._version = version
 
-    async def score(self, canary: CanaryPrompt) -> list[float]:
-        """Log-probs of the canary prompt's completion under the weights that sample now."""
-        return await self._order(lambda: self._engine.score(canary))
+    async def score(self, canary: Sequence[CanaryPrompt]) -> list[list[float]]:
+        """Log-probs of each canary prompt's completion under the weights that sample now."""
+        return await self._order(lambda: [self._engine.score(prompt) for prompt in canary])
 
     async def until_lost(self) -> NoReturn:
         """Wait for the engine's failure, and raise it.

@@ -7,11 +7,12 @@ manifest   checksums;  canary  proof that a worker samples from what it loaded
 adapters   adapters and base weights become the tensors that an engine loads
 """
 
-from ludus.trainer.weights.canary import CanaryReport, WorkerWeights, check_canary
+from ludus.trainer.weights.canary import CanaryJudge, CanaryReport, WorkerWeights, check_canary
 from ludus.trainer.weights.manifest import cast_floats, make_manifest, verify
 from ludus.trainer.weights.store import VersionStore
 
 __all__ = [
+    "CanaryJudge",
     "CanaryReport",
     "VersionStore",
     "WorkerWeights",

@@ -31,11 +31,15 @@ def cast_floats(state: StateDict, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def make_manifest(
-    version: int, state: StateDict, canary: CanaryPrompt, canary_logprobs: list[float]
+    version: int,
+    state: StateDict,
+    canary: Sequence[CanaryPrompt],
+    canary_logprobs: Sequence[Sequence[float]],
 ) -> WeightManifest:
     """The manifest of `state` as version `version`."""
     entries = tuple(_entry(name, tensor) for name, tensor in sorted(state.items()))
-    return WeightManifest(version, entries, _content_hash(entries), canary, tuple(canary_logprobs))
+    answers = tuple(tuple(answer) for answer in canary_logprobs)
+    return WeightManifest(version, entries, _content_hash(entries), tuple(canary), answers)
 
 
 def verify(

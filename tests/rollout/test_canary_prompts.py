@@ -1,0 +1,65 @@
+"""Canary prompts ask for what the policy would say, one answer at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.config import LocalEnvironment
+from ludus.trainer import prepare
+from ludus.trainer.environments import Environment
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.renderer import make_renderer
+from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, tokenizer_of
+
+
+async def connected_to(client: AsyncEnvClient) -> Environment:
+    """The environment of the client."""
+    config = LocalEnvironment()
+    return Environment(config, "there", client, await client.describe(), make_renderer(config))
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+async def test_each_legal_answer_is_asked_for_alone_as_the_template_shows_it(
+    client: AsyncEnvClient, family: Family, thinking: bool
+) -> None:
+    tokenizer = tokenizer_of(family)
+    chat = ChatTokenizer(tokenizer, enable_thinking=thinking)
+    environment = await connected_to(client)
+    canary = await prepare.make_canary(environment, chat)
+    session, first = await client.open(seed=0)
+    await session.close()
+    assert first.text is not None
+    assert len(canary) == len(first.text.legal_answers) == 2
+    for prompt, answer in zip(canary, first.text.legal_answers, strict=True):
+        said = [*environment.renderer.messages(first, first=True), assistant(answer)]
+        whole = chat.whole_prompt(said)
+        asked = prompt.prompt_ids + prompt.completion_ids
+        assert prompt.completion_ids[-1] == chat.end_token_id
+        assert asked[:-1] == whole[: len(asked) - 1]
+
+
+async def test_a_model_that_thinks_is_asked_for_its_answer_after_a_thought(
+    client: AsyncEnvClient,
+) -> None:
+    tokenizer = tokenizer_of(QWEN3)
+    chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    canary = await prepare.make_canary(await connected_to(client), chat)
+    assert all("</think>" in tokenizer.decode(prompt.completion_ids) for prompt in canary)
+
+
+async def test_where_no_answer_is_known_the_end_of_the_prompt_is_asked_for(
+    client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = await connected_to(client)
+    [known, _] = await prepare.make_canary(environment, chat)
+    monkeypatch.setattr(prepare, "_legal_answers", lambda _: [])
+    [canary] = await prepare.make_canary(environment, chat)
+    assert canary.prompt_ids + canary.completion_ids == known.prompt_ids
+    assert 0 < len(canary.completion_ids) <= 32
+
+
+def assistant(text: str) -> dict[str, str]:
+    """A message of the policy."""
+    return {"role": "assistant", "content": text}
