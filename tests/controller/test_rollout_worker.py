@@ -1,0 +1,100 @@
+"""A rollout worker gives up what it must not finish, and never goes back to older weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import EngineLostError, WeightSyncError
+from ludus.trainer.actors import rollout_worker
+from ludus.trainer.actors.rollout_worker import RolloutWorkerActor
+from ludus.trainer.interfaces import FetchedWeights, PublishedWeights
+from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.types import Sampling
+from tests.controller.fake_workers import groups_of, weights_of
+from tests.env.polling import turns_of_the_loop
+from tests.rollout.fake_engine import FakeEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class HeldStore:
+    """A store whose fetches of version 1 wait until `may_end` is set."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
+
+    def fetch(self, published: PublishedWeights) -> FetchedWeights:
+        """A tensor that holds the version."""
+        version = published.manifest.version
+        if version == 1:
+            assert self._may_end.wait(timeout=60)
+        return FetchedWeights({"w": torch.tensor(float(version))}, 4, 0.0)
+
+
+def worker_with(engine: FakeEngine) -> RolloutWorkerActor:
+    """A worker that has started."""
+    worker = RolloutWorkerActor(torch.get_num_threads())
+    worker._run = RunConfig()
+    worker._weights = worker._run.weights
+    worker._generator = Generator(engine)
+    worker._merger = None
+    worker._players = {"coins": None}
+    return worker
+
+
+async def test_what_is_abandoned_comes_back_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rollout_worker, "play_group", never)
+    worker = worker_with(FakeEngine())
+    playing = asyncio.create_task(worker.play(groups_of(3, 4)))
+    await turns_of_the_loop()
+    assert not playing.done()
+    await worker.abandon()
+    groups = await playing
+    assert [group.index for group in groups] == [3, 4]
+    assert all(rollout.reward is None for group in groups for rollout in group.rollouts)
+    await worker.close()
+
+
+async def test_a_fetch_that_ends_after_a_later_one_does_not_bring_back_older_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, engine = threading.Event(), FakeEngine()
+    monkeypatch.setattr(rollout_worker, "make_store", lambda _: HeldStore(may_end))
+    worker = worker_with(engine)
+    late = asyncio.create_task(worker.load_weights(weights_of(1, (-1.0,)), True))
+    await turns_of_the_loop()
+    held = await worker.load_weights(weights_of(2, (-1.0,)), True)
+    assert held.version == 2
+    may_end.set()
+    with pytest.raises(WeightSyncError, match="version 1 came after others were asked for"):
+        await late
+    assert [float(state["w"]) for state in engine.loaded] == [2.0]
+    await worker.close()
+
+
+async def test_who_waits_for_its_end_hears_of_its_engines_failure() -> None:
+    engine = FakeEngine()
+    worker = worker_with(engine)
+    ended = asyncio.create_task(worker.until_closed())
+    engine.failure = MemoryError("no more memory")
+    with pytest.raises(EngineLostError):
+        await worker._generator([1], Sampling(1.0, 4), 0)
+    with pytest.raises(EngineLostError, match="MemoryError: no more memory"):
+        await ended
+
+
+async def test_who_waits_for_its_end_hears_that_it_was_closed() -> None:
+    worker = worker_with(FakeEngine())
+    ended = asyncio.create_task(worker.until_closed())
+    await turns_of_the_loop()
+    await worker.close()
+    await ended
