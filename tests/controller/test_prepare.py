@@ -17,7 +17,7 @@ from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
 from ludus.trainer.environments import Environment
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.prepare import check_first_prompts, make_canary_prompt, prepare_model
+from ludus.trainer.prepare import check_first_prompts, make_canary, prepare_model
 from ludus.trainer.rollout.renderer import make_renderer
 from tests.env.counting_env import CountObservation
 from tests.rollout.fragile_env import FragileEnv
@@ -104,11 +104,11 @@ async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
 async def test_the_canary_prompt_is_taken_from_an_episode_that_begins(chat: ChatTokenizer) -> None:
     run = run_with()
     async with environments_of(run, FailsAtFirst) as environments:
-        prompt = await make_canary_prompt(environments["fragile"], chat)
+        prompt = await make_canary(environments["fragile"], chat)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
     async with environments_of(run, NeverBegins) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):
-            await make_canary_prompt(environments["fragile"], chat)
+            await make_canary(environments["fragile"], chat)
 
 
 async def test_a_first_prompt_that_is_too_long_is_refused_with_both_numbers(
