@@ -104,7 +104,7 @@ async def test_a_warm_start_of_which_all_games_fail_is_refused_with_the_reason(
 async def test_the_canary_prompt_is_taken_from_an_episode_that_begins(chat: ChatTokenizer) -> None:
     run = run_with()
     async with environments_of(run, FailsAtFirst) as environments:
-        prompt = await make_canary(environments["fragile"], chat)
+        (prompt, *_) = await make_canary(environments["fragile"], chat)
     assert "Total 0." in chat.decode(prompt.prompt_ids)
     async with environments_of(run, NeverBegins) as environments:
         with pytest.raises(ExecutionError, match="licence has run out"):

@@ -8,12 +8,14 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from websockets.asyncio.client import connect
 
+from ludus.env.client import AsyncEnvClient
 from ludus.env.http import app as app_module
 from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.sessions.options import CoreOptions
+from ludus.proto.errors import InvalidCallError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import eventually
 from tests.env.served import running
@@ -119,6 +121,17 @@ async def test_a_session_nobody_comes_back_to_ends_soon_and_a_used_one_stays(cor
         await eventually(lambda: core.load.num_sessions == 1)
         assert await total_after(client, 1) == 2
     sweeping.cancel()
+
+
+async def test_a_group_larger_than_the_server_ends_no_unused_session():
+    async with running(max_sessions=2) as server:
+        for _ in range(2):
+            async with visitor(server) as passer_by:
+                assert (await passer_by.post("/reset", json={})).status_code == 200
+        async with await AsyncEnvClient.connect(server.grpc_address) as client:
+            with pytest.raises(InvalidCallError):
+                await client.open_group(3)
+        assert server.core.load.num_sessions == 2
 
 
 @pytest.mark.slow

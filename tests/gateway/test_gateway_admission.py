@@ -1,6 +1,7 @@
 """Who is admitted, who waits, who is refused, and that nothing is left behind."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -19,6 +20,7 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from ludus.services.gateway.gateway import Gateway
+from tests.env.counting_env import Gate
 from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
@@ -348,6 +350,44 @@ async def test_a_session_counts_as_idle_when_its_own_server_ends_it():
                 sessions._tracked.get(one.session_id).used_s -= 700
             await eventually(lambda: gateway.num_sessions < 10)
             assert gateway.num_sessions == num_patient
+
+
+async def test_where_the_server_does_not_say_when_it_ends_idle_sessions_the_gateways_limit_holds():
+    limits = {"linger_s": 0.3, "idle_timeout_s": 1000.0}
+    async with served(1, sessions=limits) as (gateway, _):
+        sessions = sessions_of(gateway)
+        kept, idle = [await sessions.open(SEEDED) for _ in range(2)]
+        link = sessions._tracked.get(kept.session_id).link
+        link.description = dataclasses.replace(link.description, idle_timeout_s=0.0)
+        sessions._tracked.get(kept.session_id).used_s -= 700
+        sessions._tracked.get(idle.session_id).used_s -= 1100
+        await eventually(lambda: gateway.num_sessions < 2)
+        assert sessions._tracked.get(kept.session_id) is not None
+
+
+@pytest.mark.parametrize("wire", ["grpc", "step_many", "http"])
+async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle(wire, tmp_path):
+    gate = Gate(tmp_path)
+    async with (
+        served(1, factory=gate.factory, sessions={"linger_s": 0.3}) as (gateway, _),
+        await AsyncEnvClient.connect(
+            gateway.grpc_address if wire != "http" else f"{gateway.http_address}/envs/{NAME}"
+        ) as client,
+    ):
+        sessions = sessions_of(gateway)
+        session, _ = await client.open(seed=1)
+        if wire == "step_many":
+            call = asyncio.ensure_future(client.step_many([(session, {"add": 98})]))
+        else:
+            call = asyncio.ensure_future(session.step({"add": 98}))
+        await eventually(lambda: gate.num_entered)
+        await sessions.open(SEEDED)
+        for tracked in sessions._tracked._by_id.values():
+            tracked.used_s -= 10_000
+        await eventually(lambda: gateway.num_sessions == 1)
+        gate.open()
+        await call
+        assert (await session.step({"add": 1})).reward == 1.0
 
 
 async def test_without_linger_sessions_end_with_their_connection():

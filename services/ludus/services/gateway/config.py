@@ -112,6 +112,9 @@ class SessionsSection(_Section):
 
     linger_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long a session outlives a gateway, or a client on gRPC, that went away."""
+    idle_timeout_s: _Seconds = 600.0
+    """Without a call for so long a session is taken for ended, where its server does not say
+    when it ends those that are idle."""
     id_lifetime_s: _Seconds = 86_400.0
     queue_size: Annotated[int, Field(ge=0)] = 1024
     """Opens that may wait at once; more are refused right away."""

@@ -129,13 +129,13 @@ class SessionSlots:
             UnavailableError: the server drains.
         """
         self._refuse_while_draining()
-        await self._events.make_room(self._num_taken + len(self._queue) + size - self._capacity)
-        self._refuse_while_draining()
         if size > self._capacity:
             raise InvalidCallError(
                 f"expected a group of at most {self._capacity} sessions, which is all"
                 f" this server holds; got {size}"
             )
+        await self._events.make_room(self._num_taken + len(self._queue) + size - self._capacity)
+        self._refuse_while_draining()
         if not await self._queue.take(size):
             raise CapacityError(
                 f"Server at capacity: {self._num_taken}/{self._capacity} sessions active."

@@ -91,6 +91,20 @@ class Admission:
         self.is_draining = True
         self._line.refuse_all(self._draining())
 
+    def check(self, size: int) -> None:
+        """Refuse an open that may not even wait.
+
+        Raises:
+            UnavailableError: the gateway is draining.
+            InvalidCallError: so many are never given out together.
+        """
+        if self.is_draining:
+            raise self._draining()
+        if size > self._limits.max_group_size:
+            raise InvalidCallError(
+                f"expected a group of at most {self._limits.max_group_size} sessions, got {size}"
+            )
+
     async def room(
         self, size: int, deadline_s: float, excluded: Collection[ServerLink] = ()
     ) -> list[Share]:
@@ -106,12 +120,7 @@ class Admission:
             UnavailableError: the gateway is draining.
             InvalidCallError: so many are never given out together.
         """
-        if self.is_draining:
-            raise self._draining()
-        if size > self._limits.max_group_size:
-            raise InvalidCallError(
-                f"expected a group of at most {self._limits.max_group_size} sessions, got {size}"
-            )
+        self.check(size)
         if excluded and not self._line:
             shares = self.fleet.place(size, excluded)
             if shares is not None:

@@ -69,6 +69,21 @@ class SessionOpener:
         self._seeds = DefaultSeeds()
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    def check(self, args: OpenArgs, size: int) -> None:
+        """Refuse an open that no server is asked for.
+
+        Raises:
+            InvalidCallError: it is malformed, or too large.
+            UnavailableError: the gateway is draining.
+        """
+        if args.session_id:
+            raise InvalidCallError(
+                "expected no session id in an open, got one: the gateway chooses it"
+            )
+        if size < 1:
+            raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
+        self._admission.check(size)
+
     async def open(
         self, args: OpenArgs, size: int, tenant: Tenant, *, is_group: bool
     ) -> list[PlacedSession]:
@@ -78,12 +93,6 @@ class SessionOpener:
             CapacityError: so many did not become free together in time.
             GroupMismatchError: they begin differently; all are closed again.
         """
-        if args.session_id:
-            raise InvalidCallError(
-                "expected no session id in an open, got one: the gateway chooses it"
-            )
-        if size < 1:
-            raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
         if is_group:
             args = dataclasses.replace(args, reset=self._seeds.fill(args.reset or ResetArgs()))
         open_on = self._open_group if is_group else self._open_one

@@ -99,7 +99,11 @@ class GatewaySessions:
         self._routes = context.routes
         self._quotas = context.quotas
         self._metrics = context.metrics
-        self._tracked = TrackedSessions(context.quotas, self.events, limits.linger_s)
+        self._tracked = TrackedSessions(
+            context.quotas, self.events, limits.linger_s, limits.idle_timeout_s
+        )
+        self.call_begins, self.call_ends = self._tracked.begin, self._tracked.end
+        """Told of each call that a wire passes on by itself: who waits for an answer is there."""
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
 
@@ -186,12 +190,12 @@ class GatewaySessions:
         self, args: OpenArgs, size: int, connection: Connection | None, *, is_group: bool
     ) -> list[Opened]:
         tenant = self._enter()
-        await self._make_room(size)
         linger_s = min(args.linger_s or self._linger_s, _MAX_LINGER_S)
         args = dataclasses.replace(args, linger_s=linger_s)
-        self._take_quota(tenant, size)
+        self._admit(args, size, tenant)
         started_s = self._loop.time()
         try:
+            await self._make_room(size)
             placed = await self._opener.open(args, size, tenant, is_group=is_group)
         except BaseException as error:
             self._quotas.closed(tenant, size)
@@ -206,11 +210,13 @@ class GatewaySessions:
             self.release(connection)
         return [one.opened for one in placed]
 
-    def _take_quota(self, tenant: Tenant, num_sessions: int) -> None:
+    def _admit(self, args: OpenArgs, size: int, tenant: Tenant) -> None:
+        """Take sessions from the tenant's quota; what is refused here ends nobody's session."""
         try:
-            self._quotas.opening(tenant, num_sessions)
+            self._opener.check(args, size)
+            self._quotas.opening(tenant, size)
         except EnvError as error:
-            self._metrics.refused(self.environment, error.code, num_sessions)
+            self._metrics.refused(self.environment, error.code, size)
             raise
 
     def _track(
@@ -385,7 +391,7 @@ class GatewaySessions:
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
         route = self.route(session_id)
-        self._tracked.touch(session_id)
+        self._tracked.begin(session_id)
         code: str = OK
         started_s = self._loop.time()
         try:
@@ -396,6 +402,7 @@ class GatewaySessions:
             self.note_failure(session_id, error)
             raise
         finally:
+            self._tracked.end(session_id)
             took_s = self._loop.time() - started_s
             self._metrics.called(self.environment, kind, code, took_s)
 

@@ -23,8 +23,6 @@ from ludus.services.gateway.tenancy.tenants import Tenant
 
 _MIN_SWEEP_S = 0.1
 _MAX_SWEEP_S = 5.0
-_IDLE_TIMEOUT_S = 600.0
-"""Of servers that do not say theirs."""
 _UNCALLED = Ended(SessionEnd.IDLE, "nobody called it any more")
 
 
@@ -40,12 +38,8 @@ class TrackedSession:
     """Event loop time of its last call."""
     detached_s: float = 0.0
     """When its last connection ended; a later call makes that good again."""
-
-    @property
-    def idle_timeout_s(self) -> float:
-        """Without a call for so long its server has ended it."""
-        description = self.link.description
-        return (description.idle_timeout_s if description is not None else 0) or _IDLE_TIMEOUT_S
+    num_running: int = 0
+    """Calls under way: while there is one it is in use, however long that takes."""
 
 
 class TrackedSessions:
@@ -53,11 +47,16 @@ class TrackedSessions:
 
     Args:
         linger_s: how long sessions outlive a broken link; sets the pace of the sweep.
+        idle_timeout_s: without a call for so long a session is forgotten whose server does not
+            say when it ends those that are idle.
     """
 
-    def __init__(self, quotas: Quotas, events: SessionEvents, linger_s: float) -> None:
+    def __init__(
+        self, quotas: Quotas, events: SessionEvents, linger_s: float, idle_timeout_s: float
+    ) -> None:
         self._quotas = quotas
         self._events = events
+        self._idle_timeout_s = idle_timeout_s
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
         self._by_id: dict[str, TrackedSession] = {}
         self._connections: dict[str, set[Connection]] = {}
@@ -90,6 +89,19 @@ class TrackedSessions:
         if tracked is not None:
             tracked.used_s, tracked.detached_s = self._loop.time(), 0.0
         return tracked
+
+    def begin(self, session_id: str) -> None:
+        """Note that a call is under way; `end` follows."""
+        tracked = self.touch(session_id)
+        if tracked is not None:
+            tracked.num_running += 1
+
+    def end(self, session_id: str) -> None:
+        """Note that a call is answered, or given up."""
+        tracked = self._by_id.get(session_id)
+        if tracked is not None:
+            tracked.num_running = max(tracked.num_running - 1, 0)
+            tracked.used_s = self._loop.time()
 
     def let_go(self, session_id: str, connection: Connection | None) -> bool:
         """Take a session from a connection; True when it goes with no other."""
@@ -132,8 +144,15 @@ class TrackedSessions:
             await asyncio.sleep(self._sweep_each_s)
             now_s = self._loop.time()
             for session_id, tracked in list(self._by_id.items()):
-                lingered = tracked.detached_s and tracked.detached_s + tracked.linger_s < now_s
-                if lingered or tracked.used_s + tracked.idle_timeout_s < now_s:
+                if not tracked.num_running and self._is_over(tracked, now_s):
                     self.forget(session_id, _UNCALLED)
                 elif not tracked.detached_s and tracked.used_s < tracked.link.connected_s:
                     tracked.link.send_detach(session_id)
+
+    def _is_over(self, tracked: TrackedSession, now_s: float) -> bool:
+        """True when the server has ended the session, because nobody called it any more."""
+        if tracked.detached_s and tracked.detached_s + tracked.linger_s < now_s:
+            return True
+        description = tracked.link.description
+        told_s = description.idle_timeout_s if description is not None else 0.0
+        return tracked.used_s + (told_s or self._idle_timeout_s) < now_s

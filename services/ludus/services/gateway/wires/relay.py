@@ -39,6 +39,7 @@ class CallRelay:
         self._step_many = StepManyRelay(sessions, metrics)
         self._quotas = quotas
         self._metrics = metrics
+        self.call_begins, self.call_ends = sessions.call_begins, sessions.call_ends
 
     async def serve(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
@@ -185,6 +186,7 @@ class _Conversation:
         num_bytes = message.ByteSize()
         self._backlog.add(num_bytes)
         future.add_done_callback(lambda done: self._backlog.remove(num_bytes))
+        self._relay.call_begins(message.session_id)
         future.add_done_callback(self._settler(call, kind, message))
 
     def _settler(
@@ -194,6 +196,7 @@ class _Conversation:
 
         def settle(done: asyncio.Future[pb.Reply]) -> None:
             self._num_on_the_way -= 1
+            self._relay.call_ends(message.session_id)
             if not self._num_on_the_way:
                 self._all_back.set()
             if done.cancelled():

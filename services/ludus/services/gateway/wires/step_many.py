@@ -69,6 +69,16 @@ class StepManyRelay:
         return list(parts.values()), replies
 
     async def _ask(self, part: _Part, call: pb.Call) -> pb.Reply:
+        """The server's reply; its sessions are in use until it is there."""
+        for step in part.steps:
+            self._sessions.call_begins(step.session_id)
+        try:
+            return await self._reply(part, call)
+        finally:
+            for step in part.steps:
+                self._sessions.call_ends(step.session_id)
+
+    async def _reply(self, part: _Part, call: pb.Call) -> pb.Reply:
         """The server's reply; if it cannot be had, one with an error for each step."""
         sessions, server_id = self._sessions, part.route.server_id
 

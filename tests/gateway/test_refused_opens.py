@@ -1,0 +1,76 @@
+"""Opens that are refused: they end nobody's session, and leave nothing of the quota taken."""
+
+import httpx
+import pytest
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sessions.interface import OpenArgs
+from ludus.proto.errors import EnvError, InvalidCallError, RateLimitError
+from ludus.services.gateway.gateway import Gateway
+from ludus.services.gateway.tenancy.callers import enter_tenant
+from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
+from tests.gateway.gateways import NAME, client_of, num_sessions, served, sessions_of
+
+pytestmark = pytest.mark.asyncio
+
+SEEDED = OpenArgs(ResetArgs(seed=1))
+
+
+async def passers_by(gateway: Gateway, num: int) -> None:
+    """Sessions over HTTP that nobody has come back to, which a full fleet may end."""
+    for _ in range(num):
+        async with httpx.AsyncClient(base_url=gateway.http_address, timeout=60) as visitor:
+            assert (await visitor.post(f"/envs/{NAME}/reset", json={})).status_code == 200
+
+
+async def test_an_open_beyond_the_quota_evicts_nobody():
+    async with served(server_options={"max_sessions": 3}) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        enter_tenant(Tenant("tight", limits=TenantLimits(max_sessions=1)))
+        await sessions.open(SEEDED)
+        await passers_by(gateway, 2)
+        with pytest.raises(RateLimitError):
+            await sessions.open(SEEDED)
+        with pytest.raises(InvalidCallError):
+            await sessions.open_group(SEEDED, 2)
+        assert num_sessions(servers) == gateway.num_sessions == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "size"), [(SEEDED, 3), (OpenArgs(ResetArgs(seed=1), session_id="chosen"), 1)]
+)
+async def test_an_open_that_is_malformed_or_too_large_evicts_nobody(args, size):
+    limits = {"max_group_size": 2, "queue_timeout_s": 0.0}
+    async with served(server_options={"max_sessions": 2}, sessions=limits) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        await passers_by(gateway, 2)
+        with pytest.raises(InvalidCallError):
+            await (sessions.open(args) if size == 1 else sessions.open_group(args, size))
+        assert num_sessions(servers) == gateway.num_sessions == 2
+
+
+async def test_a_refusal_leaves_the_quota_as_it_was():
+    limits = {"queue_timeout_s": 0.0}
+    async with served(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
+        sessions = sessions_of(gateway)
+        tenant = Tenant("small", limits=TenantLimits(max_sessions=2))
+        enter_tenant(tenant)
+        await sessions.open(SEEDED)
+        for _ in range(3):
+            with pytest.raises(EnvError):
+                await sessions.open(SEEDED)
+        assert gateway.quotas.num_sessions(tenant) == 1
+
+
+async def test_a_step_of_many_that_finds_its_session_lost_gives_the_quota_back():
+    async with served(2) as (gateway, servers), client_of(gateway) as client:
+        (kept, _), (lost, _) = [await client.open(seed=n) for n in range(2)]
+        for server in servers:
+            await server.core.close(lost.id)
+        for _ in range(2):
+            await client.step_many([(kept, {"add": 1})])
+        outcomes = await client.step_many([(kept, {"add": 1}), (lost, {"add": 1})])
+        assert getattr(outcomes[1], "code", None) == "SESSION_LOST"
+        assert gateway.num_sessions == 1
+        tenant = sessions_of(gateway)._tracked.get(kept.id).tenant
+        assert gateway.quotas.num_sessions(tenant) == 1
