@@ -62,6 +62,8 @@ _log = logging.getLogger(__name__)
 
 _SETTLE_TIMEOUT_S = 10.0
 _SOURCE_BACKOFF_S = 5.0
+REVOKE_EVERY_S = 1.0
+"""Between two looks at the callers of open connections; the tenants file is read as often."""
 
 OnReady = Callable[["Gateway"], None]
 
@@ -95,6 +97,7 @@ class Gateway:
         """Empty where there is no admin port."""
         self.is_draining = False
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._revoking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen on every port, and wait until the servers that answer are known.
@@ -127,6 +130,7 @@ class Gateway:
                 one.close()
             await self._shut_down()
             raise
+        self._revoking = asyncio.create_task(self._end_refused_forever())
         await self._grpc_server.start()
         await asyncio.gather(*(listener.start() for listener in self._listeners))
         self._name_addresses(grpc_port)
@@ -179,7 +183,7 @@ class Gateway:
         routes = RouteCache(session_key)
         links = _link_options(config.servers)
         context = GatewayContext(
-            session_key, routes, self.quotas, self.metrics, config.sessions, links
+            session_key, routes, self.access, self.quotas, self.metrics, config.sessions, links
         )
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
@@ -280,7 +284,15 @@ class Gateway:
                 _log.error("servers of %s: %s", name, error)
             await asyncio.sleep(_SOURCE_BACKOFF_S)
 
+    async def _end_refused_forever(self) -> None:
+        """End connections whose callers may not use them any more, until cancelled."""
+        while True:
+            await asyncio.sleep(REVOKE_EVERY_S)
+            self.access.end_refused()
+
     async def _shut_down(self) -> None:
+        if self._revoking is not None:
+            self._revoking.cancel()
         for task in self._watching.values():
             task.cancel()
         await asyncio.gather(*self._watching.values(), return_exceptions=True)

@@ -41,6 +41,7 @@ from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
 from ludus.services.gateway.sessions.routes import Route, RouteCache
 from ludus.services.gateway.sessions.tracked import TrackedSession, TrackedSessions
+from ludus.services.gateway.tenancy.access import Access
 from ludus.services.gateway.tenancy.callers import (
     ITSELF,
     EnvironmentLoad,
@@ -66,6 +67,7 @@ class GatewayContext:
 
     key: SessionKey
     routes: RouteCache
+    access: Access
     quotas: Quotas
     metrics: GatewayMetrics
     limits: SessionsSection
@@ -97,6 +99,7 @@ class GatewaySessions:
             environment, context.key, self.admission, self._make_room, limits.id_lifetime_s
         )
         self._routes = context.routes
+        self._access = context.access
         self._quotas = context.quotas
         self._metrics = context.metrics
         self._tracked = TrackedSessions(
@@ -307,6 +310,7 @@ class GatewaySessions:
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         """End a session after its linger unless it is called again before; see `Sessions`."""
+        self._enter()
         if not self._tracked.let_go(session_id, connection):
             return
 
@@ -455,9 +459,9 @@ class GatewaySessions:
             raise
 
     def _enter(self) -> Tenant:
+        """Who calls, as it is now: connections may be older than what their caller may do."""
         tenant = current_tenant()
-        tenant.require(Scope.STEP)
-        return tenant
+        return tenant if tenant is ITSELF else self._access.admit(tenant, Scope.STEP)
 
     async def _make_room(self, size: int) -> None:
         """End sessions that can be spared, whoever's they are, where so many find no room."""

@@ -18,7 +18,9 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -54,6 +56,15 @@ class AuthFailure(StrEnum):
 OnFailure = Callable[[AuthFailure], None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A connection that lives long."""
+
+    tenant: Tenant
+    scope: Scope
+    end: Callable[[EnvError], None]
+
+
 class Access:
     """Knows the tenants of a gateway.
 
@@ -79,6 +90,7 @@ class Access:
         self._check_every_s = check_every_s
         self._clock = clock
         self._next_check_s = clock() + check_every_s
+        self._held: dict[_Held, None] = {}
 
     @classmethod
     def open(cls) -> Access:
@@ -163,7 +175,7 @@ class Access:
         """The tenant as it is now; for connections that live long.
 
         Raises:
-            AuthenticationError: it was removed since it authenticated.
+            AuthenticationError: it was removed since it authenticated, or its token was.
         """
         self._refresh()
         if self._tenants is None:
@@ -173,7 +185,47 @@ class Access:
             raise AuthenticationError(
                 f"expected a tenant of this gateway, got {tenant.name!r}, which was removed"
             )
+        if not tenant.token_digest:
+            return now
+        owner = self._tenants.by_digest.get(tenant.token_digest)
+        if owner is None or owner.name != tenant.name:
+            raise AuthenticationError(
+                f"expected a token that tenant {tenant.name!r} still has, got one that was"
+                " revoked; connect again with another"
+            )
+        return owner
+
+    def admit(self, tenant: Tenant, scope: Scope) -> Tenant:
+        """The tenant as it is now, if it may do this.
+
+        Raises:
+            AuthenticationError: it was removed since it authenticated, or its token was.
+            PermissionDeniedError: it has not, or no longer, the scope.
+        """
+        now = self.renew(tenant)
+        self.require(now, scope)
         return now
+
+    @contextmanager
+    def holding(
+        self, tenant: Tenant, scope: Scope, end: Callable[[EnvError], None]
+    ) -> Iterator[None]:
+        """Hold a connection that lives long; `end` is told once its tenant may not use it."""
+        held = _Held(tenant, scope, end)
+        self._held[held] = None
+        try:
+            yield
+        finally:
+            self._held.pop(held, None)
+
+    def end_refused(self) -> None:
+        """End the connections whose tenants were removed, or have lost their token or scope."""
+        for held in list(self._held):
+            try:
+                self.admit(held.tenant, held.scope)
+            except EnvError as error:
+                del self._held[held]
+                held.end(error)
 
     def require(self, tenant: Tenant, scope: Scope) -> None:
         """Refuse a tenant without the scope, and count it.

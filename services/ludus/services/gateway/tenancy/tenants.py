@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -61,6 +61,8 @@ class Tenant:
     """Stands in session ids; empty where nobody has to authenticate."""
     scopes: frozenset[Scope] = frozenset(Scope)
     limits: TenantLimits = NO_LIMITS
+    token_digest: bytes = field(default=b"", repr=False, compare=False)
+    """SHA-256 of the token that it came with; empty where that is no tenant's of a file."""
 
     def require(self, scope: Scope) -> None:
         """Refuse a tenant without the scope.
@@ -83,6 +85,11 @@ class Tenants:
     by_name: dict[str, Tenant]
     digests: tuple[tuple[bytes, Tenant], ...]
     """SHA-256 of each token, and whose it is."""
+    by_digest: dict[bytes, Tenant] = field(init=False)
+    """The same, for tokens that were compared before."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_digest", dict(self.digests))
 
 
 class _TenantEntry(BaseModel):
@@ -166,7 +173,7 @@ class TenantsFile:
                         f"{where}: expected a token of its own, got that of tenant"
                         f" {owners[digest].name!r}; {_MAKE_TOKEN}"
                     )
-                owners[digest] = tenant
+                owners[digest] = replace(tenant, token_digest=digest)
         return Tenants(by_name, tuple(owners.items()))
 
     def _parse(self) -> list[_TenantEntry]:
