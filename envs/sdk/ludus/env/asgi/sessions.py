@@ -18,11 +18,13 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.requests import Request
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.sessions.interface import OpenArgs, Sessions
+from ludus.env.sessions.interface import OpenArgs, Opened, Sessions
 from ludus.proto.errors import AuthenticationError, SessionLostError
 
 SESSION_COOKIE = "ludus_session"
 SESSION_HEADER = "x-session-id"
+TOOLS_SESSION_HEADER = "x-tools-session-id"
+"""Offers the id that calls the session's tools and does nothing else."""
 UNUSED_TIMEOUT_S = 30.0
 _MAX_ID_CHARS = 512
 
@@ -42,12 +44,15 @@ def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str
     return named or None
 
 
-def session_headers(request: Request, session_id: str) -> dict[str, str]:
+def session_headers(request: Request, opened: Opened) -> dict[str, str]:
     """What offers a session to the client: a cookie for this mount path, and a header."""
     path = request.scope.get("root_path", "") or "/"
     secure = "; Secure" if request.url.scheme == "https" else ""
-    cookie = f"{SESSION_COOKIE}={session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
-    return {"set-cookie": cookie, SESSION_HEADER: session_id}
+    cookie = f"{SESSION_COOKIE}={opened.session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
+    headers = {"set-cookie": cookie, SESSION_HEADER: opened.session_id}
+    if opened.tools_session_id:
+        headers[TOOLS_SESSION_HEADER] = opened.tools_session_id
+    return headers
 
 
 def forget_header(request: Request) -> dict[str, str]:
@@ -113,8 +118,8 @@ class HttpSessions:
         self._default_is_named = False
         """True when a client holds the default by name: it outlives being the default."""
 
-    async def reset(self, named: str | None, args: ResetArgs) -> tuple[str, EncodedResult]:
-        """The session and the first answer of its new episode; a gone session is replaced."""
+    async def reset(self, named: str | None, args: ResetArgs) -> Opened:
+        """The session with the first answer of its new episode; a gone session is replaced."""
         if named is not None:
             try:
                 result = await self._sessions.reset(named, args)
@@ -122,7 +127,7 @@ class HttpSessions:
                 pass
             else:
                 self.use(named)
-                return named, result
+                return Opened(named, result)
         opened = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
@@ -132,7 +137,7 @@ class HttpSessions:
         self._spare.add(opened.session_id)
         if self._legacy:
             await self._make_default(opened.session_id)
-        return opened.session_id, opened.first
+        return opened
 
     async def step(self, named: str | None, action: bytes, timeout_s: float) -> EncodedResult:
         """The answer to an action.

@@ -284,6 +284,14 @@ class AsyncSession:
         return self._wire.session_id
 
     @property
+    def tools_id(self) -> str:
+        """The id to give to an agent: it may call the session's tools and nothing else.
+
+        Empty where the environment has no tools, or its server hands out no such ids.
+        """
+        return self._wire.tools_session_id
+
+    @property
     def step_index(self) -> int:
         """Steps taken in this episode."""
         return self._step_index

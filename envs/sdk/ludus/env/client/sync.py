@@ -122,6 +122,11 @@ class Session:
         return self.asynchronous.id
 
     @property
+    def tools_id(self) -> str:
+        """The id to give to an agent: it may call the session's tools and nothing else."""
+        return self.asynchronous.tools_id
+
+    @property
     def step_index(self) -> int:
         """Steps taken in this episode."""
         return self.asynchronous.step_index

@@ -140,8 +140,9 @@ def _add_episode_routes(
     ) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
         args = reset_args(data, sessions.description, lenient=True)
-        session_id, result = await http.reset(_named(request), args)
-        return _observation(result, session_headers(request, session_id))
+        opened = await http.reset(_named(request), args)
+        assert opened.first is not None, "it was reset"
+        return _observation(opened.first, session_headers(request, opened))
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:

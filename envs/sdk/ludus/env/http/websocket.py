@@ -47,7 +47,7 @@ from ludus.env.messages.openenv import (
 )
 from ludus.env.security.tracing import is_traced
 from ludus.env.sessions.failures import as_env_error
-from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
+from ludus.env.sessions.interface import Connection, OpenArgs, Opened, Sessions
 from ludus.env.sessions.tombstones import Ended
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -93,11 +93,13 @@ class WebSocketWire:
         try:
             await socket.accept()
             try:
-                session_id = wanted or await self._open(socket, connection, with_text)
-                conversation = _Conversation(
-                    socket, self._sessions, self._mcp, session_id, upstream
+                opened = (
+                    Opened(wanted, None)
+                    if wanted
+                    else await self._open(socket, connection, with_text)
                 )
-                await self._serve(conversation, session_id, is_guest=bool(wanted))
+                conversation = _Conversation(socket, self._sessions, self._mcp, opened, upstream)
+                await self._serve(conversation, opened.session_id, is_guest=bool(wanted))
             except EnvError as error:
                 data = error_data(error, self._sessions, upstream=upstream)
                 await socket.send(frame("error", data))
@@ -108,9 +110,10 @@ class WebSocketWire:
             socket.abandon()
             self._sessions.release(connection)
 
-    async def _open(self, socket: AsgiSocket, connection: Connection, with_text: bool) -> str:
-        opening = self._sessions.open(OpenArgs(with_text=with_text), connection)
-        return (await socket.unless_gone(opening)).session_id
+    async def _open(self, socket: AsgiSocket, connection: Connection, with_text: bool) -> Opened:
+        return await socket.unless_gone(
+            self._sessions.open(OpenArgs(with_text=with_text), connection)
+        )
 
     async def _serve(self, conversation: _Conversation, session_id: str, *, is_guest: bool) -> None:
         """Serve the conversation; a guest leaves the session behind, which was there before it."""
@@ -145,13 +148,14 @@ class _Conversation:
         socket: AsgiSocket,
         sessions: Sessions,
         mcp: McpServer,
-        session_id: str,
+        opened: Opened,
         upstream: bool,
     ) -> None:
         self._socket = socket
         self._sessions = sessions
         self._mcp = mcp
-        self._session_id = session_id
+        self._session_id = opened.session_id
+        self._tools_session_id = opened.tools_session_id
         self._upstream = upstream
         self._message_types = _MESSAGE_TYPES if upstream else _LUDUS_MESSAGE_TYPES
         self._is_answering = False
@@ -235,12 +239,12 @@ class _Conversation:
                 return await self._ludus_step(message)
             case ResetMessage():
                 args = reset_args(message.data, self._sessions.description, lenient=self._upstream)
-                return self._observation(await self._sessions.reset(self._session_id, args))
+                return self._first(await self._sessions.reset(self._session_id, args))
             case StateMessage():
                 state = await self._sessions.state(self._session_id)
                 return frame("state", orjson.Fragment(state))
             case McpMessage():
-                caller = McpCaller(self._session_id, is_managed=True)
+                caller = McpCaller(self._session_id, self._tools_session_id, is_managed=True)
                 return frame("mcp", await self._mcp.reply(message.data, caller))
         return None
 
@@ -259,6 +263,12 @@ class _Conversation:
         assert message.text is not None, "one of the two is there"
         step = self._sessions.step(self._session_id, message.text, message.step_index)
         return self._observation(await step)
+
+    def _first(self, result: EncodedResult) -> bytes:
+        if self._upstream or not self._tools_session_id:
+            return self._observation(result)
+        payload = ludus_payload(result) | {"tools_session_id": self._tools_session_id}
+        return frame("observation", payload)
 
     def _observation(self, result: EncodedResult) -> bytes:
         if self._upstream:

@@ -64,6 +64,8 @@ class McpCaller:
 
     session_id: str | None = None
     """The session that calls act on; None is a fresh one for each call."""
+    tools_session_id: str = ""
+    """The id that calls its tools and does nothing else; empty where it has none."""
     may_play: bool = False
     """True where the client itself began the session by `initialize`."""
     is_managed: bool = False
@@ -189,7 +191,7 @@ class McpServer:
         if caller.session_id is None:
             caller.may_play = True
             if caller.connection is None:
-                caller.session_id = await self._open(OpenArgs(), None)
+                caller.session_id = (await self._sessions.open(OpenArgs())).session_id
                 self._spare.add(caller.session_id)
         asked = params.get("protocolVersion")
         description = self._sessions.description
@@ -233,11 +235,10 @@ class McpServer:
             return await call(self._sessions, fresh, name, arguments)
 
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
-        if caller.session_id is None:
-            if caller.connection is None:
-                return {"session_id": await self._open(OpenArgs(with_text=False), None)}
-            await self._own_session(caller)
-        return {"session_id": caller.session_id}
+        if caller.session_id is None and caller.connection is None:
+            opened = await self._sessions.open(OpenArgs(with_text=False))
+            return _created(opened.session_id, opened.tools_session_id)
+        return _created(await self._own_session(caller), caller.tools_session_id)
 
     async def _close_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         session_id = params.get("session_id")
@@ -269,11 +270,9 @@ class McpServer:
 
     async def _own_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
-            caller.session_id = await self._open(OpenArgs(), caller.connection)
+            opened = await self._sessions.open(OpenArgs(), caller.connection)
+            caller.session_id, caller.tools_session_id = opened.session_id, opened.tools_session_id
         return caller.session_id
-
-    async def _open(self, args: OpenArgs, connection: Connection | None) -> str:
-        return (await self._sessions.open(args, connection)).session_id
 
     async def _check_exists(self, session_id: str) -> None:
         try:
@@ -312,6 +311,13 @@ def error_response(request_id: Any, error: McpError) -> JsonObject:
 def parse_error(error: orjson.JSONDecodeError) -> JsonObject:
     """The response to what is no JSON."""
     return error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
+
+
+def _created(session_id: str, tools_session_id: str) -> JsonObject:
+    """What creating a session returns: upstream's key, and an id that an agent may be given."""
+    return {"session_id": session_id} | (
+        {"tools_session_id": tools_session_id} if tools_session_id else {}
+    )
 
 
 def _request_id(request: JsonObject) -> Any:

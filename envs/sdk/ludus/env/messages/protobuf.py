@@ -98,6 +98,7 @@ def read_open_args(message: pb.OpenRequest) -> OpenArgs:
 def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
     """Write a new session into a message in place."""
     message.session_id = opened.session_id
+    message.tools_session_id = opened.tools_session_id
     if opened.first is not None:
         fill_result(message.first, opened.session_id, opened.first)
 
@@ -105,7 +106,7 @@ def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
 def read_opened(message: pb.OpenResponse) -> Opened:
     """The new session that a message tells of."""
     first = read_encoded(message.first) if message.HasField("first") else None
-    return Opened(message.session_id, first)
+    return Opened(message.session_id, first, message.tools_session_id)
 
 
 def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:

@@ -42,6 +42,7 @@ from ludus.env.sessions.interface import (
     Sessions,
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
+from ludus.env.sessions.tombstones import Ended
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
@@ -106,10 +107,13 @@ class RecordingSessions:
             path = path / f"{inner.description.server_id or 'episodes'}{SUFFIX}"
         self.file = RecordingFile(path, self._options.max_file_bytes)
         self._running: OrderedDict[str, _Running] = OrderedDict()
+        self._of_tools_id: dict[str, str] = {}
+        self._tools_ids: dict[str, str] = {}
+        """The same by session, to forget them with it."""
         self._seeds = DefaultSeeds(self._options.first_seed)
         self._environment = self._describe()
         self._immediate = inner.immediate
-        inner.events.on_end.append(lambda session_id, why: self._end(session_id, why.reason))
+        inner.events.on_end.append(self._on_end)
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -217,11 +221,12 @@ class RecordingSessions:
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """What a tool returned; it may have changed the episode, so it is recorded too."""
-        running = self._running.get(session_id)
+        driving_id = self._of_tools_id.get(session_id, session_id)
+        running = self._running.get(driving_id)
         if running is None:
             return await self._inner.call_tool(session_id, name, arguments)
         called = RecordedStep(tool=name, arguments=arguments)
-        with self._noting(session_id, running, called) as step:
+        with self._noting(driving_id, running, called) as step:
             result = await self._inner.call_tool(session_id, name, arguments)
             step.tool_hash = hash_of_json(orjson.loads(result))
             self._note(running, step)
@@ -268,7 +273,14 @@ class RecordingSessions:
         self._end(session_id, "reset")
         return self._seeds.fill(args)
 
+    def _on_end(self, session_id: str, why: Ended) -> None:
+        self._of_tools_id.pop(self._tools_ids.pop(session_id, ""), None)
+        self._end(session_id, why.reason)
+
     def _begin_opened(self, opened: Opened, args: OpenArgs) -> None:
+        if opened.tools_session_id:
+            self._of_tools_id[opened.tools_session_id] = opened.session_id
+            self._tools_ids[opened.session_id] = opened.tools_session_id
         if args.reset is not None and opened.first is not None:
             self._begin(opened.session_id, args.reset, opened.first)
 

@@ -3,6 +3,10 @@
     blackjack~3f9a0c~team-a~6920c1f0~6922134f~kq3v0w2d9b1x~5m0u...   (text, safe in headers)
     env       server  tenant issued   expires  nonce        HMAC-SHA256, 16 bytes
 
+    ...~kq3v0w2d9b1x~tools~9c1e...      the same session, for calls of its tools alone
+
+Nobody without the key makes the first of the second: what is signed differs, and the signature is
+what an id is secret by. An agent gets the second, whoever trains it keeps the first.
 Whoever has the key can route a call with nothing but its session id, so gateways share no
 store; a server with the same key lets a client open a session that a gateway admitted.
 """
@@ -10,20 +14,32 @@ store; a server with the same key lets a client open a session that a gateway ad
 from __future__ import annotations
 
 import base64
+import contextlib
 import hmac
 import re
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ludus.proto.errors import AuthenticationError, ConfigError, SessionLostError
+from ludus.proto.errors import (
+    AuthenticationError,
+    ConfigError,
+    EnvError,
+    PermissionDeniedError,
+    SessionLostError,
+    error_from_wire,
+)
 
 MIN_KEY_BYTES = 16
 OPEN_WITHIN_S = 60.0
 """An id that was not opened by then cannot be opened any more."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,63}")
-_NUM_PARTS = 7
+_NUM_PARTS = 6
+"""Without the signature."""
+_TOOLS = "tools"
+"""The part that an id has more which may call tools alone."""
 _MAX_ID_CHARS = 400
 
 
@@ -38,6 +54,9 @@ class SignedId:
     """Unix time."""
     expires_s: int
     nonce: str
+    session_id: str
+    """The id that drives the session; for ids that may call tools alone, it is another one."""
+    is_tools_only: bool = False
 
 
 class SessionKey:
@@ -85,6 +104,11 @@ class SessionKey:
         )
         return f"{body}~{self._mac(body)}"
 
+    def tools_id(self, session_id: str) -> str:
+        """The id under which the session's tools can be called, and nothing else."""
+        body = f"{session_id.rpartition('~')[0]}~{_TOOLS}"
+        return f"{body}~{self._mac(body)}"
+
     def read(self, session_id: str) -> SignedId:
         """What the id says.
 
@@ -96,12 +120,17 @@ class SessionKey:
         parts = body.split("~")
         if (
             len(session_id) > _MAX_ID_CHARS
-            or len(parts) != _NUM_PARTS - 1
+            or parts[_NUM_PARTS:] not in ([], [_TOOLS])
+            or len(parts) < _NUM_PARTS
             or not hmac.compare_digest(mac.encode(), self._mac(body).encode())
         ):
             raise AuthenticationError(
                 "expected a session id that this fleet signed, got another one; open a session"
             )
+        is_tools_only = len(parts) > _NUM_PARTS
+        if is_tools_only:
+            driving = "~".join(parts[:_NUM_PARTS])
+            session_id = f"{driving}~{self._mac(driving)}"
         found = SignedId(
             environment=parts[0],
             server_id=parts[1],
@@ -109,6 +138,8 @@ class SessionKey:
             issued_s=int(parts[3], 16),
             expires_s=int(parts[4], 16),
             nonce=parts[5],
+            session_id=session_id,
+            is_tools_only=is_tools_only,
         )
         if found.expires_s < time.time():
             raise SessionLostError("the session id has expired; open a new session")
@@ -117,6 +148,26 @@ class SessionKey:
     def _mac(self, body: str) -> str:
         digest = hmac.digest(self._secret, body.encode(), "sha256")
         return base64.urlsafe_b64encode(digest[:16]).decode().rstrip("=")
+
+
+def tools_only_error() -> PermissionDeniedError:
+    """What a call is answered with that wants more of a session than the tools."""
+    return PermissionDeniedError(
+        "expected the id that drives the session, got the one that may call its tools alone;"
+        " only whoever opened the session has the other"
+    )
+
+
+@contextlib.contextmanager
+def hiding(session_id: str, given_id: str) -> Iterator[None]:
+    """Raise errors as if the session had the id that the caller gave and no other."""
+    try:
+        yield
+    except EnvError as error:
+        if session_id == given_id or session_id not in error.message:
+            raise
+        message = error.message.replace(session_id, given_id)
+        raise error_from_wire(error.code, message, error.retry_after_s) from None
 
 
 class SessionIdIssuer:
@@ -147,6 +198,8 @@ class SessionIdIssuer:
                 " with the gateway's LUDUS_SESSION_KEY"
             )
         signed = self._key.read(wanted)
+        if signed.is_tools_only:
+            raise tools_only_error()
         now_s = time.time()
         while self._used and next(iter(self._used.values())) < now_s - 2 * OPEN_WITHIN_S:
             self._used.popitem(last=False)

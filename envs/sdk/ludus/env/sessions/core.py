@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
-from ludus.env.security.session_ids import SessionIdIssuer
+from ludus.env.security.session_ids import SessionIdIssuer, hiding, tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, SessionHost
 from ludus.env.sessions.interface import (
@@ -72,6 +73,8 @@ class _Entry:
     detached_s: float | None = None
     """When the last of them ended; a call that begins later makes that good again, the end of one
     that was under way does not."""
+    tools_id: str = ""
+    """What calls its tools and does nothing else."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a call of this session runs off the event loop."""
 
@@ -85,6 +88,7 @@ class SessionCore:
         self.counts = SessionCounts()
         self._host = host
         self._entries: dict[str, _Entry] = {}
+        self._of_tools_id: dict[str, str] = {}
         self._lingering: set[str] = set()
         """Sessions that outlive a connection: they also go with others that call them."""
         self._slots = SessionSlots(self.options, self.events)
@@ -208,6 +212,7 @@ class SessionCore:
         try:
             entry = self._entries.get(session_id)
             if entry is None:
+                self._refuse_tools_id(session_id)
                 result = self._tombstones.recall(session_id, step_index)
             else:
                 entry.last_used_s, entry.detached_s = begun_s, None
@@ -229,18 +234,21 @@ class SessionCore:
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """What a tool of the environment returned, as JSON."""
-        with self.counts.errors():
-            entry = self._find(session_id)
+        driving_id = self._of_tools_id.get(session_id, session_id)
+        with self.counts.errors(), hiding(driving_id, session_id):
+            entry = self._find(driving_id)
             call = partial(entry.hosted.call_tool, name, arguments)
             return await self._timed(entry, call, "call_tool")
 
     async def close(self, session_id: str) -> None:
         """End a session; one that is gone already is no error."""
+        self._refuse_tools_id(session_id)
         if entry := self._entries.get(session_id):
             self._end(entry, _CLOSED)
 
     async def detach(self, session_id: str, connection: Connection | None = None) -> None:
         """Take a session from a connection; see `Sessions`."""
+        self._refuse_tools_id(session_id)
         if entry := self._entries.get(session_id):
             self._detach(entry, connection)
 
@@ -337,11 +345,11 @@ class SessionCore:
                 first = await self._first_of(hosted, self._seeded(args.reset))
             if session_id in self._tombstones:  # its worker died before it was entered
                 raise self._tombstones.lost(session_id)
-            self._enter(session_id, hosted, args, connection)
+            entry = self._enter(session_id, hosted, args, connection)
         except BaseException:
             self._slots.give_back()
             raise
-        return Opened(session_id, first)
+        return Opened(session_id, first, entry.tools_id)
 
     async def _first_of(self, hosted: HostedSession, reset: ResetArgs) -> EncodedResult:
         timeout_s = self.options.step_timeout_s
@@ -360,7 +368,7 @@ class SessionCore:
 
     def _enter(
         self, session_id: str, hosted: HostedSession, args: OpenArgs, connection: Connection | None
-    ) -> None:
+    ) -> _Entry:
         entry = _Entry(
             id=session_id,
             hosted=hosted,
@@ -370,6 +378,9 @@ class SessionCore:
             last_used_s=time.monotonic(),
         )
         self._entries[session_id] = entry
+        if self._description.tools:
+            entry.tools_id = secrets.token_urlsafe(18)
+            self._of_tools_id[entry.tools_id] = session_id
         if args.linger_s > 0:
             self._lingering.add(session_id)
         if connection is not None:
@@ -377,6 +388,7 @@ class SessionCore:
             connection.session_ids.add(session_id)
             if connection.ended.is_set():
                 self._detach(entry, connection)
+        return entry
 
     def _seeded(self, args: ResetArgs) -> ResetArgs:
         return args if self.options.first_seed is None else self._seeds.fill(args)
@@ -386,9 +398,14 @@ class SessionCore:
     def _find(self, session_id: str) -> _Entry:
         entry = self._entries.get(session_id)
         if entry is None:
+            self._refuse_tools_id(session_id)
             raise self._tombstones.lost(session_id)
         entry.last_used_s, entry.detached_s = time.monotonic(), None
         return entry
+
+    def _refuse_tools_id(self, session_id: str) -> None:
+        if session_id in self._of_tools_id:
+            raise tools_only_error()
 
     def _detach(self, entry: _Entry, connection: Connection | None) -> None:
         if connection is not None:
@@ -420,6 +437,7 @@ class SessionCore:
         if self._entries.pop(entry.id, None) is None:
             return False
         self._lingering.discard(entry.id)
+        self._of_tools_id.pop(entry.tools_id, None)
         for connection in entry.connections:
             connection.session_ids.discard(entry.id)
         self._tombstones.remember(entry.id, why, entry.hosted.last)

@@ -72,6 +72,8 @@ class Opened:
     session_id: str
     first: EncodedResult | None
     """Its first answer, when a reset was asked for."""
+    tools_session_id: str = ""
+    """Calls the session's tools and does nothing else; empty where it has none."""
 
     @property
     def view(self) -> tuple[bytes, bytes]:

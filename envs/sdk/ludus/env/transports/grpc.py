@@ -181,7 +181,7 @@ class GrpcTransport:
 
     def _opened(self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs) -> OpenedWire:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
-        session = GrpcSession(self, stream, message.session_id, linger_s)
+        session = GrpcSession(self, stream, message, linger_s)
         if session.survives_disconnect:
             self._surviving.add(session)
             self._keep()
@@ -229,18 +229,26 @@ class GrpcTransport:
 class GrpcSession:
     """One session; it belongs to a stream unless it survives that."""
 
-    __slots__ = ("__weakref__", "_stream", "linger_s", "session_id", "transport")
+    __slots__ = (
+        "__weakref__",
+        "_stream",
+        "linger_s",
+        "session_id",
+        "tools_session_id",
+        "transport",
+    )
 
     def __init__(
         self,
         transport: GrpcTransport,
         stream: CallStream,
-        session_id: str,
+        opened: pb.OpenResponse,
         linger_s: float,
     ) -> None:
         self.transport = transport
         self._stream = stream
-        self.session_id = session_id
+        self.session_id = opened.session_id
+        self.tools_session_id = opened.tools_session_id
         self.linger_s = linger_s
 
     @property

@@ -76,6 +76,10 @@ class WireSession(Protocol):
     def session_id(self) -> str:
         """Its id on the server."""
 
+    @property
+    def tools_session_id(self) -> str:
+        """The id that calls its tools and does nothing else; empty where there is none."""
+
     def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
         """The first result of a new episode."""
 

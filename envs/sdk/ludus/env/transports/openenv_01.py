@@ -129,6 +129,7 @@ class LegacyHttpSession:
 
     def __init__(self, transport: LegacyHttpTransport, close_when_done: bool) -> None:
         self.session_id = uuid.uuid4().hex
+        self.tools_session_id = ""
         self._transport = transport
         self._close_when_done = close_when_done
 

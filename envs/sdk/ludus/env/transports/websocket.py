@@ -193,6 +193,7 @@ class WebSocketSession:
         args: OpenArgs,
     ) -> None:
         self.session_id = str(socket.id)
+        self.tools_session_id = ""
         self._socket = socket
         self._transport = transport
         self._options = options
@@ -206,7 +207,9 @@ class WebSocketSession:
             data["seed"] = args.seed
         if args.episode_id:
             data["episode_id"] = args.episode_id
-        return self._read_result(await self._call({"type": "reset", "data": data}), 0)
+        first = await self._call({"type": "reset", "data": data})
+        self.tools_session_id = first.get("tools_session_id", self.tools_session_id)
+        return self._read_result(first, 0)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
         """The result of an action: bytes are JSON, a str is text."""

@@ -91,12 +91,14 @@ class OpenRequest(_message.Message):
     def __init__(self, reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., close_when_done: _Optional[bool] = ..., session_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., without_text: _Optional[bool] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("session_id", "first")
+    __slots__ = ("session_id", "first", "tools_session_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     first: StepResult
-    def __init__(self, session_id: _Optional[str] = ..., first: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
+    tools_session_id: str
+    def __init__(self, session_id: _Optional[str] = ..., first: _Optional[_Union[StepResult, _Mapping]] = ..., tools_session_id: _Optional[str] = ...) -> None: ...
 
 class OpenGroupRequest(_message.Message):
     __slots__ = ("open", "size", "session_ids")

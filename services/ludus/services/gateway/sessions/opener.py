@@ -120,7 +120,7 @@ class SessionOpener:
         link = shares[0].link
         args = dataclasses.replace(args, session_id=self.sign(link, tenant))
         reply = await _ask(link, lambda call: fill_open_args(call.open, args))
-        return [PlacedSession(link, read_opened(reply.open))]
+        return [self._placed(link, reply.open)]
 
     async def _open_group(
         self, shares: list[Share], args: OpenArgs, tenant: Tenant
@@ -155,7 +155,15 @@ class SessionOpener:
             call.open_group.session_ids.extend(ids)
 
         reply = await _ask(link, write)
-        return [PlacedSession(link, read_opened(one)) for one in reply.open_group.sessions]
+        return [self._placed(link, one) for one in reply.open_group.sessions]
+
+    def _placed(self, link: ServerLink, message: pb.OpenResponse) -> PlacedSession:
+        """The session, with an id for its tools that every gateway understands."""
+        opened = read_opened(message)
+        if opened.tools_session_id:
+            tools_id = self._key.tools_id(opened.session_id)
+            opened = dataclasses.replace(opened, tools_session_id=tools_id)
+        return PlacedSession(link, opened)
 
     async def _finish(
         self, shares: list[Share], work: Coroutine[Any, Any, list[PlacedSession]]

@@ -22,6 +22,10 @@ class Route:
     tenant: str
     expires_s: int
     """Unix time."""
+    session_id: str
+    """What its server knows the session by."""
+    is_tools_only: bool
+    """The id that was given may call the session's tools and nothing else."""
 
 
 class RouteCache:
@@ -63,7 +67,14 @@ class RouteCache:
         route = self._known.get(session_id)
         if route is None:
             signed = self._key.read(session_id)
-            route = Route(signed.environment, signed.server_id, signed.tenant, signed.expires_s)
+            route = Route(
+                signed.environment,
+                signed.server_id,
+                signed.tenant,
+                signed.expires_s,
+                signed.session_id,
+                signed.is_tools_only,
+            )
             self._known[session_id] = route
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.popitem(last=False)

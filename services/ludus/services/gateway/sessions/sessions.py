@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
-from ludus.env.security.session_ids import SessionKey
+from ludus.env.security.session_ids import SessionKey, hiding, tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
 from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.env.types import EnvironmentDescription, JsonObject
@@ -349,8 +349,11 @@ class GatewaySessions:
 
     # -- for the gateway's own wires ---------------------------------------------------
 
-    def route(self, session_id: str) -> Route:
+    def route(self, session_id: str, *, for_tools: bool = False) -> Route:
         """The session's genuine route, for the tenant of the present request.
+
+        Args:
+            for_tools: lets the id of its tools pass, too.
 
         Raises:
             EnvError: the id is forged, expired, or of another tenant or environment.
@@ -362,6 +365,8 @@ class GatewaySessions:
                 f"expected a session of environment '{self.environment}', got one of"
                 f" '{route.environment}'; call it there"
             )
+        if route.is_tools_only and not for_tools:
+            raise tools_only_error()
         return route
 
     async def link_to(self, route: Route) -> ServerLink:
@@ -394,19 +399,31 @@ class GatewaySessions:
         is_repeatable: bool = False,
     ) -> pb.Reply:
         """The reply of the session's server to any call of the session."""
-        route = self.route(session_id)
-        self._tracked.begin(session_id)
+        route = self.route(session_id, for_tools=kind == "call_tool")
+        own_id = route.session_id
+
+        def write_as_own(call: pb.Call) -> None:
+            write(call)
+            getattr(call, kind).session_id = own_id
+
+        self._tracked.begin(own_id)
         code: str = OK
         started_s = self._loop.time()
         try:
-            link = await self.link_to(route)
-            return await link.call(route.server_id, write, is_repeatable=is_repeatable)
+            with hiding(own_id, session_id):
+                link = await self.link_to(route)
+                reply = await link.call(
+                    route.server_id, write_as_own, is_repeatable=is_repeatable
+                )
+            if route.is_tools_only:
+                reply.call_tool.session_id = session_id
+            return reply
         except EnvError as error:
             code = error.code
-            self.note_failure(session_id, error)
+            self.note_failure(own_id, error)
             raise
         finally:
-            self._tracked.end(session_id)
+            self._tracked.end(own_id)
             took_s = self._loop.time() - started_s
             self._metrics.called(self.environment, kind, code, took_s)
 

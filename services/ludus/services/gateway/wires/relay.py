@@ -51,14 +51,16 @@ class CallRelay:
         finally:
             self._sessions.release(connection)
 
-    def stream_for(self, session_id: str, connection: Connection) -> CallStream | None:
+    def stream_for(self, kind: str, session_id: str, connection: Connection) -> CallStream | None:
         """The live stream to the session's server; None where that takes a wait.
 
         Raises:
             EnvError: the id is none of this tenant's.
         """
         sessions = self._sessions
-        route = sessions.route(session_id)
+        route = sessions.route(session_id, for_tools=kind == "call_tool")
+        if route.is_tools_only:
+            return None  # its session is known to the server by another id
         sessions.attach((session_id,), connection)
         link = sessions.fleet.link_of(route.server_id)
         return link.live_stream(route.server_id) if link is not None else None
@@ -174,7 +176,7 @@ class _Conversation:
         message = getattr(call, kind)
         try:
             self._relay.count(kind, 1)
-            stream = self._relay.stream_for(message.session_id, self._connection)
+            stream = self._relay.stream_for(kind, message.session_id, self._connection)
             if stream is None:
                 self._start(self._answer(call, kind))
                 return
