@@ -19,9 +19,10 @@ from ludus.env.sessions.hosts import local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError
+from ludus.proto.errors import ActionError, ConfigError, EnvError, NotFoundError, ToolError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.tool_env import ToolEnv
 
 TARGET = "tests.env.counting_env:CountingEnv"
 DONE = {"add": 7}
@@ -244,6 +245,37 @@ async def test_a_recording_replays_over_every_wire_of_a_recording_server(tmp_pat
         replays = [await replay_episode(client, episode) for episode in episodes]
         await client.close()
     assert [one.difference for one in replays] == [""] * 4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_path, wire):
+    path = tmp_path / "r.jsonl"
+    async with (
+        running(ToolEnv, record=path) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        session, _ = await client.open(seed=3)
+        await session.call_tool("note", {"text": "a"})
+        await session.step({"add": 1})
+        with pytest.raises(ToolError):
+            await session.call_tool("fail")
+        await session.call_tool("note", {"text": "b"})
+        await session.close()
+    (episode,) = episodes_of(path)
+    assert [step.tool for step in episode.steps] == ["note", None, "fail", "note"]
+    other = episode.model_copy(deep=True)
+    other.steps[3].arguments = {"text": "c"}
+    failing = episode.model_copy(deep=True)
+    failing.steps[2].tool = "note"
+    async with (
+        running(ToolEnv) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        assert (await replay_episode(client, episode)).is_same
+        changed = await replay_episode(client, other)
+        assert changed.difference.startswith("step 4: expected the tool 'note' to return")
+        succeeded = await replay_episode(client, failing)
+        assert succeeded.difference.startswith("step 3: expected the error TOOL_ERROR")
 
 
 @pytest.mark.slow

@@ -17,12 +17,14 @@ from ludus.proto.errors import (
     IllegalActionError,
     InfrastructureError,
     SessionLostError,
+    ToolError,
 )
 from tests.env.counting_env import CountingEnv
 from tests.env.flaky_proxy import FlakyProxy
 from tests.env.grpc_served import GrpcServed, grpc_served
 from tests.env.polling import eventually, move_loop_clock, settled
 from tests.env.served import WIRES, address_of, lasting_ports, running, server_process
+from tests.env.tool_env import ToolEnv
 
 pytestmark = pytest.mark.asyncio
 
@@ -185,6 +187,51 @@ async def test_resume_over_websocket():
         session, results = await play(client, 3, before_step=lose, resume=True)
         assert [as_seen(r) for r in results] == [as_seen(r) for r in undisturbed]
         assert session.num_resumes == len(ACTIONS)
+
+
+class MoodyToolEnv(ToolEnv):
+    """Its tools answer differently each time."""
+
+    calls = itertools.count()
+
+    def call_tool(self, name, arguments):
+        return super().call_tool(name, arguments) | {"number": next(self.calls)}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_calls_of_tools_are_made_again_in_the_session_that_replaces_a_lost_one(wire):
+    async with (
+        running(ToolEnv, check_determinism=True) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+
+        async def lose_all():
+            for session_id in list(server.core._entries):
+                await server.core.close(session_id)
+
+        session, _ = await client.open(seed=1, resume=True)
+        arguments = {"text": "a"}
+        assert await session.call_tool("note", arguments) == {"notes": ["a"]}
+        arguments["text"] = "changed by its owner since"
+        await session.step({"add": 1})
+        with pytest.raises(ToolError):
+            await session.call_tool("fail")
+        await lose_all()
+        assert await session.call_tool("note", {"text": "b"}) == {"notes": ["a", "b"]}
+        await lose_all()
+        assert (await session.step({"add": 2})).observation["total"] == 3
+        assert await session.call_tool("note", {"text": "c"}) == {"notes": ["a", "b", "c"]}
+        assert session.num_resumes == 2
+
+
+async def test_a_tool_that_answers_differently_is_found_out():
+    async with behind_a_proxy(MoodyToolEnv) as (server, _, client):
+        session, _ = await client.open(seed=1, resume=True)
+        await session.call_tool("note", {"text": "a"})
+        await end_all(server)
+        with pytest.raises(SessionLostError, match="the call of tool 'note' on seed 1") as caught:
+            await session.step({"add": 1})
+        assert caught.value.code == ErrorCode.REPLAY_MISMATCH
 
 
 async def test_step_many_rebuilds_those_that_are_lost_and_steps_the_others():

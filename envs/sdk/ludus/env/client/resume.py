@@ -1,19 +1,22 @@
-"""Rebuilding a lost session by replay: same seed, same actions, same episode.
+"""Rebuilding a lost session by replay: same seed, same actions and calls of tools, same episode.
 
-    reset, step --> ReplayingSession --> wire session      every answer's digest is kept
+    reset, step, call_tool --> ReplayingSession --> wire session      every answer's digest is kept
                           | SESSION_LOST, UNAVAILABLE, TIMEOUT
                           v
     open a new one (anywhere behind the address), reset on the same seed, take the same
-    steps, compare each digest, then make the call under which the old session was lost
+    steps and call the same tools in their order, compare each digest, then make the call under
+    which the old session was lost
 
 An answer that differs ends the session with REPLAY_MISMATCH: an episode is never
 continued on another course than the one that the policy has seen. Only for environments
-that were shown deterministic.
+that were shown deterministic, and whose tools change nothing outside their session: what such a
+tool did is done once more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -33,9 +36,9 @@ from ludus.proto.errors import (
     ErrorCode,
     ExecutionError,
     InfrastructureError,
-    InvalidCallError,
     RateLimitError,
     SessionLostError,
+    ToolError,
 )
 
 ResultT = TypeVar("ResultT")
@@ -60,6 +63,29 @@ class _Played:
     action: bytes | str
     step_index: int
     digest: bytes
+
+    async def again(self, wire: WireSession) -> bytes:
+        """The digest of the same step in another session."""
+        return digest_of(await wire.step(self.action, self.step_index))
+
+    def __str__(self) -> str:
+        return f"step {self.step_index}"
+
+
+@dataclass(frozen=True, slots=True)
+class _CalledTool:
+    """One call of a tool in the running episode."""
+
+    name: str
+    arguments: JsonObject
+    digest: bytes
+
+    async def again(self, wire: WireSession) -> bytes:
+        """The digest of the same call in another session."""
+        return digest_of_json(await wire.call_tool(self.name, self.arguments))
+
+    def __str__(self) -> str:
+        return f"the call of tool '{self.name}'"
 
 
 def check_replayable(description: EnvironmentDescription) -> None:
@@ -96,12 +122,17 @@ class ReplayingSession:
         assert first is not None, "a reset was asked for"
         self._reset = args.reset
         self._first_digest = digest_of(first)
-        self._played: list[_Played] = []
+        self._played: list[_Played | _CalledTool] = []
 
     @property
     def session_id(self) -> str:
         """The id of the session that it is now."""
         return self._wire.session_id
+
+    @property
+    def tools_session_id(self) -> str:
+        """The id that calls its tools alone; another one after it was rebuilt."""
+        return self._wire.tools_session_id
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
@@ -139,11 +170,16 @@ class ReplayingSession:
             return await self._bounded(error, again)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Refuse: what a tool has done cannot be done again in the session that replaces this."""
-        raise InvalidCallError(
-            f"expected steps in a session with resume=True, got a call of tool '{name}', which a "
-            "rebuilt session would lack; open it without resume"
-        )
+        """What a tool of the environment returned."""
+        try:
+            return await self._recorded_call(name, arguments)
+        except InfrastructureError as error:
+
+            async def again() -> JsonObject:
+                await self._rebuild()
+                return await self._recorded_call(name, arguments)
+
+            return await self._bounded(error, again)
 
     async def close(self) -> None:
         """Free the session."""
@@ -161,6 +197,17 @@ class ReplayingSession:
             self._played.append(_Played(action, step_index, digest_of(error)))
             raise
         self._played.append(_Played(action, step_index, digest_of(result)))
+        return result
+
+    async def _recorded_call(self, name: str, arguments: JsonObject) -> JsonObject:
+        """What the tool returned; a call that failed is kept, too: it may have changed things."""
+        arguments = copy.deepcopy(arguments)
+        try:
+            result = await self._wire.call_tool(name, arguments)
+        except (ToolError, ExecutionError) as error:
+            self._played.append(_CalledTool(name, arguments, digest_of(error)))
+            raise
+        self._played.append(_CalledTool(name, arguments, digest_of_json(result)))
         return result
 
     async def _bounded(
@@ -195,17 +242,15 @@ class ReplayingSession:
     async def _rebuild(self) -> None:
         """Open a new session and bring it to where the lost one stood."""
         self._wire, first = await self._open(self._reset)
-        self._compare(0, self._first_digest, first)
+        self._compare("the reset", self._first_digest, digest_of(first))
         for played in self._played:
             try:
-                outcome: StepResult | EnvError = await self._wire.step(
-                    played.action, played.step_index
-                )
+                found = await played.again(self._wire)
             except InfrastructureError:
                 raise
             except EnvError as error:
-                outcome = error
-            self._compare(played.step_index, played.digest, outcome)
+                found = digest_of(error)
+            self._compare(str(played), played.digest, found)
         self.num_resumes += 1
 
     async def _open(self, reset: ResetArgs) -> tuple[WireSession, StepResult]:
@@ -219,11 +264,11 @@ class ReplayingSession:
         assert first is not None, "a reset was asked for"
         return wire, first
 
-    def _compare(self, step_index: int, expected: bytes, outcome: StepResult | EnvError) -> None:
-        if digest_of(outcome) != expected:
+    def _compare(self, what: str, expected: bytes, found: bytes) -> None:
+        if found != expected:
             self._wire.abandon()
             raise SessionLostError(
-                f"expected step {step_index} on seed {self._reset.seed} to be as it was, got"
+                f"expected {what} on seed {self._reset.seed} to be as it was, got"
                 " another answer from the new session: the environment is not deterministic, or"
                 " another version of it is served; the episode is void, open a new one",
                 ErrorCode.REPLAY_MISMATCH,
@@ -248,3 +293,8 @@ def digest_of(outcome: StepResult | EnvError) -> bytes:
         digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.digest()
+
+
+def digest_of_json(value: JsonObject) -> bytes:
+    """The same for what a tool returned."""
+    return hashlib.blake2b(orjson.dumps(value, option=_DIGEST_OPTIONS), digest_size=16).digest()

@@ -14,10 +14,11 @@ from ludus.env.recording.format import (
     RecordedEpisode,
     RecordedResult,
     RecordedStep,
+    hash_of_json,
     hash_of_observation,
 )
 from ludus.env.targets.targets import TargetFactory, environment_factory
-from ludus.env.types import StepResult
+from ludus.env.types import JsonObject, StepResult
 from ludus.proto.errors import ConfigError, EnvError, InfrastructureError
 
 
@@ -80,9 +81,10 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
 
 async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
     """What differed this time; empty where nothing did."""
-    if step.tool is not None:
-        return f"expected steps alone, got a call of the tool {step.tool!r}: clients call none"
     try:
+        if step.tool is not None:
+            returned = await session.call_tool(step.tool, step.arguments or {})
+            return _difference_of_tool(step, returned)
         if step.text is not None:
             result = await session.step(text=step.text)
         else:
@@ -95,6 +97,18 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
     if step.result is None:
         return f"expected {_wanted(step)}, got a result"
     return _difference(step.result, result)
+
+
+def _difference_of_tool(step: RecordedStep, returned: JsonObject) -> str:
+    if step.tool_hash is None:
+        return f"expected {_wanted(step)} from the tool {step.tool!r}, got {returned}"
+    found = hash_of_json(returned)
+    if found == step.tool_hash:
+        return ""
+    return (
+        f"expected the tool {step.tool!r} to return what it did (hash {step.tool_hash}), got"
+        f" {returned} ({found})"
+    )
 
 
 def _wanted(step: RecordedStep) -> str:
