@@ -34,7 +34,14 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
         (["algorithm.old_logprobs=rollout"], ["correction.kind = 'token_tis'", "twice"]),
         (["algorithm.loss.kind=gspo"], ["gspo", "aggregation = 'sequence_mean'"]),
         (["environment.render=a:b"], ["environment.parse"]),
-        (["environment.resume=true", "environment.tools=true"], ["resume = true", "remove"]),
+        (
+            [
+                "environment.kind=remote",
+                "environment.address=grpcs://a:1",
+                "environment.key_file=k",
+            ],
+            ["cert_file", "both or none"],
+        ),
         (["environment.kind=remote"], ["environment.address", "required"]),
         (
             ["environment.random_policy=random"],

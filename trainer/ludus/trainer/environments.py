@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.client.resume import check_replayable
@@ -108,9 +109,27 @@ async def connected(
         yield environments
 
 
-def environment_token(config: EnvironmentConfig) -> str | None:
-    """The bearer token for an environment; it never stands in a configuration."""
-    return os.environ.get(config.token_env) if isinstance(config, RemoteEnvironment) else None
+class Reaching(TypedDict, total=False):
+    """Arguments of `AsyncEnvClient.connect`."""
+
+    token: str | None
+    ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
+    server_name: str | None
+
+
+def how_to_reach(config: EnvironmentConfig) -> Reaching:
+    """The bearer token, which never stands in a configuration, and what TLS takes."""
+    if not isinstance(config, RemoteEnvironment):
+        return {}
+    return {
+        "token": os.environ.get(config.token_env),
+        "ca_file": config.ca_file,
+        "cert_file": config.cert_file,
+        "key_file": config.key_file,
+        "server_name": config.server_name,
+    }
 
 
 def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
@@ -125,7 +144,7 @@ async def _connect(name: str, config: EnvironmentConfig, address: str) -> AsyncE
     try:
         return await AsyncEnvClient.connect(
             address,
-            token=environment_token(config),
+            **how_to_reach(config),
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
     except (UnavailableError, AuthenticationError) as error:

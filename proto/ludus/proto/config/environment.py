@@ -68,7 +68,7 @@ class _Environment(Section):
     resume: bool = False
     """Plays episodes again that are lost with their server, up to where they were, instead of
     leaving them out: for servers on machines that may be taken away at any time. The environment
-    must be deterministic."""
+    must be deterministic, and its tools may change nothing outside their session."""
 
     @model_validator(mode="after")
     def _both_or_none(self) -> Self:
@@ -82,15 +82,6 @@ class _Environment(Section):
             raise ValueError(
                 "tools = true parses answers as tool calls, and render and parse as something "
                 "else; remove the one or the other"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _resumes_steps_alone(self) -> Self:
-        if self.resume and self.tools:
-            raise ValueError(
-                "resume = true takes the steps of a lost episode again, and what tools have done "
-                "cannot be done again; remove resume or tools"
             )
         return self
 
@@ -156,6 +147,21 @@ class RemoteEnvironment(_Environment):
     """grpc://host:port, ws://host:port or http://host:port."""
     token_env: str = "LUDUS_ENV_TOKEN"
     """Environment variable that holds the bearer token; it may be unset."""
+    ca_file: str | None = None
+    """The authority that a TLS server's certificate comes from; null trusts the system's. Files are
+    read on every node of the run."""
+    cert_file: str | None = None
+    """The certificate that is shown to a TLS server that asks for one."""
+    key_file: str | None = None
+    """Its private key."""
+    server_name: str | None = None
+    """The name in a TLS server's certificate, where that is not the host of the address."""
+
+    @model_validator(mode="after")
+    def _shows_a_pair(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together, got one; set both or none")
+        return self
 
 
 EnvironmentConfig = Annotated[

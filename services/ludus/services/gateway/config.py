@@ -19,9 +19,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ludus.env.security.session_ids import MIN_KEY_BYTES
+from ludus.env.security.tls import TlsFiles
 from ludus.env.serving.options import (
     SESSION_KEY_VARIABLE,
     Isolation,
@@ -130,12 +131,32 @@ class ServersSection(_Section):
     """Environment variable with the token that the servers ask for."""
     ca_file: Path | None = None
     """Reaches the servers over TLS and trusts this authority."""
+    cert_file: Path | None = None
+    """The certificate that servers are shown which ask for one; reaches them over TLS."""
+    key_file: Path | None = None
+    """Its private key."""
+    server_name: str = ""
+    """The name in the servers' certificates, where that is not the host of their addresses, such
+    as those of pods; empty is the host."""
     poll_interval_s: _Seconds = 1.0
     unreachable_after_s: _Seconds = 3.0
     """A server that is silent for so long gets no new sessions."""
     retry_within_s: _Seconds = 5.0
     """How long a call waits for a connection that broke."""
     call_timeout_s: _Seconds = 600.0
+
+    @model_validator(mode="after")
+    def _shows_a_pair(self) -> ServersSection:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("expected cert_file and key_file together, got one; give both or none")
+        return self
+
+    @property
+    def identity(self) -> TlsFiles | None:
+        """What is shown to servers that ask for certificates."""
+        if self.cert_file is None or self.key_file is None:
+            return None
+        return TlsFiles(self.cert_file, self.key_file)
 
 
 class TlsSection(_Section):

@@ -334,7 +334,10 @@ def _link_options(servers: ServersSection) -> LinkOptions:
         unreachable_after_s=servers.unreachable_after_s,
         retry_within_s=servers.retry_within_s,
         call_timeout_s=servers.call_timeout_s,
-        credentials=client_channel_credentials(servers.ca_file) if servers.ca_file else None,
+        credentials=client_channel_credentials(servers.ca_file, servers.identity)
+        if servers.ca_file or servers.identity
+        else None,
+        server_name=servers.server_name,
     )
 
 

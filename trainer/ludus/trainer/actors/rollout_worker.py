@@ -23,7 +23,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.environments import environment_token
+from ludus.trainer.environments import how_to_reach
 from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.models.chat import ChatTokenizer
@@ -212,7 +212,7 @@ class RolloutWorkerActor:
         environment = spec.run.environments[name]
         client = await AsyncEnvClient.connect(
             spec.addresses[name],
-            token=environment_token(environment),
+            **how_to_reach(environment),
             timeout_s=spec.run.rollout.group_timeout_s,
             # A worker may join while the server is being started again.
             connect_timeout_s=environment.reconnect_timeout_s,

@@ -65,6 +65,9 @@ class AsyncEnvClient:
         connect_timeout_s: float = 10.0,
         reconnect_timeout_s: float = 60.0,
         ca_file: str | None = None,
+        cert_file: str | None = None,
+        key_file: str | None = None,
+        server_name: str | None = None,
         keepalive_s: float = 10.0,
         allow_ignored_seed: bool = False,
         max_calls_per_message: int = 0,
@@ -81,6 +84,10 @@ class AsyncEnvClient:
                 connection, wait for a server that went away.
             ca_file: certificates in PEM form that a TLS server's may come from; the system's
                 unless given.
+            cert_file: the certificate in PEM form that is shown to a TLS server that asks for one,
+                with its private key in `key_file`.
+            server_name: the name in a TLS server's certificate, where that is not the host of the
+                address.
             keepalive_s: a gRPC connection that is silent for so long is asked for a sign of life,
                 and given up when it stays silent for as long again.
             allow_ignored_seed: lets seeds be given to OpenEnv 0.1 servers, which ignore them:
@@ -98,6 +105,9 @@ class AsyncEnvClient:
             timeout_s=timeout_s,
             reconnect_timeout_s=reconnect_timeout_s,
             ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
+            server_name=server_name,
             keepalive_s=keepalive_s,
             allow_ignored_seed=allow_ignored_seed,
             max_calls_per_message=max_calls_per_message,

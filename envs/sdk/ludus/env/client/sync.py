@@ -30,6 +30,9 @@ class ConnectArguments(TypedDict, total=False):
     connect_timeout_s: float
     reconnect_timeout_s: float
     ca_file: str | None
+    cert_file: str | None
+    key_file: str | None
+    server_name: str | None
     keepalive_s: float
     allow_ignored_seed: bool
 

@@ -29,7 +29,7 @@ from ludus.proto.errors import (
 )
 
 ResultT = TypeVar("ResultT")
-ChannelOptions: TypeAlias = tuple[tuple[str, int], ...]
+ChannelOptions: TypeAlias = tuple[tuple[str, int | str], ...]
 
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
 """What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
@@ -59,6 +59,16 @@ def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOp
         ("grpc.keepalive_timeout_ms", timeout_ms),
         # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
+    )
+
+
+def named_server(server_name: str | None) -> ChannelOptions:
+    """Options that look for another name in a TLS server's certificate than the address's host."""
+    if not server_name:
+        return ()
+    return (
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.default_authority", server_name),
     )
 
 

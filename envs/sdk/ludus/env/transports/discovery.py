@@ -12,12 +12,14 @@ sockets are never tried out.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from typing import Any
 
-from ludus.env.security.client_tls import ssl_context
 from ludus.env.security.tracing import trace_headers
 from ludus.env.transports.interface import ConnectOptions
 from ludus.env.types import JsonObject
@@ -56,8 +58,9 @@ class HttpClient:
             urllib.request.ProxyHandler({}),
             _NoRedirects(),
         ]
-        if options.address.is_secure:
-            handlers.append(urllib.request.HTTPSHandler(context=ssl_context(options.ca_file)))
+        context = options.ssl_context()
+        if context is not None:
+            handlers.append(_Https(context, options.server_name))
         self._opener = urllib.request.build_opener(*handlers)
 
     async def discover(self) -> DiscoveredServer:
@@ -118,6 +121,37 @@ class HttpClient:
         with self._opener.open(request, timeout=timeout_s) as response:
             body: bytes = response.read(_MAX_BODY_BYTES)
             return body
+
+
+class _Https(urllib.request.HTTPSHandler):
+    """HTTPS to a server whose certificate may have another name than its address."""
+
+    def __init__(self, context: ssl.SSLContext, server_name: str | None) -> None:
+        super().__init__(context=context)
+        self._tls, self._server_name = context, server_name
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """The answer."""
+
+        def connect(host: str, **arguments: Any) -> http.client.HTTPConnection:
+            return _HttpsConnection(host, self._tls, self._server_name, **arguments)
+
+        return self.do_open(connect, req)
+
+
+class _HttpsConnection(http.client.HTTPConnection):
+    default_port = http.client.HTTPS_PORT
+
+    def __init__(
+        self, host: str, context: ssl.SSLContext, server_name: str | None, **arguments: Any
+    ) -> None:
+        super().__init__(host, **arguments)
+        self._tls, self._server_name = context, server_name
+
+    def connect(self) -> None:
+        """Connect, and let the server show who it is."""
+        super().connect()
+        self.sock = self._tls.wrap_socket(self.sock, server_hostname=self._server_name or self.host)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

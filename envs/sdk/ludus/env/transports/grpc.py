@@ -27,10 +27,14 @@ import orjson
 from ludus.env.backoff import doubling
 from ludus.env.encoding import ResetArgs, plain_json
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
+from ludus.env.grpc.server_port import (
+    ServerPort,
+    channel_options,
+    named_server,
+    open_channel,
+)
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args, read_error
-from ludus.env.security.client_tls import grpc_credentials
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
     ConnectOptions,
@@ -370,8 +374,11 @@ def _open_channel(options: ConnectOptions) -> grpc.aio.Channel:
     address = options.address
     return open_channel(
         address.authority,
-        grpc_credentials(options.ca_file) if address.is_secure else None,
-        channel_options(options.keepalive_s, options.keepalive_s),
+        options.channel_credentials(),
+        (
+            *channel_options(options.keepalive_s, options.keepalive_s),
+            *named_server(options.server_name if address.is_secure else None),
+        ),
     )
 
 

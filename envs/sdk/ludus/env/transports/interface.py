@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
+
+import grpc
 
 from ludus.env.backoff import doubling
 from ludus.env.encoding import ResetArgs
+from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import ServerAddress
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -49,6 +54,12 @@ class ConnectOptions:
     """How long a call waits for a server that went away."""
     ca_file: str | None = None
     """The authority that a TLS server's certificate comes from; None trusts the system's."""
+    cert_file: str | None = None
+    """The certificate that is shown to a TLS server that asks for one."""
+    key_file: str | None = None
+    """Its private key."""
+    server_name: str | None = None
+    """The name in the certificate of a TLS server; None is the address's host."""
     keepalive_s: float = 10.0
     """A gRPC connection that is silent for so long is asked for a sign of life."""
     allow_ignored_seed: bool = False
@@ -62,11 +73,40 @@ class ConnectOptions:
                 f"expected one way to authenticate at {self.address}, got a token and credentials"
                 " in the address; leave one of them out"
             )
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError(
+                f"expected cert_file and key_file for {self.address} together, got"
+                f" {self.cert_file!r} and {self.key_file!r}; give both or none"
+            )
 
     @property
     def authorization(self) -> str | None:
         """The value of the `authorization` header."""
         return f"Bearer {self.token}" if self.token else self.address.credentials
+
+    @property
+    def identity(self) -> TlsFiles | None:
+        """What is shown to a TLS server that asks for certificates."""
+        if not (self.cert_file and self.key_file):
+            return None
+        return TlsFiles(Path(self.cert_file), Path(self.key_file))
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """For HTTPS and WSS; None where the address speaks no TLS.
+
+        Raises:
+            ConfigError: a file is missing or unusable.
+        """
+        if not self.address.is_secure:
+            return None
+        return client_ssl_context(Path(self.ca_file) if self.ca_file else None, self.identity)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """The same for gRPC."""
+        if not self.address.is_secure:
+            return None
+        ca_file = Path(self.ca_file) if self.ca_file else None
+        return client_channel_credentials(ca_file, self.identity)
 
 
 class WireSession(Protocol):

@@ -20,7 +20,6 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from ludus.env.encoding import DefaultSeeds, ResetArgs
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tensors_json
-from ludus.env.security.client_tls import ssl_context
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
@@ -52,7 +51,11 @@ class WebSocketTransport:
     def __init__(self, options: ConnectOptions, discovered: DiscoveredServer | None = None) -> None:
         self._options = options
         self._headers = {"authorization": options.authorization} if options.authorization else {}
-        self._ssl = ssl_context(options.ca_file) if options.address.is_secure else None
+        self._tls: dict[str, Any] = {}
+        if options.address.is_secure:
+            self._tls["ssl"] = options.ssl_context()
+            if options.server_name:
+                self._tls["server_hostname"] = options.server_name
         self._discovered = discovered
         self._sessions: set[WebSocketSession] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -171,8 +174,8 @@ class WebSocketTransport:
                 max_size=MAX_REPLY_BYTES,
                 open_timeout=self._options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
-                ssl=self._ssl,
                 proxy=None,
+                **self._tls,
             )
         except InvalidStatus as error:
             response = error.response

@@ -19,7 +19,7 @@ import grpc
 
 from ludus.env.backoff import doubling
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import ServerPort, channel_options, open_channel
+from ludus.env.grpc.server_port import ServerPort, channel_options, named_server, open_channel
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -51,6 +51,8 @@ class LinkOptions:
     credentials: grpc.ChannelCredentials | None = None
     """For servers with TLS; None speaks it with grpcs:// addresses alone, and trusts the
     authorities that gRPC brings along."""
+    server_name: str = ""
+    """The name in the certificates of servers with TLS; empty is the host of their address."""
 
 
 class ServerLink:
@@ -114,7 +116,11 @@ class ServerLink:
         if credentials is None and scheme == "grpcs":
             credentials = grpc.ssl_channel_credentials()
         self._port = ServerPort(
-            open_channel(target, credentials, _CHANNEL_OPTIONS),
+            open_channel(
+                target,
+                credentials,
+                (*_CHANNEL_OPTIONS, *named_server(options.server_name if credentials else None)),
+            ),
             endpoint.grpc_address,
             metadata,
             options.unreachable_after_s,

@@ -1,0 +1,148 @@
+"""Certificates on both sides: client to gateway, gateway to servers, and names of pods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+
+from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.proto.config.environment import RemoteEnvironment
+from ludus.proto.errors import ConfigError, EnvError
+from ludus.services.gateway.config import GatewayConfig
+from ludus.trainer.environments import how_to_reach
+from tests.env.served import address_of, running
+from tests.gateway.gateways import FAST, NAME, served
+
+WIRES = pytest.mark.parametrize("wire", ["grpc", "http"])
+
+
+@dataclass(frozen=True)
+class Files:
+    """What one authority has issued."""
+
+    ca: str
+    cert: str
+    key: str
+
+    @property
+    def shown(self) -> dict[str, str]:
+        return {"ca_file": self.ca, "cert_file": self.cert, "key_file": self.key}
+
+
+def issued(folder: Path, *names: str, ca: trustme.CA) -> Files:
+    cert = ca.issue_cert(*names)
+    stem = folder / names[0]
+    ca.cert_pem.write_to_path(f"{folder}/ca.pem")
+    cert.private_key_pem.write_to_path(f"{stem}.key")
+    Path(f"{stem}.crt").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    return Files(f"{folder}/ca.pem", f"{stem}.crt", f"{stem}.key")
+
+
+@pytest.fixture
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def server_files(tmp_path: Path, ca: trustme.CA) -> Files:
+    """Of a name that is no address, as pods have none."""
+    return issued(tmp_path, "servers.example", ca=ca)
+
+
+@pytest.fixture
+def client_files(tmp_path: Path, ca: trustme.CA) -> Files:
+    return issued(tmp_path, "client.example", ca=ca)
+
+
+def asking(files: Files) -> dict[str, Path]:
+    """Options of a server that asks for certificates."""
+    return {
+        "tls_cert": Path(files.cert),
+        "tls_key": Path(files.key),
+        "tls_client_ca": Path(files.ca),
+    }
+
+
+@WIRES
+async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
+    wire: str, server_files: Files, client_files: Files
+) -> None:
+    async with running(**asking(server_files)) as server:
+        address, name = address_of(server, wire), "servers.example"
+        async with await AsyncEnvClient.connect(
+            address, server_name=name, **client_files.shown
+        ) as client:
+            session, _ = await client.open(seed=1)
+            assert (await session.step({"add": 2})).reward == 2.0
+        for wrong in (
+            {"ca_file": client_files.ca, "server_name": name},
+            {**client_files.shown, "server_name": "others.example"},
+            client_files.shown,
+        ):
+            with pytest.raises(EnvError):
+                await AsyncEnvClient.connect(address, connect_timeout_s=0.3, **wrong)
+
+
+async def test_a_gateway_and_its_servers_show_each_other_certificates(
+    server_files: Files, client_files: Files, tmp_path: Path
+) -> None:
+    reached = {**FAST, **client_files.shown, "server_name": "servers.example"}
+    edge = {"cert": server_files.cert, "key": server_files.key, "client_ca": server_files.ca}
+    async with served(2, server_options=asking(server_files), servers=reached, tls=edge) as (
+        gateway,
+        _,
+    ):
+        for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
+            async with await AsyncEnvClient.connect(
+                address, server_name="servers.example", **client_files.shown
+            ) as client:
+                sessions = [(await client.open(seed=n))[0] for n in range(4)]
+                assert [(await one.step({"add": 1})).reward for one in sessions] == [1.0] * 4
+        with pytest.raises(EnvError):
+            await AsyncEnvClient.connect(
+                gateway.grpc_address,
+                server_name="servers.example",
+                ca_file=client_files.ca,
+                connect_timeout_s=0.3,
+            )
+
+
+async def test_a_certificate_of_another_authority_is_refused(
+    server_files: Files, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    foreign = issued(tmp_path / "other", "client.example", ca=trustme.CA())
+    shown = {"ca_file": server_files.ca, "cert_file": foreign.cert, "key_file": foreign.key}
+    async with running(**asking(server_files)) as server:
+        with pytest.raises(EnvError):
+            await AsyncEnvClient.connect(
+                server.grpc_address,
+                server_name="servers.example",
+                connect_timeout_s=0.3,
+                **shown,
+            )
+
+
+async def test_a_run_reaches_its_environment_as_its_section_says(
+    server_files: Files, client_files: Files
+) -> None:
+    async with running(**asking(server_files)) as server:
+        section = RemoteEnvironment(
+            kind="remote",
+            address=server.grpc_address,
+            server_name="servers.example",
+            **client_files.shown,
+        )
+        async with await AsyncEnvClient.connect(section.address, **how_to_reach(section)) as client:
+            assert (await client.describe()).name == "counting"
+
+
+def test_a_certificate_without_its_key_is_refused_before_anything_connects() -> None:
+    with pytest.raises(ConfigError, match="together"):
+        EnvClient.connect("grpcs://127.0.0.1:1", cert_file="c.pem")
+    environments = {NAME: {"addresses": ["grpcs://127.0.0.1:1"]}}
+    with pytest.raises(ConfigError, match="both or none"):
+        GatewayConfig.of({"environments": environments, "servers": {"key_file": "k.pem"}})
