@@ -1,9 +1,11 @@
 """Options of a server that cannot work, and what workers are told."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from ludus.env.serving.listeners import bind
 from ludus.env.serving.options import ServerOptions, available_cpus, flags
 from ludus.proto.errors import ConfigError
 
@@ -71,3 +73,12 @@ def test_every_flag_has_a_text_and_no_secret_has_a_flag():
     found = {flag.field: flag for flag in flags()}
     assert all(flag.help.endswith(".") for flag in found.values())
     assert set(ServerOptions.model_fields) - set(found) == {"token", "session_key", "server_id"}
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine lacks IPv6")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too(family):
+    with bind("::", 0, "port") as listening, socket.socket(family) as client:
+        host = "127.0.0.1" if family == socket.AF_INET else "::1"
+        client.connect((host, listening.getsockname()[1]))
+        assert listening.accept()[1]

@@ -190,32 +190,42 @@ def test_the_name_of_a_pod_fits_into_a_session_id() -> None:
         ({"http": 8000}, 8000, 18000),
         ({"": 8000}, 8000, 18000),
         ({"metrics": 9090, "http": 8000, "grpc": 18000}, 8000, 18000),
+        ({"web": 8000}, 8000, 18000),
+        ({"grpc": 90}, None, 90),
+        ({"metrics": 9090, "grpc": 90}, None, 90),
     ],
 )
 def test_ports_are_found_by_name_or_as_a_server_chooses_them(
-    ports: dict[str, int], http: int, grpc: int
+    ports: dict[str, int], http: int | None, grpc: int
 ) -> None:
     found = endpoint_slice("s1", member("a"), ports=ports)
     (endpoint,) = slice_endpoints(found).endpoints
-    assert endpoint.http_address.endswith(f":{http}")
-    assert endpoint.grpc_address.endswith(f":{grpc}")
+    assert endpoint.http_address == (f"http://10.0.0.1:{http}" if http else "")
+    assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc}"
 
 
-@pytest.mark.parametrize("ports", [{}, {"web": 8000}, {"": 8000, "grpc": 90}, {"http": 60_000}])
+def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
+    found = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
+    found["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
+    (endpoint,) = slice_endpoints(found).endpoints
+    assert endpoint.grpc_address == "grpc://10.0.0.1:90"
+
+
+@pytest.mark.parametrize("ports", [{}, {"web": 8000, "metrics": 9090}, {"http": 60_000}])
 def test_ports_that_cannot_be_the_servers_are_an_error_that_names_them(
     ports: dict[str, int],
 ) -> None:
-    with pytest.raises(ConfigError, match="ports named 'http' and 'grpc'"):
+    with pytest.raises(ConfigError, match="a port named 'grpc' or 'http'"):
         slice_endpoints(endpoint_slice("s1", member("a"), ports=ports))
 
 
 async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
     cluster: FakeKubernetes,
 ) -> None:
-    cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80}))
+    cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
     async with client_of(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT)
-        with pytest.raises(ConfigError, match="got web=80"):
+        with pytest.raises(ConfigError, match="got web=80, metrics=90"):
             await asyncio.wait_for(source.watch(lambda _: None), 60)
 
 
@@ -226,7 +236,7 @@ async def test_a_slice_that_becomes_unreadable_keeps_its_last_readable_state(
     cluster.put(endpoint_slice("s1", member("a")))
     async with following(cluster) as seen:
         await seen.until("a")
-        cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80}))
+        cluster.put(endpoint_slice("s1", member("a"), ports={"web": 80, "metrics": 90}))
         if lists_again:
             cluster.expire_watches()
         cluster.put(endpoint_slice("s2", member("b")))
@@ -273,6 +283,21 @@ async def test_a_stream_that_says_it_is_too_old_is_listed_again(cluster: FakeKub
         await eventually(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
         cluster.put(endpoint_slice("s1", member("a")))
         await seen.until("a")
+
+
+@pytest.mark.parametrize(("status", "times"), [(504, 1), (400, 1), (500, 3)])
+async def test_a_version_that_a_restored_api_server_does_not_have_is_listed_again(
+    cluster: FakeKubernetes, status: int, times: int
+) -> None:
+    cluster.put(endpoint_slice("s1", member("a")))
+    async with following(cluster) as seen:
+        await seen.until("a")
+        await eventually(lambda: cluster.num_watches)
+        cluster.fail(status, times=times)
+        cluster.end_watches()
+        await eventually(lambda: cluster.num_requests("list") == 2 and cluster.num_watches)
+        cluster.put(endpoint_slice("s2", member("b")))
+        await seen.until("a", "b")
 
 
 async def test_a_bookmark_spares_a_quiet_service_the_new_list(

@@ -52,8 +52,12 @@ def bind(host: str, port: int, name: str) -> socket.socket:
         ConfigError: the host or port cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # All addresses means those of IPv4 too, as gRPC takes it.
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=is_dual
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _port_in_use(name, host, port) from error

@@ -21,7 +21,7 @@ class Endpoint:
     grpc_address: str
     """For example grpc://10.0.0.7:18000."""
     http_address: str
-    """For example http://10.0.0.7:8000."""
+    """For example http://10.0.0.7:8000; empty where the source does not know it."""
     is_ready: bool = True
     """It takes new sessions."""
     is_terminating: bool = False

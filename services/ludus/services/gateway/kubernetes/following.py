@@ -27,6 +27,10 @@ _log = logging.getLogger(__name__)
 _STEADY_S = 10.0
 """A watch that lasted so long, or said something, was a good one."""
 _GONE = 410
+_BAD_VERSION = frozenset({400, 504})
+"""What a version is answered with that the API server does not have, as after it was restored."""
+_MAX_FAILURES = 3
+"""Watches that fail in a row before the list is read again, whatever they failed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Following:
         """Where a watch continues; empty when the list has to be read again."""
         self._problem = -1
         """The status of the failure that was told; -1 while there is none."""
+        self._num_failures = 0
+        """Watches that failed since the API server last said something."""
 
     async def run(self) -> None:
         """Follow for ever; what `on_list` and `on_event` raise ends it."""
@@ -121,14 +127,21 @@ class Following:
                     self._on_event(event)
 
     def _note(self, error: ClusterError) -> None:
-        if error.status == _GONE:
-            _log.info("%s changed too much since the last look; listing again", self._name)
+        is_watch = bool(self._version)
+        self._num_failures += is_watch
+        if is_watch and (error.status == _GONE or self._is_bad_version(error)):
+            _log.info("%s cannot be followed from the last look on; listing again", self._name)
             self._version = ""
         elif error.status != self._problem:
             self._problem = error.status
             _log.warning("%s: what was last known stays: %s", self._name, error)
 
+    def _is_bad_version(self, error: ClusterError) -> bool:
+        says_so = error.status in _BAD_VERSION or "resource version" in str(error).lower()
+        return says_so or self._num_failures >= _MAX_FAILURES
+
     def _note_answer(self) -> None:
+        self._num_failures = 0
         if self._problem >= 0:
             self._problem = -1
             _log.info("%s: the API server answers again", self._name)

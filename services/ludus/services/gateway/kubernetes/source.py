@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 _API_VERSION = "discovery.k8s.io/v1"
 _HTTP, _GRPC = "http", "grpc"
+_H2C = "kubernetes.io/h2c"
+"""What a Service says of a port where HTTP/2 is spoken without TLS, as gRPC is."""
 """The names of a Service's ports."""
 _GRPC_PORT_OFFSET = 10_000
 """What an environment server adds to its HTTP port unless told otherwise."""
@@ -74,6 +76,7 @@ class _Member(ObjectPart):
 class _Port(ObjectPart):
     name: str | None = None
     port: int | None = None
+    app_protocol: str | None = None
 
 
 class _Metadata(ObjectPart):
@@ -230,35 +233,42 @@ def merged(slices: Iterable[SliceEndpoints]) -> dict[str, Endpoint]:
     return found
 
 
-def _ports_of(read: _EndpointSlice) -> tuple[int, int]:
-    """The HTTP and the gRPC port: by name, else as an environment server chooses them."""
+def _ports_of(read: _EndpointSlice) -> tuple[int | None, int]:
+    """The HTTP port, if it is told, and the gRPC port.
+
+    The latter by name or protocol, else as an environment server chooses it beside the former,
+    which is the one with the name or the only one.
+    """
     ports = {port.name or "": port.port for port in read.ports or () if port.port}
+    speaking = [port.port for port in read.ports or () if port.app_protocol == _H2C]
+    grpc_port = ports.get(_GRPC) or next(iter(speaking), None)
     http_port = ports.get(_HTTP)
-    if http_port is None and len(ports) == 1:
-        http_port = ports.get("")  # the one port of a Service needs no name
-    grpc_port = ports.get(_GRPC)
+    if grpc_port is None and http_port is None and len(ports) == 1:
+        (http_port,) = ports.values()
     if grpc_port is None and http_port is not None:
         grpc_port = http_port + _GRPC_PORT_OFFSET
-    if http_port is None or grpc_port is None or grpc_port > 65_535:
+    if grpc_port is None or grpc_port > 65_535:
         names = ", ".join(f"{name or 'unnamed'}={port}" for name, port in ports.items())
         raise ConfigError(
-            f"expected ports named {_HTTP!r} and {_GRPC!r} in EndpointSlice"
-            f" {read.metadata.name}, got {names or 'none'}; name the Service's ports so"
+            f"expected a port named {_GRPC!r} or {_HTTP!r} in EndpointSlice"
+            f" {read.metadata.name}, or a single one, got {names or 'none'}; name the Service's"
+            " ports so"
         )
     return http_port, grpc_port
 
 
-def _endpoint(member: _Member, http_port: int, grpc_port: int) -> Endpoint:
+def _endpoint(member: _Member, http_port: int | None, grpc_port: int) -> Endpoint:
     address = member.addresses[0]
     host = f"[{address}]" if ":" in address else address
     state = member.conditions
     is_terminating = state.terminating is True
     pod = member.target_ref
-    http_address = f"http://{host}:{http_port}"
+    http_address = f"http://{host}:{http_port}" if http_port is not None else ""
+    grpc_address = f"grpc://{host}:{grpc_port}"
     server_id = server_id_of(pod.uid) if pod is not None and pod.uid else ""
     return Endpoint(
-        key=server_id or http_address,
-        grpc_address=f"grpc://{host}:{grpc_port}",
+        key=server_id or http_address or grpc_address,
+        grpc_address=grpc_address,
         http_address=http_address,
         # publishNotReadyAddresses makes `ready` true whatever happens; `serving` tells.
         is_ready=state.ready is not False and state.serving is not False and not is_terminating,
