@@ -23,6 +23,7 @@ from ludus.services.gateway.gateway import Gateway
 from tests.env.counting_env import Gate
 from tests.env.polling import eventually
 from tests.gateway.gateways import (
+    FAST,
     NAME,
     CountingEnv,
     ListedServers,
@@ -192,6 +193,26 @@ async def test_two_gateways_that_fill_the_same_servers_overbook_none_of_them():
         assert len(outcomes) - len(refused) == 20
         assert all(isinstance(one, CapacityError) for one in refused)
         assert [one.core.load.num_sessions for one in servers] == [10, 10]
+
+
+async def test_an_open_that_many_full_servers_refuse_waits_until_its_deadline():
+    options = {"max_sessions": 1}
+    limits = {"queue_timeout_s": 60.0}
+    rarely_polled = FAST | {"poll_interval_s": 3600.0}
+    async with (
+        served(10, server_options=options, sessions=limits, servers=rarely_polled) as (
+            unaware,
+            servers,
+        ),
+        gateway_to(*servers) as other,
+    ):
+        opened = [await sessions_of(other).open(SEEDED) for _ in servers]
+        waiting = asyncio.create_task(sessions_of(unaware).open(SEEDED))
+        await eventually(lambda: waiting.done() or sessions_of(unaware).admission.num_waiting)
+        assert not waiting.done()
+        await sessions_of(other).close(opened[0].session_id)
+        assert (await waiting).first is not None
+        assert num_sessions(servers) == 10
 
 
 async def test_sessions_are_spread_evenly():

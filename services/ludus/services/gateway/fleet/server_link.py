@@ -11,6 +11,7 @@ before has restarted, and its earlier sessions are lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
+_REFUSED_POLL_S = 0.1
+"""From a server's refusal to the poll that tells how full it is: many may come at once."""
 _CHANNEL_OPTIONS = (
     *channel_options(keepalive_s=10.0, keepalive_timeout_s=5.0),
     ("grpc.http2.max_pings_without_data", 0),
@@ -110,6 +113,8 @@ class ServerLink:
         self._stream: CallStream | None = None
         self._up = asyncio.Event()
         self._broken = asyncio.Event()
+        self._hurry = asyncio.Event()
+        """Ends the pause before the next poll."""
         metadata = (("authorization", options.authorization),) if options.authorization else ()
         scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
         credentials = options.credentials
@@ -199,8 +204,9 @@ class ServerLink:
         self._is_full = False
 
     def found_full(self) -> None:
-        """Places nothing here until the next poll: the server had no room after all."""
+        """Places nothing here until the next poll, which is near: it had no room after all."""
         self._is_full = True
+        self._hurry.set()
 
     def refuse(self, reason: str) -> None:
         """Places nothing here until the next poll: the server would not take it."""
@@ -317,9 +323,11 @@ class ServerLink:
     async def _poll_until_broken(self) -> None:
         """Keep the load fresh until the stream breaks."""
         while not self._broken.is_set():
-            try:
-                await asyncio.wait_for(self._broken.wait(), self._pause_s())
-            except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._pause_s())
+                self._hurry.clear()
+                await asyncio.wait_for(self._broken.wait(), _REFUSED_POLL_S)
+            if not self._broken.is_set():
                 await self._poll_or_note_silence()
 
     async def _poll_or_note_silence(self) -> None:
@@ -381,3 +389,4 @@ class ServerLink:
             _log.info("server %s: %s", self.endpoint.grpc_address, reason)
             self._up.clear()
         self._broken.set()
+        self._hurry.set()
