@@ -1,6 +1,7 @@
 """Servers that die, restart, break their connections, or do not share the key."""
 
 import asyncio
+import contextlib
 import signal
 from contextlib import asynccontextmanager
 
@@ -118,6 +119,45 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
             assert gateway.num_sessions == 0
             assert await sessions.open(SEEDED)
             assert second.core.load.num_sessions == 1
+
+
+async def num_lost(gateway) -> float:
+    text = (await gateway.metrics.render())[0].decode()
+    (line,) = [one for one in text.splitlines() if one.startswith("ludus_gateway_sessions_lost_t")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_sessions_that_nobody_calls_are_counted_when_their_server_is_lost(comes_back, caplog):
+    first, kept = env_server(), env_server()
+    await first.start()
+    port = int(first.grpc_address.rpartition(":")[2])
+    limits = {"linger_s": 3600.0 if comes_back else 0.3}
+    async with kept, gateway_to(first, kept, sessions=limits) as gateway:
+        sessions = sessions_of(gateway)
+        opened = [await sessions.open(SEEDED) for _ in range(10)]
+        num_kept = kept.core.load.num_sessions
+        assert 0 < num_kept < 10
+        sessions._tracked._sweep_each_s = 0.1
+        await first.stop()
+        async with env_server(grpc_port=port) if comes_back else contextlib.nullcontext():
+            await eventually(lambda: gateway.num_sessions == num_kept)
+            assert await num_lost(gateway) == 10 - num_kept
+        assert f"{10 - num_kept} sessions lost: server" in caplog.text
+        assert opened
+
+
+async def test_a_session_that_is_closed_after_its_server_died_was_lost():
+    server = env_server()
+    await server.start()
+    async with gateway_to(server, servers=FAST | {"retry_within_s": 0.1}) as gateway:
+        sessions = sessions_of(gateway)
+        one, other = [await sessions.open(SEEDED) for _ in range(2)]
+        await sessions.close(other.session_id)
+        assert await num_lost(gateway) == 0
+        await server.stop()
+        await sessions.close(one.session_id)
+        assert (gateway.num_sessions, await num_lost(gateway)) == (0, 1)
 
 
 async def test_a_step_whose_connection_breaks_is_answered_once_by_the_same_server():

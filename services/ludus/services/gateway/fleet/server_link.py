@@ -86,6 +86,8 @@ class ServerLink:
         self.is_draining = False
         self.connected_s = 0.0
         """Event loop time at which the present connection was made, or the last one."""
+        self.broken_s = 0.0
+        """The same for when it broke last."""
         self.max_sessions = 0
         self.num_placed = 0
         """Sessions that this gateway ever set room aside for."""
@@ -173,6 +175,23 @@ class ServerLink:
     def has_ended(self) -> bool:
         """True when sessions were placed here and all of them have ended."""
         return 0 < self.num_placed <= self.num_ended
+
+    def reason_lost(self, server_id: str, linger_s: float) -> str:
+        """Why sessions that were opened on that server are gone; empty while they may be there.
+
+        Args:
+            linger_s: how long they outlive a broken connection.
+        """
+        if self._closed_because:
+            return self._closed_because
+        address = self.endpoint.grpc_address
+        if self.is_connected:
+            is_same = self.server_id == server_id
+            return "" if is_same else f"server {server_id} at {address} has restarted"
+        silent_s = asyncio.get_running_loop().time() - self.broken_s
+        if silent_s <= linger_s:
+            return ""
+        return f"server {server_id} at {address} is gone, or was for longer than they linger"
 
     def reserve(self, num_sessions: int) -> int:
         """Set room aside; `opened` or `give_back` ends that, which wants the value."""
@@ -388,5 +407,6 @@ class ServerLink:
         if not self._closed_because:
             _log.info("server %s: %s", self.endpoint.grpc_address, reason)
             self._up.clear()
+            self.broken_s = asyncio.get_running_loop().time()
         self._broken.set()
         self._hurry.set()

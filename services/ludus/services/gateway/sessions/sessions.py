@@ -103,7 +103,11 @@ class GatewaySessions:
         self._quotas = context.quotas
         self._metrics = context.metrics
         self._tracked = TrackedSessions(
-            context.quotas, self.events, limits.linger_s, limits.idle_timeout_s
+            context.quotas,
+            self.events,
+            limits.linger_s,
+            limits.idle_timeout_s,
+            lambda num: context.metrics.lost(environment, num),
         )
         self.call_begins, self.call_ends = self._tracked.begin, self._tracked.end
         """Told of each call that a wire passes on by itself: who waits for an answer is there."""
@@ -227,6 +231,7 @@ class GatewaySessions:
     ) -> None:
         tracked = TrackedSession(
             link=placed.link,
+            server_id=placed.link.server_id,
             tenant=tenant,
             close_when_done=args.close_when_done,
             linger_s=args.linger_s,
@@ -301,8 +306,8 @@ class GatewaySessions:
             self.route(session_id)
             self._tracked.forget(session_id, _CLOSED)
             await self.call("close", session_id, write, is_repeatable=True)
-        except InfrastructureError:
-            pass  # it is gone, or ends after its linger
+        except InfrastructureError:  # it is gone, or ends after its linger
+            self._metrics.lost(self.environment, tracked is not None)
         finally:
             if tracked is not None:
                 tracked.link.closed(1)

@@ -13,6 +13,9 @@ server broke: for the server they linger, and each `detach` lets the linger begi
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludus.env.sessions.interface import Connection, SessionEvents
@@ -20,6 +23,8 @@ from ludus.env.sessions.tombstones import Ended, SessionEnd
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Tenant
+
+_log = logging.getLogger(__name__)
 
 _MIN_SWEEP_S = 0.1
 _MAX_SWEEP_S = 5.0
@@ -31,6 +36,8 @@ class TrackedSession:
     """A session that was opened through this gateway."""
 
     link: ServerLink
+    server_id: str
+    """Who answered there when it was opened."""
     tenant: Tenant
     close_when_done: bool
     linger_s: float
@@ -49,14 +56,21 @@ class TrackedSessions:
         linger_s: how long sessions outlive a broken link; sets the pace of the sweep.
         idle_timeout_s: without a call for so long a session is forgotten whose server does not
             say when it ends those that are idle.
+        on_lost: told how many went with their server, though nobody called them since.
     """
 
     def __init__(
-        self, quotas: Quotas, events: SessionEvents, linger_s: float, idle_timeout_s: float
+        self,
+        quotas: Quotas,
+        events: SessionEvents,
+        linger_s: float,
+        idle_timeout_s: float,
+        on_lost: Callable[[int], None],
     ) -> None:
         self._quotas = quotas
         self._events = events
         self._idle_timeout_s = idle_timeout_s
+        self._on_lost = on_lost
         self._sweep_each_s = min(max(linger_s / 3, _MIN_SWEEP_S), _MAX_SWEEP_S)
         self._by_id: dict[str, TrackedSession] = {}
         self._connections: dict[str, set[Connection]] = {}
@@ -143,11 +157,25 @@ class TrackedSessions:
         while True:
             await asyncio.sleep(self._sweep_each_s)
             now_s = self._loop.time()
+            self._forget_lost()
             for session_id, tracked in list(self._by_id.items()):
                 if not tracked.num_running and self._is_over(tracked, now_s):
                     self.forget(session_id, _UNCALLED)
                 elif not tracked.detached_s and tracked.used_s < tracked.link.connected_s:
                     tracked.link.send_detach(session_id)
+
+    def _forget_lost(self) -> None:
+        """Forget the sessions of servers that are gone for good, and tell how many those were."""
+        lost: Counter[str] = Counter()
+        for session_id, tracked in list(self._by_id.items()):
+            reason = tracked.link.reason_lost(tracked.server_id, tracked.linger_s)
+            if reason:
+                lost[reason] += 1
+                self.forget(session_id, Ended(SessionEnd.LOST, reason))
+                tracked.link.closed(1)
+        for reason, num in lost.items():
+            _log.warning("%d sessions lost: %s", num, reason)
+            self._on_lost(num)
 
     def _is_over(self, tracked: TrackedSession, now_s: float) -> bool:
         """True when the server has ended the session, because nobody called it any more."""
