@@ -1,6 +1,7 @@
 """How a session on `/ws` begins, is attached to, and ends."""
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -9,8 +10,10 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from ludus.env.asgi.socket import AsgiSocket, SocketGone
 from ludus.env.http.app import build_app
 from ludus.env.security.tracing import current_request_id
+from ludus.proto.errors import CapacityError
 from tests.env.counting_env import CountingEnv, Deed, ThreadedCountingEnv, UnrulyEnv
 from tests.env.polling import eventually, limit_steps, move_loop_clock, turns_of_the_loop
 from tests.env.served import running
@@ -259,3 +262,20 @@ async def test_the_request_id_of_a_connection_reaches_the_environment():
         for name in ("h-1", "h-2"):
             reply = await client.post("/reset", headers={"x-request-id": name})
             assert reply.json()["metadata"] == {"note": name}
+
+
+async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_nobody_heard():
+    unheard = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))
+
+    async def receive():
+        return {"type": "websocket.disconnect"}
+
+    async def refuse():
+        raise CapacityError("full")
+
+    with pytest.raises(SocketGone):
+        await AsgiSocket({}, receive, None).unless_gone(refuse())
+    gc.collect()
+    assert unheard == []

@@ -132,6 +132,8 @@ class AsgiSocket:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # a refusal that nobody waits for any more was heard, too
 
     def abandon(self) -> None:
         """Stop listening."""
