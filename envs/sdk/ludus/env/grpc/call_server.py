@@ -32,10 +32,9 @@ from ludus.env.messages.protobuf import (
     session_of,
 )
 from ludus.env.security.tracing import server_span
-from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import ErrorCode, InvalidCallError
+from ludus.proto.errors import ErrorCode, InvalidCallError, as_env_error
 
 MAX_GROUP_SIZE = 4096
 _ENOUGH_ANSWERS = 32

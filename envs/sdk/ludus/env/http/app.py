@@ -52,10 +52,9 @@ from ludus.env.messages.openenv import (
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
-from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
-from ludus.proto.errors import EnvError, ErrorCode
+from ludus.proto.errors import EnvError, ErrorCode, as_env_error
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Health checks carry no token."""

@@ -46,7 +46,6 @@ from ludus.env.messages.openenv import (
     validation_error_data,
 )
 from ludus.env.security.tracing import is_traced
-from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, OpenArgs, Opened, Sessions
 from ludus.env.sessions.tombstones import Ended
 from ludus.env.types import JsonObject
@@ -56,6 +55,7 @@ from ludus.proto.errors import (
     ErrorCode,
     InvalidCallError,
     SessionLostError,
+    as_env_error,
 )
 
 _MAX_SHOWN_CHARS = 200

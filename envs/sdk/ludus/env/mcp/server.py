@@ -31,7 +31,6 @@ from ludus.env.mcp.tools import (
     step_with_tools,
 )
 from ludus.env.messages.openenv import error_data
-from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.interface import Connection, OpenArgs, Sessions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
@@ -42,6 +41,7 @@ from ludus.proto.errors import (
     InfrastructureError,
     RateLimitError,
     SessionLostError,
+    as_env_error,
 )
 
 PROTOCOL_VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")

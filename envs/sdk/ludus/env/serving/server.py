@@ -49,9 +49,9 @@ from ludus.env.sessions.hosts import (
 )
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.options import CoreOptions
-from ludus.env.sessions.threads import STEP_THREAD_NAME
 from ludus.env.targets.importable import named
 from ludus.env.targets.targets import TargetFactory
+from ludus.env.threads import STEP_THREAD_NAME
 from ludus.env.workers.host import WorkerHost, WorkerOptions
 from ludus.env.workers.protocol import WorkerLimits
 from ludus.proto.env.v1 import env_pb2_grpc

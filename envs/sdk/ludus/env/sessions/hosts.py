@@ -16,12 +16,11 @@ from typing import Any, Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
-from ludus.env.sessions.failures import failure
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options
-from ludus.env.sessions.threads import Job, StepThreads
+from ludus.env.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode
+from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, failure
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from ludus.env.encoding import (
     encode_transition,
 )
 from ludus.env.environment import AnyEnvironment, TextRenderer
-from ludus.env.sessions.failures import failure, is_whole
 from ludus.env.types import JsonObject, State, Transition
 from ludus.proto.errors import (
     ActionParseError,
@@ -26,6 +25,8 @@ from ludus.proto.errors import (
     EpisodeStateError,
     ErrorCode,
     InvalidCallError,
+    failure,
+    is_whole,
 )
 
 _log = logging.getLogger(__name__)

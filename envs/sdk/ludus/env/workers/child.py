@@ -34,7 +34,6 @@ from ludus.env.messages.protobuf import (
     read_object,
     read_reset_args,
 )
-from ludus.env.sessions.failures import as_env_error
 from ludus.env.sessions.hosts import build_session, describe_environment
 from ludus.env.sessions.session import Session
 from ludus.env.targets.targets import TargetFactory
@@ -45,6 +44,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     SessionLostError,
     UserError,
+    as_env_error,
     message_of,
 )
 
