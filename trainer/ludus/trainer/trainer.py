@@ -252,9 +252,7 @@ class Trainer:
             )
         if not self._task.done():
             await self._controller.save_checkpoint()
-        newest = self._parts.checkpoints.newest()
-        assert newest is not None
-        return newest
+        return self._parts.checkpoints.newest_first()[0]
 
     @property
     def _task(self) -> asyncio.Task[None]:

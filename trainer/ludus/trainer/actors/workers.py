@@ -184,7 +184,7 @@ class RolloutWorkers:
             try:
                 return await worker.actor.answer.remote(list(messages), sampling, list(seeds))
             except LOST:
-                self._leave(worker)
+                self._roster.leave(worker)
             finally:
                 self.free(slot)
 

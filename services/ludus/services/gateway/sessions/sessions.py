@@ -417,9 +417,7 @@ class GatewaySessions:
         try:
             with hiding(own_id, session_id):
                 link = await self.link_to(route)
-                reply = await link.call(
-                    route.server_id, write_as_own, is_repeatable=is_repeatable
-                )
+                reply = await link.call(route.server_id, write_as_own, is_repeatable=is_repeatable)
             if route.is_tools_only:
                 reply.call_tool.session_id = session_id
             return reply
