@@ -9,7 +9,7 @@ import pytest
 import trustme
 
 from ludus.env.client import AsyncEnvClient, EnvClient
-from ludus.proto.config.environment import RemoteEnvironment
+from ludus.proto.config.environment import ClientTls, RemoteEnvironment
 from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
 from ludus.trainer.environments import how_to_reach
@@ -133,8 +133,7 @@ async def test_a_run_reaches_its_environment_as_its_section_says(
         section = RemoteEnvironment(
             kind="remote",
             address=server.grpc_address,
-            server_name="servers.example",
-            **client_files.shown,
+            tls=ClientTls(server_name="servers.example", **client_files.shown),
         )
         async with await AsyncEnvClient.connect(section.address, **how_to_reach(section)) as client:
             assert (await client.describe()).name == "counting"

@@ -38,7 +38,7 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
             [
                 "environment.kind=remote",
                 "environment.address=grpcs://a:1",
-                "environment.key_file=k",
+                "environment.tls.key_file=k",
             ],
             ["cert_file", "both or none"],
         ),

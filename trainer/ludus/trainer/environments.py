@@ -125,10 +125,10 @@ def how_to_reach(config: EnvironmentConfig) -> Reaching:
         return {}
     return {
         "token": os.environ.get(config.token_env),
-        "ca_file": config.ca_file,
-        "cert_file": config.cert_file,
-        "key_file": config.key_file,
-        "server_name": config.server_name,
+        "ca_file": config.tls.ca_file,
+        "cert_file": config.tls.cert_file,
+        "key_file": config.tls.key_file,
+        "server_name": config.tls.server_name,
     }
 
 

@@ -139,6 +139,25 @@ class LocalEnvironment(_Environment):
     """Sessions the server holds at once."""
 
 
+class ClientTls(Section):
+    """How servers with TLS are known, and what they are shown; files are read on every node."""
+
+    ca_file: str | None = None
+    """The authority that the server's certificate comes from; null trusts the system's."""
+    cert_file: str | None = None
+    """The certificate that is shown to a server that asks for one."""
+    key_file: str | None = None
+    """Its private key."""
+    server_name: str | None = None
+    """The name in the server's certificate, where that is not the host of the address."""
+
+    @model_validator(mode="after")
+    def _shows_a_pair(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together, got one; set both or none")
+        return self
+
+
 class RemoteEnvironment(_Environment):
     """A server that runs already."""
 
@@ -147,21 +166,8 @@ class RemoteEnvironment(_Environment):
     """grpc://host:port, ws://host:port or http://host:port."""
     token_env: str = "LUDUS_ENV_TOKEN"
     """Environment variable that holds the bearer token; it may be unset."""
-    ca_file: str | None = None
-    """The authority that a TLS server's certificate comes from; null trusts the system's. Files are
-    read on every node of the run."""
-    cert_file: str | None = None
-    """The certificate that is shown to a TLS server that asks for one."""
-    key_file: str | None = None
-    """Its private key."""
-    server_name: str | None = None
-    """The name in a TLS server's certificate, where that is not the host of the address."""
-
-    @model_validator(mode="after")
-    def _shows_a_pair(self) -> Self:
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("cert_file and key_file go together, got one; set both or none")
-        return self
+    tls: ClientTls = Field(default_factory=ClientTls)
+    """For servers with TLS; all of it may be left out."""
 
 
 EnvironmentConfig = Annotated[
