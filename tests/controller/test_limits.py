@@ -12,7 +12,7 @@ from ludus.proto.config import RayWeightStore, RunConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.main import make_learner_spec
+from ludus.trainer.build import make_learner_spec
 from ludus.trainer.tasks import limited
 from ludus.trainer.types import Coefficients
 

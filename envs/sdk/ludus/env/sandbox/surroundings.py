@@ -133,6 +133,8 @@ def _places_of_code() -> Iterator[Path]:
     yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
     yield from (Path(place or os.getcwd()) for place in sys.path)
     for module in list(sys.modules.values()):
-        places = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+        # Not by getattr: a lazy module would import what it is asked for.
+        known = vars(module)
+        places = known.get("__path__") or [known.get("__file__")]
         with contextlib.suppress(Exception):  # whatever modules put there
             yield from [Path(place) for place in places if place]

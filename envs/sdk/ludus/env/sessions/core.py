@@ -17,14 +17,13 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
 from ludus.env.security.session_ids import SessionIdIssuer, hiding, tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
-from ludus.env.sessions.hosts import HostedSession, SessionHost
+from ludus.env.sessions.hosts import HostedSession, OpenSession, SessionHost
 from ludus.env.sessions.interface import (
     Connection,
     ImmediateCalls,
@@ -35,7 +34,6 @@ from ludus.env.sessions.interface import (
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
 from ludus.env.sessions.options import CoreOptions
-from ludus.env.sessions.session import Session
 from ludus.env.sessions.tombstones import Ended, SessionEnd, Tombstones
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
@@ -57,28 +55,6 @@ _EPISODE_ENDED = Ended(
 _SHUTDOWN = Ended(SessionEnd.SHUTDOWN, "the server is shutting down")
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A session that is open."""
-
-    id: str
-    hosted: HostedSession
-    session: Session | None
-    """What to call directly, where sessions run on the event loop."""
-    close_when_done: bool
-    linger_s: float
-    last_used_s: float
-    connections: set[Connection] = field(default_factory=set)
-    """Those it goes with; it ends with the last of them."""
-    detached_s: float | None = None
-    """When the last of them ended; a call that begins later makes that good again, the end of one
-    that was under way does not."""
-    tools_id: str = ""
-    """What calls its tools and does nothing else."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a call of this session runs off the event loop."""
-
-
 class SessionCore:
     """Sessions by id, at most `max_sessions` of them; implements `Sessions`."""
 
@@ -87,7 +63,7 @@ class SessionCore:
         self.events = SessionEvents()
         self.counts = SessionCounts()
         self._host = host
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, OpenSession] = {}
         self._of_tools_id: dict[str, str] = {}
         self._lingering: set[str] = set()
         """Sessions that outlive a connection: they also go with others that call them."""
@@ -368,8 +344,8 @@ class SessionCore:
 
     def _enter(
         self, session_id: str, hosted: HostedSession, args: OpenArgs, connection: Connection | None
-    ) -> _Entry:
-        entry = _Entry(
+    ) -> OpenSession:
+        entry = OpenSession(
             id=session_id,
             hosted=hosted,
             session=hosted.direct,
@@ -395,7 +371,7 @@ class SessionCore:
 
     # -- sessions ----------------------------------------------------------------------
 
-    def _find(self, session_id: str) -> _Entry:
+    def _find(self, session_id: str) -> OpenSession:
         entry = self._entries.get(session_id)
         if entry is None:
             self._refuse_tools_id(session_id)
@@ -407,7 +383,7 @@ class SessionCore:
         if session_id in self._of_tools_id:
             raise tools_only_error()
 
-    def _detach(self, entry: _Entry, connection: Connection | None) -> None:
+    def _detach(self, entry: OpenSession, connection: Connection | None) -> None:
         if connection is not None:
             entry.connections.discard(connection)
             connection.session_ids.discard(entry.id)
@@ -425,7 +401,7 @@ class SessionCore:
         else:
             self._tombstones.remember(session_id, lost, None)
 
-    def _end(self, entry: _Entry, why: Ended) -> None:
+    def _end(self, entry: OpenSession, why: Ended) -> None:
         if not self._remove(entry, why):
             return
         if entry.session is not None:
@@ -433,7 +409,7 @@ class SessionCore:
         else:
             self._start(self._close_in_order(entry))
 
-    def _remove(self, entry: _Entry, why: Ended) -> bool:
+    def _remove(self, entry: OpenSession, why: Ended) -> bool:
         if self._entries.pop(entry.id, None) is None:
             return False
         self._lingering.discard(entry.id)
@@ -448,7 +424,7 @@ class SessionCore:
 
     async def _timed(
         self,
-        entry: _Entry,
+        entry: OpenSession,
         call: Callable[[], Awaitable[ResultT]],
         what: str,
         timeout_s: float = 0.0,
@@ -486,7 +462,7 @@ class SessionCore:
             raise
         return task.result()
 
-    async def _locked(self, entry: _Entry, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def _locked(self, entry: OpenSession, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         async with entry.lock:
             if entry.id not in self._entries:
                 raise self._tombstones.lost(entry.id)
@@ -496,7 +472,7 @@ class SessionCore:
             self._end(entry, _EPISODE_ENDED)
         return result
 
-    async def _close_in_order(self, entry: _Entry) -> None:
+    async def _close_in_order(self, entry: OpenSession) -> None:
         async with entry.lock:
             await entry.hosted.close()
 

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
+from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options
 from ludus.env.threads import Job, StepThreads
@@ -61,6 +64,28 @@ class HostedSession(Protocol):
 
     def kill(self, reason: str) -> None:
         """End it in the middle of a call, as far as the host can."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenSession:
+    """A session that is open, and what ends it."""
+
+    id: str
+    hosted: HostedSession
+    session: Session | None
+    """What to call directly, where sessions run on the event loop."""
+    close_when_done: bool
+    linger_s: float
+    last_used_s: float
+    connections: set[Connection] = field(default_factory=set)
+    """Those it goes with; it ends with the last of them."""
+    detached_s: float | None = None
+    """When the last of them ended; a call that begins later makes that good again, the end of one
+    that was under way does not."""
+    tools_id: str = ""
+    """What calls its tools and does nothing else."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a call of this session runs off the event loop."""
 
 
 class SessionHost(Protocol):
