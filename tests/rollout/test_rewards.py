@@ -142,22 +142,23 @@ async def test_a_term_of_weight_0_is_shown_and_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "terms",
+    ("terms", "worth"),
     [
-        [term(None)],
-        [term("num_words", 5.0)],
-        [term(None, 0.0), term("num_words", 5.0)],
-        [term("first_cannot_be_scored")],
+        ([term(None)], 3.0),
+        ([term(None, 0.5), term("num_words", 5.0)], 26.5),
+        ([term("num_words", 5.0)], 24.3),
+        ([term(None, 0.0), term("num_words", 5.0)], 24.3),
     ],
-    ids=["the environment's own", "a function alone", "both", "a term that cannot say"],
+    ids=["the environment's own", "both", "a function alone", "the environment's own, weightless"],
 )
-async def test_an_answer_that_was_no_action_is_worth_the_same_whatever_the_terms(
-    terms: list[RewardTerm],
+async def test_an_answer_that_was_no_action_costs_something_whatever_the_terms(
+    terms: list[RewardTerm], worth: float
 ) -> None:
+    # What the environment paid has the penalty in it; five words are worth 25.
     invalid = episode(3.0, RolloutStatus.INVALID_ACTION, "What is to be done?")
-    rollouts = await Reward(terms, invalid_action_reward=-0.7).score([invalid, invalid], 60.0)
-    assert [rollout.reward for rollout in rollouts] == [-0.7, -0.7]
-    assert {rollout.status for rollout in rollouts} == {RolloutStatus.INVALID_ACTION}
+    [rollout] = await Reward(terms, invalid_action_reward=-0.7).score([invalid], 60.0)
+    assert rollout.reward == pytest.approx(worth)
+    assert rollout.status is RolloutStatus.INVALID_ACTION
 
 
 async def test_functions_that_never_end_leave_the_threads_of_others_alone() -> None:

@@ -175,7 +175,7 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 512
     """Tokens of an episode, prompts included, before it is truncated."""
     invalid_action_reward: float = -1.0
-    """Reward of an episode that ends because the text was no action, whatever its terms."""
+    """What an answer earns that was no action; it ends the episode (docs/rewards.md)."""
     group_timeout_s: PositiveFloat = 300.0
     """How long a group may take before it is void."""
 

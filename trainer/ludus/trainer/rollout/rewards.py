@@ -8,9 +8,9 @@
 A function gets lists, one entry per episode that is not void, as keyword arguments, and takes
 those that it names. It runs on the event loop when it is asynchronous, else in a thread.
 
-An answer that was no action is worth `rollout.invalid_action_reward`, whatever the terms say. A
-function that fails voids the group: what cannot be compared must not be learned from. A term of
-weight 0 is shown, and decides nothing.
+An answer that was no action costs `rollout.invalid_action_reward`, also where no term is the
+environment's own return, of which it is a part. A function that fails voids the group: what cannot
+be compared must not be learned from. A term of weight 0 is shown, and decides nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Reward:
         terms: Sequence[RewardTerm] = (ENVIRONMENT_TERM,),
         invalid_action_reward: float = -1.0,
     ) -> None:
-        """`invalid_action_reward` is what an episode is worth whose answer was no action."""
+        """`invalid_action_reward` is what an answer costs that was no action."""
         # Functions that never end must keep no threads but their own.
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
         self._terms = [
@@ -102,6 +102,8 @@ class Reward:
             for term in terms
         ]
         self._invalid_action_reward = invalid_action_reward
+        self._has_own = any(term.function is None and term.weight for term in self._terms)
+        """Whether the environment's own return counts, which has that reward in it already."""
 
     async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
         """The rollouts with their rewards; one that a term cannot score has none.
@@ -143,8 +145,8 @@ class Reward:
         worth, status = _weighted_sum(scores, values), rollout.status
         if any(one.term.weight for one in failed):
             worth, status = None, RolloutStatus.FAILED
-        elif status is RolloutStatus.INVALID_ACTION:
-            worth = self._invalid_action_reward
+        elif status is RolloutStatus.INVALID_ACTION and worth is not None and not self._has_own:
+            worth += self._invalid_action_reward
         return replace(rollout, reward=worth, terms=terms, status=status, failure=failure)
 
 
