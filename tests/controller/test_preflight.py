@@ -59,3 +59,10 @@ def test_a_resume_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint"):
         check(tmp_path, resume=Resume.ALWAYS)
     check(tmp_path, resume=Resume.AUTO)
+
+
+def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:
+    nobody = ["environment.policies=null", "environment.optimal_policy=null"]
+    check(tmp_path, *nobody, 'environment.baselines=["random"]')
+    with pytest.raises(UserError, match="'random' alone needs none"):
+        check(tmp_path, *nobody, 'environment.baselines=["random", "dealer_rule"]')

@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, UserError.exit_code)
     except LudusError as error:
         return _fail(error, 1)
+    except OSError as error:
+        # A disk that is full, a folder that went away: nobody needs a traceback for that.
+        return _fail(error, 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return _INTERRUPTED_EXIT_CODE
 
@@ -107,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(error: LudusError, code: int) -> int:
+def _fail(error: Exception, code: int) -> int:
     # An error that crossed a Ray actor carries its traceback in the text; people want the cause.
     cause = getattr(error, "cause", None) or error
     text = "; ".join([str(cause), *getattr(error, "__notes__", [])])

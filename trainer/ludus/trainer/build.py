@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.env.evaluation import EpisodeOutcome
+from ludus.env.contract.schema import random_policy
+from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
     PretrainedModel,
@@ -16,7 +17,7 @@ from ludus.proto.config import (
     TransformersGenerator,
     VllmGenerator,
 )
-from ludus.proto.errors import ConfigError
+from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Phase, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import place_in_ray
@@ -31,9 +32,8 @@ from ludus.trainer.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
-from ludus.trainer.environments import Environment, connected, local_servers
+from ludus.trainer.environments import Environment, connected, fixed_policies, local_servers
 from ludus.trainer.evaluation import Evaluator, play_baselines
-from ludus.trainer.functions import import_object
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.parts import Parts
@@ -190,15 +190,8 @@ async def _baselines_of(
     config = environment.config
     if not config.baselines:
         return {}
-    assert config.policies is not None
-    field = f"environments.{name}"
-    policies = import_object(config.policies, f"{field}.policies")(environment.description.options)
-    unknown = sorted(set(config.baselines) - policies.keys())
-    if unknown:
-        raise ConfigError(
-            f"{field}.baselines: '{config.policies}' has no policy {unknown}; it has "
-            f"{sorted(policies)}"
-        )
+    policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
+    policies |= fixed_policies(name, config, environment.description.options)
     max_turns = limits_of(run, name).max_turns
     return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 

@@ -18,9 +18,11 @@ from typing import TypedDict
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.client.resume import check_replayable
+from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
-from ludus.env.types import EnvironmentDescription
+from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
+from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.functions import import_object
@@ -54,6 +56,27 @@ def check_names(run: RunConfig) -> None:
         for term in environment.rewards:
             if term.function is not None:
                 import_object(term.function, "environment.rewards")
+
+
+def fixed_policies(
+    name: str, config: EnvironmentConfig, options: JsonObject
+) -> dict[str, FixedPolicy]:
+    """The environment's own fixed policies, which all of its baselines but `random` are.
+
+    Raises:
+        ConfigError: it has no policy of that name.
+    """
+    policies: dict[str, FixedPolicy] = {}
+    field = f"environments.{name}"
+    if config.policies is not None:
+        policies = import_object(config.policies, f"{field}.policies")(options)
+    unknown = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
+    if unknown:
+        raise ConfigError(
+            f"{field}.baselines: '{config.policies}' has no policy {unknown}; it has "
+            f"{sorted({*policies, RANDOM_POLICY})}"
+        )
+    return policies
 
 
 @contextmanager

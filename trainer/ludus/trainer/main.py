@@ -53,10 +53,18 @@ async def evaluate(
     )
     run = run.model_copy(update={"eval": chosen})
     run_path = path_of(run)
-    checkpoint = (checkpoint or newest_checkpoint(run_path / CHECKPOINTS_FOLDER)).absolute()
+    checkpoint = _named_checkpoint(checkpoint, run_path / CHECKPOINTS_FOLDER)
     read_state(checkpoint)
     with logging_to(run_path, run.log_level):
         return await _judge(run, run_path, checkpoint, num_games)
+
+
+def _named_checkpoint(path: Path | None, folder: Path) -> Path:
+    """A checkpoint by its path, or by its name among those of the run; else the newest."""
+    if path is None:
+        return newest_checkpoint(folder).absolute()
+    of_run = folder / path
+    return (of_run if not path.exists() and of_run.exists() else path).absolute()
 
 
 async def _judge(run: RunConfig, run_path: Path, checkpoint: Path, num_games: int) -> Evaluation:

@@ -17,8 +17,7 @@ from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
-from ludus.trainer.environments import check_names
-from ludus.trainer.functions import import_object
+from ludus.trainer.environments import check_names, fixed_policies
 from ludus.trainer.prepare import check_model_path
 from ludus.trainer.run_folder import path_of
 
@@ -48,16 +47,7 @@ def _check_environments(run: RunConfig) -> None:
         if not isinstance(environment, LocalEnvironment):
             continue
         environment_factory(environment.package, environment.options)().close()
-        if environment.policies is None:
-            continue
-        field = f"environments.{name}"
-        known = import_object(environment.policies, f"{field}.policies")(environment.options)
-        unknown = sorted(set(environment.baselines) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"{field}.baselines: '{environment.policies}' has no policy {unknown}; it has "
-                f"{sorted(known)}"
-            )
+        fixed_policies(name, environment, environment.options)
 
 
 def _check_gpus(run: RunConfig) -> None:

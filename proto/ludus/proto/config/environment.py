@@ -14,6 +14,9 @@ from ludus.proto.config.section import (
     default_kind,
 )
 
+RANDOM_POLICY = "random"
+"""The fixed policy that every environment has which describes its actions."""
+
 
 class RewardTerm(Section):
     """One term of an episode's reward."""
@@ -45,7 +48,8 @@ class _Environment(Section):
     policies: ImportPath | None = None
     """Fixed policies to compare with: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
-    """Fixed policies that play the same seeds as an evaluation, by name."""
+    """Fixed policies that play the same seeds as an evaluation, by name; `random` is always
+    there."""
     random_policy: str | None = None
     """The baseline at which gap_closed is 0."""
     optimal_policy: str | None = None
@@ -94,10 +98,11 @@ class _Environment(Section):
                     f"{field} = '{name}' is not played; add it to environment.baselines, "
                     f"now {list(self.baselines)}"
                 )
-        if self.baselines and self.policies is None:
+        unknown = [name for name in self.baselines if name != RANDOM_POLICY]
+        if unknown and self.policies is None:
             raise ValueError(
-                f"baselines = {list(self.baselines)} needs environment.policies, for example "
-                "'openspiel_env.policies:fixed_policies'"
+                f"baselines = {unknown} needs environment.policies, for example "
+                f"'openspiel_env.policies:fixed_policies'; '{RANDOM_POLICY}' alone needs none"
             )
         return self
 

@@ -1,0 +1,33 @@
+"""`python -m ludus.trainer`: what it says where no run comes of it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ludus.trainer import __main__ as command
+from ludus.trainer.main import _named_checkpoint
+
+
+def test_a_full_disk_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def save(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/demo/checkpoints")
+
+    monkeypatch.setitem(command._VERBS, "train", save)
+    config = tmp_path / "run.json"
+    config.write_text("{}")
+    assert command.main(["train", "--config", str(config)]) == 1
+    said = capsys.readouterr().err
+    assert said == "error: [Errno 28] No space left on device: 'runs/demo/checkpoints'\n"
+
+
+def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> None:
+    (tmp_path / "step-00000150").mkdir()
+    assert _named_checkpoint(Path("step-00000150"), tmp_path) == tmp_path / "step-00000150"
+    assert _named_checkpoint(tmp_path, tmp_path / "other") == tmp_path
+    missing = _named_checkpoint(Path("step-1"), tmp_path)
+    assert missing == Path("step-1").absolute()
