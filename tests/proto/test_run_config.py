@@ -120,3 +120,18 @@ def test_an_unreadable_file_is_named(tmp_path: Path, name: str, text: str) -> No
 def test_an_override_without_a_value_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"expected section\.field=value, got 'seed'"):
         load_run_config(None, ["seed"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        ([], 2e-3),
+        (["learner.num_minibatches=2"], 2e-3),
+        (["learner.learning_rate=0.5"], 0.5),
+        (['model={"kind": "pretrained", "path": "Qwen/Qwen3-1.7B"}'], 1e-5),
+        (["preset=trl"], 1e-6),
+    ],
+    ids=["nothing said", "something else", "said", "pretrained", "a preset"],
+)
+def test_a_tiny_model_learns_at_a_rate_of_its_own(overrides: list[str], rate: float) -> None:
+    assert load_run_config(None, overrides).learner.learning_rate == rate

@@ -37,6 +37,8 @@ from ludus.proto.config.sections import (
 )
 
 _MAX_VLLM_TEMPERATURE = 2.0
+TINY_LEARNING_RATE = 2e-3
+"""Where nothing is said, of a model that was made on the spot."""
 
 
 class TrainingConfig(Section):
@@ -133,6 +135,18 @@ class RunConfig(Section):
         rest = {key: value for key, value in tree.items() if key != "environment"}
         alone = tree["environment"]
         return {**rest, "environments": {name_of_environment(alone): alone}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tiny_models_learn_faster(cls, tree: Any) -> Any:
+        """At the rate of a pretrained model a tiny one would learn nothing."""
+        if not isinstance(tree, dict):
+            return tree
+        model, learner = tree.get("model", {}), tree.get("learner", {})
+        is_tiny = isinstance(model, dict) and model.get("kind", "tiny") == "tiny"
+        if not is_tiny or not isinstance(learner, dict) or "learning_rate" in learner:
+            return tree
+        return {**tree, "learner": {**learner, "learning_rate": TINY_LEARNING_RATE}}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -190,7 +190,7 @@ class LearnerConfig(Section):
     num_threads: PositiveInt = 1
     """CPU threads of each rank."""
     learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; where nothing is said, 2e-3 for a tiny model."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine fall to
     learning_rate_final, one evenly, the other slowly at both ends."""
