@@ -158,7 +158,7 @@ def summary(run: RunConfig) -> Summary:
         for name in run.environments
     }
     return Summary(
-        **judged.policy.model_dump(exclude={"num_games"}),
+        **judged.policy.model_dump(exclude={"num_games", "num_void"}),
         name=run.name,
         environment="openspiel_env",
         results=results,

@@ -7,6 +7,8 @@ another session of the same server, opened before, notices nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,14 @@ ROWS = [
 ]
 AGREED = "no error"
 """What its caller is told of a close: the session is gone either way."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    """What is raised here cannot be encoded, nor sent to whoever collects the reports of tests."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 async def done(session: AsyncSession, phase: Phase, deed: str) -> None:
