@@ -66,7 +66,8 @@ def gate(tmp_path) -> Gate:
 @asynccontextmanager
 async def played_beside(gate: Gate, host: str, place: str) -> AsyncIterator[Any]:
     """A server or the gateway before it, where a step is under way until the end, and answered."""
-    async with served(factory=gate.factory, server_options=HOSTS[host]) as (gateway, (server,)):
+    options = HOSTS[host] | {"allow_write": (gate.folder,)}
+    async with served(factory=gate.factory, server_options=options) as (gateway, (server,)):
         at = gateway if place == "gateway" else server
         async with RawStream(at.grpc_address) as stream:
             held = await stream.open(reset=pb.ResetArgs(seed=1))

@@ -82,12 +82,9 @@ class AsyncEnvClient:
             timeout_s: for one call; a call that takes longer drops its session.
             reconnect_timeout_s: how long `open`, and calls of sessions that survive a broken
                 connection, wait for a server that went away.
-            ca_file: certificates in PEM form that a TLS server's may come from; the system's
-                unless given.
-            cert_file: the certificate in PEM form that is shown to a TLS server that asks for one,
-                with its private key in `key_file`.
-            server_name: the name in a TLS server's certificate, where that is not the host of the
-                address.
+            ca_file: PEM certificates that a TLS server's may come from; else the system's.
+            cert_file: the PEM certificate for servers that ask for one; its key is `key_file`.
+            server_name: what a TLS server's certificate names, if not the address's host.
             keepalive_s: a gRPC connection that is silent for so long is asked for a sign of life,
                 and given up when it stays silent for as long again.
             allow_ignored_seed: lets seeds be given to OpenEnv 0.1 servers, which ignore them:

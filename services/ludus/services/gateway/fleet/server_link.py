@@ -117,21 +117,7 @@ class ServerLink:
         self._broken = asyncio.Event()
         self._hurry = asyncio.Event()
         """Ends the pause before the next poll."""
-        metadata = (("authorization", options.authorization),) if options.authorization else ()
-        scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
-        credentials = options.credentials
-        if credentials is None and scheme == "grpcs":
-            credentials = grpc.ssl_channel_credentials()
-        self._port = ServerPort(
-            open_channel(
-                target,
-                credentials,
-                (*_CHANNEL_OPTIONS, *named_server(options.server_name if credentials else None)),
-            ),
-            endpoint.grpc_address,
-            metadata,
-            options.unreachable_after_s,
-        )
+        self._port = _port_of(endpoint, options)
         self._task = asyncio.create_task(self._run())
 
     # -- placement ---------------------------------------------------------------------
@@ -410,3 +396,15 @@ class ServerLink:
             self.broken_s = asyncio.get_running_loop().time()
         self._broken.set()
         self._hurry.set()
+
+
+def _port_of(endpoint: Endpoint, options: LinkOptions) -> ServerPort:
+    """The way to the server's gRPC port."""
+    metadata = (("authorization", options.authorization),) if options.authorization else ()
+    scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
+    credentials = options.credentials
+    if credentials is None and scheme == "grpcs":
+        credentials = grpc.ssl_channel_credentials()
+    name = named_server(options.server_name if credentials else None)
+    channel = open_channel(target, credentials, (*_CHANNEL_OPTIONS, *name))
+    return ServerPort(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)
