@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import METRICS_FILE, TRANSCRIPTS_FILE, Transcript
@@ -46,16 +47,20 @@ def test_it_goes_on_as_long_as_the_run_does(
 ) -> None:
     write(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
-    begun = threading.Event()
+    shown: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(watch_command, "_LOOK_EVERY_S", 0.01)
     show = watch_command.show_transcript
-    monkeypatch.setattr(watch_command, "show_transcript", lambda *args: (show(*args), begun.set()))
+
+    def show_and_tell(console: Console, one: Transcript) -> None:
+        show(console, one)
+        shown.put(one.step)
+
+    monkeypatch.setattr(watch_command, "show_transcript", show_and_tell)
 
     def train() -> None:
-        begun.wait()
-        write(run_dir, transcript(2))
-        time.sleep(0.05)
-        write(run_dir, transcript(3))
+        for step in (2, 3):
+            assert shown.get(timeout=60) == step - 1
+            write(run_dir, transcript(step))
         lock.release()
 
     thread = threading.Thread(target=train)
