@@ -91,6 +91,34 @@ def test_a_process_in_its_own_namespaces_sees_itself_alone(folder):
     assert told["exit code"] == 7
 
 
+_FORK_SERVER_DIES = """
+import os, signal
+from ludus.env.sandbox import namespaces
+
+fork_server = os.getpid()
+leave = namespaces._leave
+
+def die_first(without_network):
+    os.kill(fork_server, signal.SIGKILL)
+    leave(without_network)
+
+namespaces._leave = die_first
+try:
+    namespaces.fork_apart(without_network=False)
+finally:
+    print("worker" if os.getpid() == 2 else "copy of the fork server", flush=True)
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_fork_server_that_dies_while_it_forks_leaves_no_copy_of_itself(folder):
+    tried("namespaces", folder)  # skips where they are not offered
+    command = [sys.executable, "-c", _FORK_SERVER_DIES]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert said == "worker\n"
+
+
 def test_workers_get_the_variables_that_are_named_and_no_others():
     given = {
         **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},

@@ -119,7 +119,9 @@ def _divide(writer: int, without_network: bool) -> None:
             return
         os.write(writer, _DONE + _PIDS.pack(worker, keeper))
     except OSError as error:
-        os.write(writer, _FAILED + str(error).encode())
+        # Nobody reads where the fork server has died; the divider, a copy of it, goes no further.
+        with contextlib.suppress(OSError):
+            os.write(writer, _FAILED + str(error).encode())
     os._exit(0)
 
 
