@@ -107,6 +107,15 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, object], message
         make_environment(**options)
 
 
+def test_who_draws_from_the_same_number_does_not_know_the_question() -> None:
+    environment, num_known = make_environment(), 0
+    for seed in range(400):
+        asked = environment.reset(seed=seed).observation
+        guessed = random.Random(seed)
+        num_known += (asked.left, asked.right) == (guessed.randrange(20), guessed.randrange(20))
+    assert num_known < 8, "one in 400 is guessed by chance"
+
+
 # -- text ------------------------------------------------------------------------------
 
 

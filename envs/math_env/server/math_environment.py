@@ -69,7 +69,8 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         self, *, seed: int | None = None, episode_id: str | None = None
     ) -> Transition[MathObservation]:
         """A new question, which follows from the seed."""
-        numbers = random.Random(secrets.randbits(63) if seed is None else seed)
+        # A text of its own: players draw from random.Random(seed), too.
+        numbers = random.Random(f"math_env {secrets.randbits(63) if seed is None else seed}")
         left, right = numbers.randrange(self._limit), numbers.randrange(self._limit)
         if self._arithmetic.larger_first and left < right:
             left, right = right, left
