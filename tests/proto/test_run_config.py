@@ -135,3 +135,9 @@ def test_an_override_without_a_value_is_explained() -> None:
 )
 def test_a_tiny_model_learns_at_a_rate_of_its_own(overrides: list[str], rate: float) -> None:
     assert load_run_config(None, overrides).learner.learning_rate == rate
+
+
+def test_an_evaluation_plays_nothing_that_was_trained_on() -> None:
+    assert load_run_config(None, [f"eval.seed={2**31}"]).eval.seed == 2**31
+    with pytest.raises(ConfigError, match=r"eval.seed: .*at least 2147483648 .*, got 2147483647"):
+        load_run_config(None, [f"eval.seed={2**31 - 1}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from ludus.proto.config.algorithm import AlgorithmConfig, GrpoConfig
 from ludus.proto.config.environment import (
@@ -37,6 +37,8 @@ from ludus.proto.config.sections import (
 )
 
 _MAX_VLLM_TEMPERATURE = 2.0
+FIRST_EVAL_SEED = 2**31
+"""Below are the seeds of training and of the warm start."""
 TINY_LEARNING_RATE = 2e-3
 """Where nothing is said, of a model that was made on the spot."""
 
@@ -77,8 +79,19 @@ class EvalConfig(Section):
     """Steps between evaluations while training."""
     temperature: NonNegativeFloat = 1.0
     """0 takes the likeliest token; 1 plays the policy as it was trained."""
-    seed: NonNegativeInt = 2_147_483_648
-    """First seed of the evaluation; training has seeds below 2**30."""
+    seed: int = FIRST_EVAL_SEED
+    """First seed of the evaluation, at least 2**31; those of training and of the warm start are
+    below."""
+
+    @field_validator("seed")
+    @classmethod
+    def _is_never_trained_on(cls, seed: int) -> int:
+        if seed < FIRST_EVAL_SEED:
+            raise ValueError(
+                f"expected at least {FIRST_EVAL_SEED} (2**31), got {seed}: training and the warm "
+                "start play the seeds below, and a policy is judged on games that it has never seen"
+            )
+        return seed
 
 
 def _card_and_board_games() -> dict[str, LocalEnvironment | RemoteEnvironment]:
