@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -190,7 +191,7 @@ def learn(config: AlgorithmConfig, *, shuffled: bool = False) -> float:
     for step in range(NUM_STEPS):
         groups = play_groups(policy, generator)
         if shuffled:
-            groups = shuffle_rewards(groups, seed=step)
+            groups = shuffle_rewards(groups, random.Random(step))
         train_step(policy, optimizer, make_batch(groups, config), config)
     return share_right(policy)
 

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that is not there."""
+"""What is said of a checkpoint that is not there, or that nothing can go on from."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ludus.proto.config import RunConfig
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.checkpoint import read_state
+from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.trainer import checkpoint
+from ludus.trainer.checkpoint import CheckpointFolder, RunState, check_streams, read_state
+from ludus.trainer.trainer import Trainer
 
 
 def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_path: Path) -> None:
@@ -19,3 +23,25 @@ def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_pat
     assert "--overwrite" not in str(missing.value)
     with pytest.raises(CheckpointError, match=r"cannot be read.*--overwrite"):
         read_state(damaged)
+
+
+async def test_a_run_does_not_go_on_with_other_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig(output_dir=str(tmp_path))
+    checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
+    saved = await checkpoints.commit(checkpoints.begin(5), RunState(step=5), [])
+    before = sorted(path for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
+    with pytest.raises(CheckpointError, match="streams of version 2, got 1; continue with"):
+        async with Trainer(run, resume="always"):
+            raise AssertionError("it went on")
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert read_state(saved).step == 5, "it can be judged all the same"
+
+
+def test_a_checkpoint_that_says_nothing_of_its_random_numbers_is_older_than_they_are() -> None:
+    path = Path("step-00000005")
+    check_streams(path, RunState.model_validate_json(RunState().model_dump_json()))
+    with pytest.raises(CheckpointError, match=r"got 0; .* --overwrite or under another name"):
+        check_streams(path, RunState.model_validate_json('{"step": 5}'))

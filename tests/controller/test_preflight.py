@@ -10,7 +10,8 @@ import pytest
 from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
-from ludus.proto.runs import Resume
+from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
+from ludus.trainer.checkpoint import CheckpointFolder, RunState
 from ludus.trainer.preflight import preflight
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -59,6 +60,16 @@ def test_a_resume_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint"):
         check(tmp_path, resume=Resume.ALWAYS)
     check(tmp_path, resume=Resume.AUTO)
+
+
+async def test_a_resume_with_other_random_numbers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
+    await checkpoints.commit(checkpoints.begin(5), RunState(step=5), [])
+    monkeypatch.setattr("ludus.trainer.checkpoint.STREAMS_VERSION", 2)
+    with pytest.raises(UserError, match="streams of version 2, got 1"):
+        check(tmp_path, resume=Resume.ALWAYS)
 
 
 def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:

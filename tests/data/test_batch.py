@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_equal_tokens_with_different_masks_are_not_shared() -> None:
 
 def test_shuffled_rewards_are_the_same_rewards_dealt_to_others() -> None:
     groups = [make_group(1, -1, None, index=index) for index in range(20)]
-    shuffled = shuffle_rewards(groups, seed=3)
+    shuffled = shuffle_rewards(groups, random.Random(3))
     rewards = [[r.reward for g in gs for r in g.rollouts] for gs in (groups, shuffled)]
     assert Counter(rewards[0]) == Counter(rewards[1])
     assert rewards[0] != rewards[1]
@@ -280,7 +281,7 @@ def test_shuffled_rewards_stay_in_their_environment() -> None:
         for name, rewards in (("a", (1, 2, 3)), ("b", (10, 20, 30)))
     ]
     for seed in range(5):
-        dealt = shuffle_rewards(groups, seed)
+        dealt = shuffle_rewards(groups, random.Random(seed))
         assert [sorted(group.rewards) for group in dealt] == [[1, 2, 3], [10, 20, 30]]
 
 
@@ -299,7 +300,7 @@ def test_after_a_shuffle_nothing_tells_a_good_turn_from_a_bad_one(
         return float(np.abs(np.mean(first_turns * is_good)))
 
     assert tell(groups) > 0.5
-    assert tell(shuffle_rewards(groups, seed=1)) < 0.2
+    assert tell(shuffle_rewards(groups, random.Random(1))) < 0.2
 
 
 @pytest.mark.slow
@@ -307,7 +308,8 @@ def test_shuffled_advantages_have_mean_zero_whatever_the_episode_did() -> None:
     groups = [make_group(1, 1, 0, -1, index=index) for index in range(100)]
     sums = np.zeros(4)
     for seed in range(50):
-        values = per_episode(make_batch(shuffle_rewards(groups, seed), GrpoConfig()))
+        shuffled = shuffle_rewards(groups, random.Random(seed))
+        values = per_episode(make_batch(shuffled, GrpoConfig()))
         sums += np.array(values).reshape(-1, 4).mean(0)
     standard_error = 0.83 / math.sqrt(50 * 100)
     assert np.abs(sums / 50).max() < 4 * standard_error

@@ -29,7 +29,7 @@ def conversation_of(
     """A conversation with a scripted policy that may think aloud."""
     chat = ChatTokenizer(tokenizer_of(family), enable_thinking=True, keep_thinking=keep)
     policy = ScriptedPolicy(chat, script)
-    return Conversation(policy, chat, limits, SAMPLING, seed=3), policy
+    return Conversation(policy, chat, limits, SAMPLING, key=3), policy
 
 
 async def talk(conversation: Conversation, *questions: str) -> None:
@@ -129,8 +129,8 @@ async def test_each_turn_is_sampled_with_a_seed_of_its_own_and_the_limit_of_its_
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
     for _ in range(2):
-        await talk(Conversation(generate, chat, LIMITS, SAMPLING, seed=3), "a", "b")
-    await talk(Conversation(generate, chat, LIMITS, SAMPLING, seed=4), "a")
+        await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=3), "a", "b")
+    await talk(Conversation(generate, chat, LIMITS, SAMPLING, key=4), "a")
     seeds = [seed for seed, _ in seen]
     assert seeds[:2] == seeds[2:4]
     assert len(set(seeds)) == 3
@@ -142,7 +142,7 @@ async def test_a_generator_that_changes_its_prompt_is_found_out() -> None:
         return Completion([5], [-1.0], 0, stopped=False)
 
     chat = ChatTokenizer(tokenizer_of(CHATML))
-    conversation = Conversation(generate, chat, LIMITS, SAMPLING, seed=3)
+    conversation = Conversation(generate, chat, LIMITS, SAMPLING, key=3)
     await talk(conversation, "16 vs 10")
     conversation._sequences[0].token_ids[0] += 1
     with pytest.raises(RuntimeError, match="not the sum of its turns"):

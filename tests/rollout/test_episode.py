@@ -120,13 +120,15 @@ async def test_thoughts_are_not_played(client: AsyncEnvClient, chat: ChatTokeniz
 async def test_a_replayed_episode_asks_with_the_same_seeds_and_another_does_not(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:
-    async def seeds_of(seed: int, sample_index: int, run_seed: int) -> tuple[int, ...]:
-        player, policy = make_player(client, chat, itertools.repeat("HIT"), run_seed=run_seed)
-        await player.play(seed, SAMPLING, sample_index)
+    async def seeds_of(seed: int, place: int, run_seed: int) -> tuple[int, ...]:
+        player, policy = make_player(
+            client, chat, itertools.repeat("HIT"), run_seed=run_seed, place=place
+        )
+        await player.play(seed, SAMPLING)
         return tuple(policy.seeds)
 
     asked = [await seeds_of(*numbers) for numbers in [(3, 0, 0), (3, 1, 0), (4, 0, 0), (3, 0, 1)]]
-    assert len({seeds[0] for seeds in asked}) == 4
+    assert len({seeds[0] for seeds in asked}) == 4, "in another environment, too"
     assert await seeds_of(3, 1, 0) == asked[1]
 
 

@@ -54,6 +54,19 @@ async def test_a_player_plays_and_scores_as_its_environment_is_configured(
         assert [one.name for one in rollout.terms] == ["environment", "num_words"]
 
 
+async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    run = run_with(max_turns=1)
+    asked = []
+    for name in ("cards", "as_it_comes"):
+        policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
+        player = make_player(run, name, client, policy, chat, max_sessions=256)
+        await player.play(2**31, SAMPLING)
+        asked.append(policy.seeds[0])
+    assert asked[0] != asked[1]
+
+
 async def test_a_rollout_function_is_found_by_its_name(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

@@ -65,7 +65,7 @@ async def play(
     player = Player(
         "sums", client, generate, chat, ServerRenderer(), limits, toolbox=Toolbox(client, "sums")
     )
-    return await player.play_alone(seed, SAMPLING, sample_index=0)
+    return await player.play_alone(seed, SAMPLING, key=0)
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -77,10 +77,10 @@ async def test_long_texts_are_cut_and_late_turns_counted(
 def test_each_step_has_as_many_as_it_shall(per_step: int, groups_per_step: int) -> None:
     for block in range(20):
         indices = range(block * groups_per_step, (block + 1) * groups_per_step)
-        assert sum(num_transcripts(i, per_step, groups_per_step) for i in indices) == per_step
+        assert sum(num_transcripts(i, per_step, groups_per_step, 7) for i in indices) == per_step
 
 
 def test_environments_that_take_turns_are_all_written_down() -> None:
-    written = Counter(index % 4 for index in range(1600) if num_transcripts(index, 4, 16))
+    written = Counter(index % 4 for index in range(1600) if num_transcripts(index, 4, 16, 7))
     assert written.total() == 400
     assert min(written.values()) > 60

@@ -63,7 +63,7 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:
         toolbox = Toolbox(client, "tools")
         player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
-        played = await player.play_alone(5, Sampling(1.0, 1), sample_index=0)
+        played = await player.play_alone(5, Sampling(1.0, 1), key=0)
     assert '"name": "echo"' in prompts[0]
     returned = [message["content"] for message in played.completion if message["role"] == "tool"]
     assert "expected one of the tools echo, got 'shout'" in returned[0]

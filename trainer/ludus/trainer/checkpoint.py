@@ -28,6 +28,7 @@ from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
+from ludus.trainer.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.types import GroupSpec, RolloutGroup, SavedFile
 
 _STATE_FILE = "state.json"
@@ -65,6 +66,8 @@ class RunState(BaseModel):
     """Groups that were trained on, waited or were played when a learner died, and were not in
     the checkpoint that its successor began with."""
     max_staleness_seen: int = 0
+    streams: int = STREAMS_VERSION
+    """Of the random numbers that all of it came from."""
     start: dict[str, PolicyResult] = {}
     """The policy before training, by environment, once it was judged there."""
 
@@ -209,6 +212,23 @@ def read_state(checkpoint: Path) -> RunState:
             f"checkpoint '{checkpoint}' cannot be read: {path.name}: {reason}; remove its folder "
             "to continue from the one before, or start again with --overwrite"
         ) from error
+
+
+def check_streams(checkpoint: Path, state: RunState) -> None:
+    """Refuse to go on where the run would draw other random numbers than it has so far.
+
+    Raises:
+        CheckpointError: it was written by a version of Ludus that drew others.
+    """
+    # Checkpoints that say nothing are older than the number.
+    written = state.streams if "streams" in state.model_fields_set else 0
+    if written != STREAMS_VERSION:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint}' was written by a version of Ludus that draws other random "
+            f"numbers: expected streams of version {STREAMS_VERSION}, got {written}; continue with "
+            "the version that wrote it, or begin again, with --overwrite or under another name "
+            "(`ludus eval` judges its policy all the same)"
+        )
 
 
 def _damaged(checkpoint: Path, reason: str) -> CheckpointError:

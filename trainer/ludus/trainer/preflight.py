@@ -17,6 +17,7 @@ from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
+from ludus.trainer.checkpoint import check_streams, read_state
 from ludus.trainer.environments import check_names, fixed_policies
 from ludus.trainer.prepare import check_model_path
 from ludus.trainer.run_folder import path_of
@@ -37,7 +38,9 @@ def preflight(run: RunConfig, resume: Resume) -> None:
     folder = path_of(run)
     check_reachable(located(run.weights, run.name, folder))
     _check_folder(folder)
-    if starting_point(run, resume) is not None:
+    checkpoint = starting_point(run, resume)
+    if checkpoint is not None:
+        check_streams(checkpoint, read_state(checkpoint))
         changes_since(folder, run)
 
 

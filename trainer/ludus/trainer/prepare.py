@@ -33,6 +33,7 @@ from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Openin
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.player import limits_of
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.streams import Stream, random_of, warm_start_seed
 from ludus.trainer.types import CanaryPrompt
 
 _log = logging.getLogger(__name__)
@@ -160,14 +161,13 @@ async def _random_games(
     """
     weights = [environment.config.weight for environment in environments.values()]
     shares = _shares(config.warm_start_games, weights)
-    first_seed = run.seed * 1_000_003 % 2**30
     slots = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
     failures: list[str] = []
 
-    async def play(environment: Environment, seed: int) -> Conversation | None:
+    async def play(place: int, environment: Environment, number: int) -> Conversation | None:
         async with slots:
             try:
-                return await _random_game(run, environment, seed)
+                return await _random_game(run, place, environment, number)
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
@@ -175,9 +175,11 @@ async def _random_games(
                 return None
 
     games = [
-        play(environment, first_seed + game)
-        for environment, share in zip(environments.values(), shares, strict=True)
-        for game in range(share)
+        play(place, environment, number)
+        for place, (environment, share) in enumerate(
+            zip(environments.values(), shares, strict=True)
+        )
+        for number in range(share)
     ]
     played = [game for game in await asyncio.gather(*games) if game is not None]
     if failures:
@@ -197,8 +199,12 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return [bound - before for before, bound in pairwise([0, *bounds])]
 
 
-async def _random_game(run: RunConfig, environment: Environment, seed: int) -> Conversation:
-    choose = random.Random(seed)
+async def _random_game(
+    run: RunConfig, place: int, environment: Environment, number: int
+) -> Conversation:
+    """Game `number` of the environment that stands at `place` in the run."""
+    choose = random_of(run.seed, Stream.WARM_START_ANSWER, place, number)
+    seed = warm_start_seed(run.seed, place, number)
     max_turns = environment.config.max_turns or run.rollout.max_turns
     open_ = partial(environment.client.open, seed=seed)
     opened = await when_there_is_room(open_, run.rollout.group_timeout_s)

@@ -31,14 +31,14 @@ from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume
 from ludus.trainer import control
 from ludus.trainer.build import built, infrastructure_of, resolved, starting_point
 from ludus.trainer.changes import Change, changes_since, in_words
-from ludus.trainer.checkpoint import RunState, read_state
+from ludus.trainer.checkpoint import RunState, check_streams, read_state
 from ludus.trainer.controller import Controller
 from ludus.trainer.environments import check_names
 from ludus.trainer.functions import import_object, name_of
 from ludus.trainer.parts import Parts, Step
 from ludus.trainer.processes import Workers
-from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
+from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import Sampling
@@ -85,9 +85,9 @@ class Policy:
         messages: Sequence[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
-        return await self._workers.answer(
-            messages, sampling, [mix(seed, number) for number in range(num)]
-        )
+        run_seed = self._run.seed
+        keys = [key_of(run_seed, Stream.ANSWER, seed, number) for number in range(num)]
+        return await self._workers.answer(messages, sampling, keys)
 
 
 class Trainer:
@@ -139,6 +139,7 @@ class Trainer:
         changes: list[Change] = []
         if checkpoint is not None:
             state = read_state(checkpoint)
+            check_streams(checkpoint, state)
             changes = changes_since(path_of(self.run), self.run)
         self._folder = self._open_folder(None if checkpoint is None else state.step)
         self.folder = self._folder.path

@@ -28,6 +28,7 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import Batch, RolloutGroup
 
 
@@ -91,7 +92,8 @@ class BufferActor:
 
     def _make_batch(self, groups: Sequence[RolloutGroup], version: int) -> Batch:
         if self._run.training.shuffle_rewards:
-            groups = shuffle_rewards(groups, seed=self._run.seed * 1_000_003 + version)
+            draw = random_of(self._run.seed, Stream.REWARD_SHUFFLE, version)
+            groups = shuffle_rewards(groups, draw)
         return make_batch(groups, self._run.algorithm)
 
 

@@ -113,7 +113,9 @@ class RolloutWorkerActor:
                 spec,
                 sampling,
                 rollout.group_timeout_s,
-                num_transcripts=num_transcripts(spec.index, per_step, groups_per_step),
+                num_transcripts=num_transcripts(
+                    spec.index, per_step, groups_per_step, self._run.seed
+                ),
             )
             for spec in specs
         ]

@@ -94,13 +94,12 @@ def collate(samples: Sequence[TrainingSample]) -> Batch:
     )
 
 
-def shuffle_rewards(groups: Sequence[RolloutGroup], seed: int) -> list[RolloutGroup]:
+def shuffle_rewards(groups: Sequence[RolloutGroup], draw: random.Random) -> list[RolloutGroup]:
     """The groups with each environment's rewards dealt out at random: the negative control.
 
     The rewards keep their distribution, so everything but learning stays the same. The turns'
     own rewards go with them, or they would still tell good turns from bad ones.
     """
-    draw = random.Random(seed)
     dealt: dict[str, Iterator[float]] = {}
     for name, rows in _by_environment(groups).items():
         scored = [r.reward for row in rows for r in groups[row].rollouts if r.reward is not None]

@@ -67,6 +67,7 @@ from ludus.trainer.learner.model import (
 from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
+from ludus.trainer.streams import Stream, seed_torch
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile, TrainingSample
 from ludus.trainer.weights.adapters import AdapterMerger
 
@@ -86,6 +87,7 @@ class LearnerSpec:
     max_tokens: int
     """Longest episode: the denominator of aggregation "constant"."""
     seed: int
+    """The run's."""
     lora: LoraConfig | None = None
     """Adapters, which alone are trained."""
 
@@ -97,7 +99,7 @@ class Learner:
         self._spec = spec
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._device = take_device(self._rank)
-        torch.manual_seed(spec.seed)
+        seed_torch(spec.seed, Stream.LEARNER)
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         config, algorithm = spec.config, spec.algorithm
         self._algorithm = make_algorithm(algorithm)

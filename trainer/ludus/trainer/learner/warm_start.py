@@ -7,7 +7,6 @@ as a player that knows how to speak and nothing of the game.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from ludus.proto.config import TinyModel
 from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import TrainingSample
 
 _SAMPLES_PER_UPDATE = 16
@@ -52,7 +52,7 @@ def warm_start(
         max_lr=config.warm_start_learning_rate,
         total_steps=per_epoch * config.warm_start_epochs,
     )
-    shuffler = random.Random(seed)
+    shuffler = random_of(seed, Stream.WARM_START_ORDER)
     losses: list[float] = []
     for _ in range(config.warm_start_epochs):
         order = shuffler.sample(range(len(samples)), len(samples))

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ludus.proto.config import TinyModel
+from ludus.trainer.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -45,8 +46,8 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 def make_model(
     config: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> Qwen2ForCausalLM:
-    """A Qwen2-shaped model with random weights."""
-    torch.manual_seed(seed)
+    """A Qwen2-shaped model with the random weights of a run of that seed."""
+    seed_torch(seed, Stream.INITIAL_WEIGHTS)
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),

@@ -22,7 +22,7 @@ from ludus.proto.errors import ConfigError, LudusError
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.seeds import mix
+from ludus.trainer.streams import mix
 from ludus.trainer.types import Sampling, TokenSequence, Turn, join_turns
 
 
@@ -52,14 +52,14 @@ class Conversation:
         chat: ChatTokenizer,
         limits: RolloutConfig,
         sampling: Sampling,
-        seed: int,
+        key: int,
     ) -> None:
-        """`seed` decides what is sampled, turn by turn."""
+        """`key` decides what is sampled, turn by turn."""
         self._generate = generate
         self._chat = chat
         self._limits = limits
         self._sampling = replace(sampling, max_tokens=limits.max_completion_tokens)
-        self._seed = seed
+        self._key = key
         self._tools: Sequence[ToolSpec] = ()
         self._sequences = [_Growing()]
         self._waiting: list[Message] = []
@@ -100,7 +100,7 @@ class Conversation:
         self.refuse_if_full()
         prompt, sequence = self._prompt_ids(), self._sequences[-1]
         sent = [*sequence.token_ids, *prompt]
-        completion = await self._generate(sent, self._sampling, mix(self._seed, self.num_turns))
+        completion = await self._generate(sent, self._sampling, mix(self._key, self.num_turns))
         text = self._chat.decode(completion.token_ids)
         sequence.turns.append(Turn(prompt, completion))
         sequence.token_ids = [*sent, *completion.token_ids]

@@ -39,8 +39,8 @@ from ludus.trainer.rollout.conversation import Conversation, ConversationFullErr
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 
 _OpenedT = TypeVar("_OpenedT")
@@ -84,6 +84,8 @@ class Player:
     resumes: bool = False
     """Whether episodes that are lost with their server are played again up to where they were."""
     run_seed: int = 0
+    place: int = 0
+    """Of the environment in the run: in two of them the same seed samples other answers."""
     toolbox: Toolbox | None = None
     """Where answers call tools."""
     rollout_function: RolloutFunction | None = None
@@ -91,36 +93,40 @@ class Player:
     reward: Reward = field(default_factory=Reward)
     """What `play_group` scores a group with."""
 
-    async def play(self, seed: int, sampling: Sampling, sample_index: int = 0) -> Rollout:
-        """One episode on the seed; its reward is the environment's own return.
+    async def play(self, seed: int, sampling: Sampling) -> Rollout:
+        """One episode of an evaluation; its reward is the environment's own return.
 
         Args:
+            seed: played again, it samples the same answers.
             sampling: but for its `max_tokens`: that is the environment's.
-            sample_index: tells episodes on one seed apart; equal ones sample equal answers.
         """
-        return (await self.play_alone(seed, sampling, sample_index)).rollout
+        key = key_of(self.run_seed, Stream.EVALUATION_SAMPLING, self.place, seed)
+        return (await self.play_alone(seed, sampling, key)).rollout
 
-    async def play_alone(self, seed: int, sampling: Sampling, sample_index: int) -> PlayedEpisode:
-        """What `play` plays, with all that reward functions may ask about it."""
+    async def play_alone(self, seed: int, sampling: Sampling, key: int) -> PlayedEpisode:
+        """One episode, with all that reward functions may ask about it.
+
+        Args:
+            key: decides what is sampled.
+        """
         try:
             opened = await when_there_is_room(
                 lambda: self.client.open(seed=seed, close_when_done=True, resume=self.resumes)
             )
         except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
             return self.void(seed, error)
-        return await self.play_opened(opened, seed, sampling, sample_index)
+        return await self.play_opened(opened, seed, sampling, key)
 
     async def play_opened(
         self,
         opened: tuple[AsyncSession, StepResult],
         seed: int,
         sampling: Sampling,
-        sample_index: int,
+        key: int,
     ) -> PlayedEpisode:
         """The episode that has begun in a session; the session is closed at its end."""
         session, first = opened
-        stream = mix(self.run_seed, seed, sample_index)
-        conversation = Conversation(self.generate, self.chat, self.limits, sampling, stream)
+        conversation = Conversation(self.generate, self.chat, self.limits, sampling, key)
         try:
             ended = await self._run(session, first, conversation)
             return self._finished(seed, conversation, ended)

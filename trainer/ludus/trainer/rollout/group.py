@@ -25,13 +25,12 @@ from ludus.proto.errors import CallTimeoutError
 from ludus.proto.runs import Transcript
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
-from ludus.trainer.rollout.seeds import mix
 from ludus.trainer.rollout.transcript import make_transcript
+from ludus.trainer.streams import Stream, key_of, training_seed
 from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 
 _log = logging.getLogger(__name__)
 
-_NUM_SEEDS = 2**30
 _PAUSE_AFTER_FAILURE_S = 0.5
 
 
@@ -59,8 +58,8 @@ async def play_group(
         played = await _play_together(player, spec, sampling, deadline_s)
     else:
         episodes = [
-            player.play_alone(seed, sampling, index)
-            for seed, index in zip(spec.seeds, _sample_indices(spec), strict=True)
+            player.play_alone(seed, sampling, key)
+            for seed, key in zip(spec.seeds, _keys(player, spec), strict=True)
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
@@ -90,9 +89,12 @@ def _opens_together(player: Player, spec: GroupSpec) -> bool:
     return len(set(spec.seeds)) == 1 and len(spec.seeds) <= player.max_sessions
 
 
-def _sample_indices(spec: GroupSpec) -> list[int]:
+def _keys(player: Player, spec: GroupSpec) -> list[int]:
     """One per episode: a group that is played again, and no other, samples the same."""
-    return [mix(spec.index, number) for number in range(len(spec.seeds))]
+    stream = Stream.TRAINING_SAMPLING
+    return [
+        key_of(player.run_seed, stream, spec.index, number) for number in range(len(spec.seeds))
+    ]
 
 
 async def _play_together(
@@ -106,8 +108,8 @@ async def _play_together(
         reason = _late(player) if limit.expired() else error
         return [player.void(seed, reason) for seed in seeds]
     episodes = [
-        player.play_opened(one, seed, sampling, index)
-        for one, seed, index in zip(opened, seeds, _sample_indices(spec), strict=True)
+        player.play_opened(one, seed, sampling, key)
+        for one, seed, key in zip(opened, seeds, _keys(player, spec), strict=True)
     ]
     try:
         return await _play_until(deadline_s, player, episodes, seeds)
@@ -150,7 +152,7 @@ def _late(player: Player) -> CallTimeoutError:
 
 
 def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
-    """[G] the seeds of group `index`: below 2**30, so never those of an evaluation."""
+    """[G] the seeds of group `index`, never those of the warm start or of an evaluation."""
     if shared:
-        return (mix(run_seed, index) % _NUM_SEEDS,) * group_size
-    return tuple(mix(run_seed, index, number + 1) % _NUM_SEEDS for number in range(group_size))
+        return (training_seed(run_seed, index, 0),) * group_size
+    return tuple(training_seed(run_seed, index, number) for number in range(group_size))

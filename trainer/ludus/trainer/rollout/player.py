@@ -38,6 +38,7 @@ def make_player(
         max_sessions=max_sessions,
         resumes=config.resume,
         run_seed=run.seed,
+        place=list(run.environments).index(name),
         toolbox=Toolbox(client, name) if config.tools else None,
         rollout_function=None if play is None else import_object(play, "environment.rollout"),
         reward=Reward(config.rewards, run.rollout.invalid_action_reward),

@@ -1,14 +1,13 @@
 """Episodes as people read them: a few of each training step, word for word.
 
-Which groups are written down follows from their index alone, so a run that is resumed, or played
-again, writes down the same ones; and by chance, so that environments which share the groups in
-some rhythm all have their turn.
+Which groups are written down follows from their index and the run's seed alone, so a run that is
+resumed, or played again, writes down the same ones; and by chance, so that environments which
+share the groups in some rhythm all have their turn.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,17 +16,19 @@ from pydantic_core import to_jsonable_python
 from ludus.env import Message
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
 from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import Rollout
 
 MAX_TEXT_CHARACTERS = 20_000
 MAX_TRANSCRIPT_CHARACTERS = 100_000
 
 
-def num_transcripts(index: int, per_step: int, groups_per_step: int) -> int:
+def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: int) -> int:
     """How many episodes of group `index` are written down: `per_step` of each B groups in a row."""
     of_each, of_some = divmod(per_step, groups_per_step)
     block, place = divmod(index, groups_per_step)
-    chosen = random.Random(block).sample(range(groups_per_step), of_some)
+    draw = random_of(run_seed, Stream.TRANSCRIPT, block)
+    chosen = draw.sample(range(groups_per_step), of_some)
     return of_each + (place in chosen)
 
 

@@ -2,7 +2,7 @@
 
 Prompts of equal length form a batch without padding, and equal prompts are computed once:
 the episodes of a same-seed group begin with the same tokens, so most of a batch is shared.
-What is sampled follows from each request's seed alone (`seeds.py`).
+What is sampled follows from each request's seed alone (`streams.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.rollout.seeds import uniforms
 from ludus.trainer.rollout.token_sampling import sample_tokens
+from ludus.trainer.streams import uniforms
 from ludus.trainer.types import CanaryPrompt
 
 

@@ -1,0 +1,62 @@
+"""The trainer draws no random number but from the streams of a run."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TRAINER = Path(__file__).parents[2] / "trainer"
+STREAMS = TRAINER / "ludus" / "trainer" / "streams.py"
+SEEDING = {
+    "Random",
+    "RandomState",
+    "SeedSequence",
+    "default_rng",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "set_seed",
+    "torch.Generator",
+}
+"""What makes or seeds a generator, by its last name; by its whole one where we have the last."""
+
+
+def seedings(text: str) -> list[str]:
+    """The calls that make or seed a generator."""
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    names = map(ast.unparse, calls)
+    return [name for name in names if name in SEEDING or name.rpartition(".")[2] in SEEDING]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "random.Random(seed)",
+        "Random(3)",
+        "torch.manual_seed(run.seed)",
+        "torch.cuda.manual_seed_all(1)",
+        "np.random.default_rng(0)",
+        "np.random.seed(0)",
+        "torch.Generator().manual_seed(2)",
+        "torch.Generator(device='cpu')",
+    ],
+)
+def test_a_seeding_is_seen(call: str) -> None:
+    assert seedings(f"draw = {call}")
+
+
+def test_what_only_sounds_so_is_none() -> None:
+    assert seedings("Generator(engine)\nrandom_of(0, Stream.ANSWER)\ntraining_seed(1, 2, 3)") == []
+
+
+def test_the_trainer_seeds_generators_in_one_module() -> None:
+    found = {path: seedings(path.read_text(encoding="utf-8")) for path in TRAINER.rglob("*.py")}
+    assert sorted(found.pop(STREAMS)) == [
+        "np.random.SeedSequence",
+        "random.Random",
+        "torch.manual_seed",
+    ]
+    assert {path: names for path, names in found.items() if names} == {}

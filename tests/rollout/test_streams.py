@@ -1,0 +1,132 @@
+"""Random numbers of a run: no two purposes share any, and what is replayed draws the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ludus.proto.config import EvalConfig
+from ludus.trainer.rollout.group import group_seeds
+from ludus.trainer.streams import (
+    Stream,
+    key_of,
+    mix,
+    random_of,
+    seed_torch,
+    training_seed,
+    uniforms,
+    warm_start_seed,
+)
+
+RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
+
+
+def small_counters() -> Iterator[tuple[int, ...]]:
+    """Of every length up to three, among them what a counter of another size would look like."""
+    some = (0, 1, 2, 3, 7, 100, 2**30, 2**31, 2**32)
+    for length in range(4):
+        yield from itertools.product(some, repeat=length)
+
+
+def test_no_two_purposes_counters_or_runs_have_a_key_in_common() -> None:
+    counters = list(small_counters())
+    keys = [
+        key_of(run_seed, stream, *some)
+        for run_seed in RUN_SEEDS
+        for stream in Stream
+        for some in counters
+    ]
+    assert len(keys) == len(RUN_SEEDS) * len(Stream) * len(counters) > 70_000
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**63 for key in keys)
+    requests = {mix(key, turn) for key in keys[: len(counters)] for turn in range(10)}
+    assert len(requests) == 10 * len(counters)
+    assert requests.isdisjoint(keys)
+
+
+def test_no_key_is_a_seed_that_somebody_else_has_at_hand() -> None:
+    """Environments and players seed generators with what they know: small numbers."""
+    first = {random.Random(number).random() for number in range(5_000)}
+    for run_seed, stream in itertools.product(range(3), Stream):
+        drawn = {random_of(run_seed, stream, counter).random() for counter in range(50)}
+        assert drawn.isdisjoint(first)
+
+
+def test_numbers_of_purposes_are_kept_for_ever() -> None:
+    """Others would be other random numbers: then `VERSION` has to move, and this test with it."""
+    assert {stream.name: stream.value for stream in Stream} == {
+        "INITIAL_WEIGHTS": 1,
+        "LEARNER": 2,
+        "WARM_START_EPISODE": 3,
+        "WARM_START_ANSWER": 4,
+        "WARM_START_ORDER": 5,
+        "TRAINING_EPISODE": 6,
+        "TRAINING_SAMPLING": 7,
+        "EVALUATION_SAMPLING": 8,
+        "ANSWER": 9,
+        "REWARD_SHUFFLE": 10,
+        "TRANSCRIPT": 11,
+    }
+    assert key_of(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
+    assert training_seed(0, 5, 0) == 715_490_776
+
+
+def test_episodes_of_training_warm_start_and_evaluation_have_seeds_of_their_own() -> None:
+    counters = list(itertools.product(range(4), range(500)))
+    trained = {training_seed(3, *some) for some in counters}
+    warm = {warm_start_seed(3, *some) for some in counters}
+    assert len(trained) == len(counters), "seeds of two groups may be equal, but hardly so soon"
+    assert len(warm) == len(counters), "and so may those of two environments"
+    assert 0 <= min(trained) <= max(trained) < 2**30 <= min(warm) <= max(warm) < 2**31
+    assert EvalConfig().seed >= 2**31
+    assert set(group_seeds(3, 2, 16, shared=False)) <= trained
+
+
+def test_what_torch_draws_for_one_purpose_it_does_not_draw_for_another() -> None:
+    drawn = []
+    with torch.random.fork_rng():
+        for stream in (Stream.INITIAL_WEIGHTS, Stream.LEARNER, Stream.INITIAL_WEIGHTS):
+            seed_torch(4, stream)
+            drawn.append(torch.rand(8))
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.isin(drawn[0], drawn[1]).any()
+
+
+def test_counters_that_differ_anywhere_give_other_seeds() -> None:
+    seeds = {
+        mix(run, group, episode, turn)
+        for run in range(4)
+        for group in range(50)
+        for episode in range(16)
+        for turn in range(8)
+    }
+    assert len(seeds) == 4 * 50 * 16 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({seed % 2**32 for seed in seeds}) > 0.999 * len(seeds), (
+        "some generators take 32 bits"
+    )
+    assert mix(1, 2) != mix(2, 1)
+    assert mix(2**70, 3) >= 0
+
+
+def test_a_number_follows_from_its_seed_and_position_alone() -> None:
+    seeds = [mix(1, number) for number in range(100)]
+    together = uniforms(seeds, [3] * 100)
+    alone = np.concatenate([uniforms([seed], [3]) for seed in seeds])
+    assert np.array_equal(together, alone)
+    assert not np.array_equal(together, uniforms(seeds, [4] * 100))
+
+
+def test_numbers_are_uniform_and_unrelated_from_position_to_position() -> None:
+    numbers = np.stack([uniforms(list(range(20_000)), [p] * 20_000) for p in range(3)])
+    assert numbers.dtype == np.float32
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    chi_square = ((counts - 3000) ** 2 / 3000).sum()
+    assert chi_square < 43.8, "exceeded once in a thousand draws with 19 degrees of freedom"
+    assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.03
