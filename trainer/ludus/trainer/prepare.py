@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import random
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -44,6 +46,14 @@ _NUM_FIRST_SEEDS = 4
 _MAX_CANARY_ANSWERS = 8
 _MAX_CANARY_TOKENS = 32
 _MODEL_CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Game:
+    """A game of the warm start."""
+
+    conversation: Conversation
+    episode_return: float
 
 
 async def prepare_model(
@@ -164,7 +174,7 @@ async def _random_games(
     slots = asyncio.Semaphore(_NUM_CONCURRENT_GAMES)
     failures: list[str] = []
 
-    async def play(place: int, environment: Environment, number: int) -> Conversation | None:
+    async def play(place: int, environment: Environment, number: int) -> _Game | None:
         async with slots:
             try:
                 return await _random_game(run, place, environment, number)
@@ -175,22 +185,47 @@ async def _random_games(
                 return None
 
     games = [
-        play(place, environment, number)
+        asyncio.gather(*(play(place, environment, number) for number in range(share)))
         for place, (environment, share) in enumerate(
             zip(environments.values(), shares, strict=True)
         )
-        for number in range(share)
     ]
-    played = [game for game in await asyncio.gather(*games) if game is not None]
+    whole = [[game for game in some if game is not None] for some in await asyncio.gather(*games)]
+    played = [game.conversation for some in whole for game in some]
     if failures:
         text = (
-            f"{len(failures)} of {len(games)} games of the warm start have failed, most often: "
+            f"{len(failures)} of {sum(shares)} games of the warm start have failed, most often: "
             f"{commonest(count_failures(failures))}"
         )
         if not played:
             raise EpisodesFailedError(text)
         _log.warning("%s", text)
+    for (name, environment), some in zip(environments.items(), whole, strict=True):
+        _tell(name, some, _max_turns(run, environment))
     return played
+
+
+def _tell(name: str, games: Sequence[_Game], max_turns: int) -> None:
+    """Log what was played in environment `name`; warn where chance seems to have no part in it."""
+    if not games:
+        return
+    num_turns = [len(game.conversation) for game in games]
+    _log.info(
+        "the warm start in '%s': %d games of %.1f turns on average, at most %d",
+        *(name, len(games), sum(num_turns) / len(games), max(num_turns)),
+    )
+    returns = {game.episode_return for game in games}
+    # Questions with one answer each end so, too; but some of the random answers are right.
+    if len(games) == 1 or max_turns == 1 or max(num_turns) > 1 or len(returns) > 1:
+        return
+    text = (
+        f"all {len(games)} games of the warm start in '{name}' ended after one step, each with a "
+        f"reward of {returns.pop():g}, though the answers are random; where that is how its "
+        f"episodes are, set environments.{name}.max_turns = 1; else see whether they end too "
+        "early, or what they hide can be guessed from their seed"
+    )
+    _log.warning("%s", text)
+    sys.stderr.write(f"warning: {text}\n")
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -199,19 +234,20 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return [bound - before for before, bound in pairwise([0, *bounds])]
 
 
-async def _random_game(
-    run: RunConfig, place: int, environment: Environment, number: int
-) -> Conversation:
+async def _random_game(run: RunConfig, place: int, environment: Environment, number: int) -> _Game:
     """Game `number` of the environment that stands at `place` in the run."""
     choose = random_of(run.seed, Stream.WARM_START_ANSWER, place, number)
     seed = warm_start_seed(run.seed, place, number)
-    max_turns = environment.config.max_turns or run.rollout.max_turns
     open_ = partial(environment.client.open, seed=seed)
     opened = await when_there_is_room(open_, run.rollout.group_timeout_s)
     try:
-        return await _answered_at_random(environment, *opened, choose, max_turns)
+        return await _answered_at_random(environment, *opened, choose, _max_turns(run, environment))
     finally:
         await close_session(opened[0])
+
+
+def _max_turns(run: RunConfig, environment: Environment) -> int:
+    return environment.config.max_turns or run.rollout.max_turns
 
 
 async def _answered_at_random(
@@ -220,8 +256,9 @@ async def _answered_at_random(
     result: StepResult,
     choose: random.Random,
     max_turns: int,
-) -> Conversation:
+) -> _Game:
     conversation: Conversation = []
+    episode_return = 0.0
     while not result.done and len(conversation) < max_turns:
         answers = _legal_answers(result)
         if not answers:
@@ -234,7 +271,8 @@ async def _answered_at_random(
         messages = environment.renderer.messages(result, first=not conversation)
         conversation.append(Exchange(messages, answer))
         result = await session.step(**environment.renderer.action(answer, result))
-    return conversation
+        episode_return += result.reward or 0.0
+    return _Game(conversation, episode_return)
 
 
 def _why_none(result: StepResult) -> str:
@@ -262,7 +300,11 @@ def _make_tiny(
             f"model.max_tokens = {config.max_tokens} holds no whole game: the shortest of "
             f"{len(samples)} takes {shortest} tokens; raise it, and rollout.max_tokens"
         )
-    warm_start(model, fitting, config, seed)
+    loss = warm_start(model, fitting, config, seed)
+    _log.info(
+        "the warm start has learned from %d of %d games: a cross-entropy of %.3f per answer token",
+        *(len(fitting), len(samples), loss),
+    )
     save(model, tokenizer, folder)
 
 

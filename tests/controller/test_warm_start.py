@@ -1,0 +1,181 @@
+"""The games of the warm start: played by chance, wherever the environment draws its secret from."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.env import Transition
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import RunConfig
+from ludus.trainer.environments import Environment
+from ludus.trainer.prepare import prepare_model
+from ludus.trainer.rollout.renderer import make_renderer
+from tests.env.counting_env import CountAction, CountingEnv, CountObservation
+
+NUM_GAMES = 120
+TINY = {
+    "kind": "tiny",
+    "num_layers": 1,
+    "width": 16,
+    "num_heads": 1,
+    "intermediate": 16,
+    "vocab_size": 300,
+    "warm_start_games": NUM_GAMES,
+    "warm_start_epochs": 1,
+}
+
+
+class Guessing(CountingEnv):
+    """Ends with the right number out of three, drawn as everybody would; won at the first try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._secret = self._num_tries = 0
+
+    def reset(self, *, seed: int | None = None, **_: Any) -> Transition[CountObservation]:
+        self._secret = random.Random(seed).choice([1, 2, 3])
+        self._num_tries = 0
+        return super().reset(seed=seed)
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        self._num_tries += 1
+        is_right = action.add == self._secret
+        reward = float(is_right and self._num_tries == 1)
+        return Transition(self._observe(), reward=reward, terminated=is_right)
+
+
+class OneQuestion(Guessing):
+    """Ends with the first answer."""
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        transition = super().step(action)
+        return Transition(transition.observation, reward=transition.reward, terminated=True)
+
+
+class AlwaysWon(CountingEnv):
+    """Ends with the first answer, and pays for any."""
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        return Transition(self._observe(), reward=1.0, terminated=True)
+
+
+@dataclass(slots=True)
+class Game:
+    """What an environment saw of a game."""
+
+    environment: str
+    seed: int
+    num_steps: int = 0
+    is_won: bool = False
+
+
+def run_of(*names: str, **environment: Any) -> RunConfig:
+    """A run with environments of those names."""
+    tree = {"environments": dict.fromkeys(names, environment), "model": TINY, "seed": 3}
+    return RunConfig.model_validate(tree)
+
+
+@asynccontextmanager
+async def served(
+    run: RunConfig, factory: type[CountingEnv]
+) -> AsyncIterator[tuple[dict[str, Environment], list[Game]]]:
+    """The run's environments, each on a server of its own, and the games that are played there."""
+    environments: dict[str, Environment] = {}
+    games: list[Game] = []
+    async with AsyncExitStack() as stack:
+        for name, config in run.environments.items():
+
+            class Watched(factory):  # type: ignore[misc, valid-type]
+                of = name
+
+                def reset(self, *, seed: int, **options: Any) -> Transition[CountObservation]:
+                    self.game = Game(self.of, seed)
+                    games.append(self.game)
+                    return super().reset(seed=seed, **options)
+
+                def step(self, action: CountAction) -> Transition[CountObservation]:
+                    transition = super().step(action)
+                    self.game.num_steps += 1
+                    self.game.is_won = transition.reward == 1.0
+                    return transition
+
+            options = ServerOptions(port=0, max_sessions=256)
+            server = await stack.enter_async_context(EnvServer(Watched, options))
+            client = await stack.enter_async_context(
+                await AsyncEnvClient.connect(server.grpc_address)
+            )
+            environments[name] = Environment(
+                config, server.grpc_address, client, await client.describe(), make_renderer(config)
+            )
+        games.clear()
+        yield environments, games
+
+
+async def test_a_secret_that_is_drawn_from_the_seed_is_guessed_by_chance_alone(
+    tmp_path: Path,
+) -> None:
+    run = run_of("guess")
+    async with served(run, Guessing) as (environments, games):
+        await prepare_model(run, environments, tmp_path)
+    assert len(games) == NUM_GAMES
+    share_won = sum(game.is_won for game in games) / NUM_GAMES
+    assert abs(share_won - 1 / 3) < 0.17, "four standard errors"
+    mean_steps = sum(game.num_steps for game in games) / NUM_GAMES
+    assert 2.0 < mean_steps < 4.0, "three tries on average"
+
+
+async def test_it_is_told_how_long_the_games_were_and_how_well_they_were_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = run_of("guess")
+    async with served(run, Guessing) as (environments, games):
+        await prepare_model(run, environments, tmp_path)
+    steps = [game.num_steps for game in games]
+    mean_steps = sum(steps) / NUM_GAMES
+    assert f"{NUM_GAMES} games of {mean_steps:.1f} turns on average, at most {max(steps)}" in (
+        caplog.text
+    )
+    assert f"learned from {NUM_GAMES} of {NUM_GAMES} games: a cross-entropy of" in caplog.text
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+async def test_no_two_games_of_the_warm_start_begin_alike_in_whatever_environment(
+    tmp_path: Path,
+) -> None:
+    run = run_of("one", "other")
+    async with served(run, Guessing) as (environments, games):
+        await prepare_model(run, environments, tmp_path)
+    assert {game.environment for game in games} == {"one", "other"}
+    seeds = [game.seed for game in games]
+    assert len(set(seeds)) == len(seeds) == NUM_GAMES
+    assert 2**30 <= min(seeds) <= max(seeds) < 2**31
+
+
+@pytest.mark.parametrize(
+    ("factory", "environment", "is_suspicious"),
+    [(AlwaysWon, {}, True), (AlwaysWon, {"max_turns": 1}, False), (OneQuestion, {}, False)],
+)
+async def test_games_that_all_end_at_once_and_alike_are_suspicious(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    factory: type[CountingEnv],
+    environment: dict[str, int],
+    is_suspicious: bool,
+) -> None:
+    run = run_of("quick", **environment)
+    async with served(run, factory) as (environments, _):
+        await prepare_model(run, environments, tmp_path)
+    told = f"all {NUM_GAMES} games of the warm start in 'quick' ended after one step"
+    assert (told in caplog.text) == is_suspicious
+    assert ("warning: " + told in capsys.readouterr().err) == is_suspicious
