@@ -21,12 +21,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ludus.proto.errors import ActionError
@@ -190,8 +185,7 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # two are slower for a model of this size
     torch.manual_seed(int(seed))
-    # AutoTokenizer would cut the text as Qwen2 does, not as this model was taught.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     snapshots = Snapshots(model, folder, int(snapshot_every) * NUM_MINIBATCHES)
     num_prompts = int(num_rounds) * GAMES_PER_ROUND // GROUP_SIZE

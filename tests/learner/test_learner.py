@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, NotFoundError
 from ludus.trainer.learner.learner import Learner
+from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
@@ -161,6 +162,27 @@ def test_an_exported_model_is_the_policy(model_path: str, tmp_path: Path) -> Non
     exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, tensor in learner.full_state().items():
         assert torch.equal(exported[name], tensor)
+
+
+def test_an_exported_model_reads_and_answers_as_before_wherever_it_is_loaded(
+    model_path: str, tmp_path: Path
+) -> None:
+    learner = make_learner(model_path)
+    learner.train_step(make_batch(), BONUS)
+    learner.export_model(tmp_path)
+    tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(model_path)
+    assert tokenizer.chat_template == ours.chat_template
+    messages = [
+        {"role": "user", "content": "hard 16 vs 10"},
+        {"role": "assistant", "content": "HIT"},
+    ]
+    token_ids = tokenizer.apply_chat_template(messages)["input_ids"]
+    assert token_ids == ours.apply_chat_template(messages)["input_ids"]
+    ids = torch.tensor([token_ids])
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+    expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+    canary = CanaryPrompt(token_ids[:1], token_ids[1:])
+    assert learner.answer_logprobs([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 @pytest.mark.slow

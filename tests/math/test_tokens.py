@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from ludus.proto.config import TinyModel
 from ludus.trainer.models.load import load_tokenizer
@@ -42,3 +45,24 @@ def test_a_checkpoint_of_it_keeps_the_tokens(folder: Path, tmp_path: Path) -> No
     first.save_pretrained(tmp_path)
     again = load_tokenizer(tmp_path)
     assert [again.encode(text) for text in QUESTIONS] == [first.encode(text) for text in QUESTIONS]
+
+
+def test_a_loader_that_knows_nothing_of_us_gives_the_same_tokens(folder: Path) -> None:
+    made = make_tokenizer([*QUESTIONS, *ANSWERS], 512)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert len(loaded) == len(made)
+    for text in (*QUESTIONS, *ANSWERS):
+        assert loaded.encode(text) == made.encode(text)
+        assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_a_model_of_another_type_keeps_its_tokens_where_we_load_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Tiny models of older runs are Qwen2s."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    old = {**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    made, loaded = load_tokenizer(folder), load_tokenizer(tmp_path)
+    assert [loaded.encode(text) for text in QUESTIONS] == [made.encode(text) for text in QUESTIONS]

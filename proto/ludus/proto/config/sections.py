@@ -34,11 +34,11 @@ class LoraConfig(Section):
 
 
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of a Qwen2-shaped model, apart from its head."""
+"""Of a Llama-shaped model, apart from its head."""
 
 
 class TinyModel(Section):
-    """A Qwen2-shaped model made on the spot, warm-started on random legal answers."""
+    """A Llama-shaped model made on the spot, warm-started on random legal answers."""
 
     kind: Literal["tiny"] = "tiny"
     num_layers: PositiveInt = 2

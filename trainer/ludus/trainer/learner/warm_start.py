@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from ludus.env import Message
 from ludus.proto.config import TinyModel
@@ -37,7 +37,7 @@ Conversation = list[Exchange]
 
 
 def warm_start(
-    model: Qwen2ForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
+    model: LlamaForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
 ) -> float:
     """The mean cross-entropy per answer token in the last pass, after training on `samples`."""
     policy = Policy(model).train()

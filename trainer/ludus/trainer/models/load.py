@@ -56,9 +56,9 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a Hugging Face id, as it was saved.
 
-    AutoTokenizer distrusts the saved class wherever it knows the model type: it would cut a tiny
-    model's text as Qwen2's own tokenizer does, every number into digits, and so into other
-    tokens than those that the model was warm-started on.
+    For some model types AutoTokenizer takes a class of its own in place of the saved one. A tiny
+    model of type qwen2, as older runs have made them, would see every number cut into digits:
+    other tokens than those that it was warm-started on.
     """
     file = Path(path) / "tokenizer_config.json"
     saved = json.loads(file.read_text("utf-8")) if file.is_file() else {}

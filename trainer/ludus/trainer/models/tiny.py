@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
 from ludus.trainer.streams import Stream, seed_torch
@@ -45,17 +45,21 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 
 def make_model(
     config: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> Qwen2ForCausalLM:
-    """A Qwen2-shaped model with the random weights of a run of that seed."""
+) -> LlamaForCausalLM:
+    """A Llama-shaped model with the random weights of a run of that seed.
+
+    Of a Llama, AutoTokenizer takes the tokenizer that is saved beside it; of a Qwen2, its own.
+    """
     seed_torch(seed, Stream.INITIAL_WEIGHTS)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=config.width,
             intermediate_size=config.intermediate,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_heads,
+            attention_bias=True,
             max_position_embeddings=config.max_tokens,
             initializer_range=config.initializer_range,
             tie_word_embeddings=config.tie_embeddings,
@@ -69,7 +73,7 @@ def make_model(
     return model
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a folder that any Hugging Face loader reads."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
