@@ -146,6 +146,25 @@ def test_one_step_stop_resume_one_step_is_two_steps_to_the_bit(
     assert torch.equal(weights_after_step(resumed, make_batch(seed=2)), expected)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"betas": (0.5, 0.6)}, {"eps": 1.0}, {"weight_decay": 0.9}], ids=str
+)
+def test_a_run_that_continues_steps_with_the_optimizer_that_it_asks_for(
+    model_path: str, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    kept: dict[str, object] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    begun = make_learner(model_path, **kept)
+    begun.train_step(make_batch(seed=1), BONUS)
+    begun.save(tmp_path / "state")
+    moved = []
+    for settings in (kept, kept | changed):
+        learner = make_learner(model_path, **settings)
+        learner.load(tmp_path / "state")
+        moved.append(weights_after_step(learner, make_batch(seed=2)))
+    assert torch.equal(moved[0], weights_after_step(begun, make_batch(seed=2)))
+    assert not torch.allclose(moved[0], moved[1], atol=1e-5)
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path)
     learner.save(tmp_path / "state")

@@ -133,10 +133,8 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             [p for p in self._policy.parameters() if p.requires_grad],
             lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
+            **_adamw_settings(config),
         )
         self._num_skipped_in_a_row = 0
 
@@ -244,6 +242,9 @@ class Learner:
             optim_state_dict=state["optimizer"],
             options=self._state_options,
         )
+        # A checkpoint brings the settings that it was written with.
+        for group in self._optimizer.param_groups:
+            group.update(_adamw_settings(self._spec.config))
         torch.set_rng_state(state["torch_random"])
 
     def _of_rank_0(self, *paths: Path) -> Sequence[Path]:
@@ -393,6 +394,11 @@ def _metrics(
         peak_flops=work.peak_flops,
         num_skipped_updates=num_updates - len(norms),
     )
+
+
+def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:
+    """What AdamW takes from the configuration beside its learning rate, which each step has."""
+    return {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
 
 
 def _reason(error: BaseException) -> str:
