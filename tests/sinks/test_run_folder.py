@@ -18,7 +18,7 @@ from ludus.proto.runs import (
 )
 from ludus.trainer import run_folder
 from ludus.trainer.metrics import StepValues
-from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.run_folder import RunFolder, run_id
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
 
@@ -217,6 +217,22 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Pat
         RunFolder.create(config(tmp_path / "runs"), overwrite=False)
     with pytest.raises(ConfigError, match="cannot be written"):
         RunFolder.reopen(config(tmp_path / "runs"), 3)
+
+
+def test_a_run_keeps_its_id_until_nothing_is_left_of_it(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), overwrite=False)
+    first = run_id(folder.path)
+    folder.close()
+    again = RunFolder.reopen(config(tmp_path), 0)
+    assert run_id(again.path) == first
+    again.close()
+    replacing = RunFolder.create(config(tmp_path), overwrite=True)
+    assert run_id(replacing.path) == first
+    replacing.discard()
+    assert not replacing.path.exists()
+    elsewhere = RunFolder.create(config(tmp_path / "other"), overwrite=False)
+    assert run_id(elsewhere.path) != first
+    elsewhere.close()
 
 
 def test_a_relative_folder_means_the_same_one_wherever_a_process_runs(

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, load_run_config
+from ludus.proto.config import (
+    FolderWeightStore,
+    RayWeightStore,
+    RunConfig,
+    S3WeightStore,
+    load_run_config,
+)
 from ludus.proto.errors import ConfigError
-from ludus.trainer.actors.weight_store import located
+from ludus.trainer.actors.weight_store import located, make_store
+from ludus.trainer.run_folder import RunFolder, run_id
+from tests.weights.states import assert_same, make_state, publish
 
 S3 = ["weights.kind=s3", "weights.bucket=models"]
 
@@ -49,10 +57,26 @@ def test_the_type_that_travels_is_the_learners_unless_it_is_said() -> None:
 
 
 def test_each_run_has_a_place_of_its_own(tmp_path: Path) -> None:
-    folder = located(FolderWeightStore(), "run-1", tmp_path / "runs" / "run-1")
-    assert folder.path == str(tmp_path / "runs" / "run-1" / "weights")
-    shared = located(FolderWeightStore(path="/shared/weights"), "run-1", tmp_path)
-    assert shared.path == "/shared/weights/run-1"
-    bucket = located(S3WeightStore(bucket="models", prefix="team/"), "run-1", tmp_path)
-    assert bucket.prefix == "team/run-1"
-    assert located(S3WeightStore(bucket="models", prefix=""), "run-1", tmp_path).prefix == "run-1"
+    path = tmp_path / "runs" / "run-1"
+    folder = located(FolderWeightStore(), path, "7f3a")
+    assert folder.path == str(path / "weights")
+    shared = located(FolderWeightStore(path="/shared/weights"), path, "7f3a")
+    assert shared.path == "/shared/weights/run-1-7f3a"
+    bucket = located(S3WeightStore(bucket="models", prefix="team/"), path, "7f3a")
+    assert bucket.prefix == "team/run-1-7f3a"
+    at_top = located(S3WeightStore(bucket="models", prefix=""), path, "7f3a")
+    assert at_top.prefix == "run-1-7f3a"
+
+
+def test_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_path: Path) -> None:
+    """A store removes what earlier processes of its run have left."""
+    config = FolderWeightStore(path=str(tmp_path / "shared"))
+    stores, published = [], []
+    for output_dir in ("mine", "theirs"):
+        run = RunConfig.model_validate({"name": "demo", "output_dir": str(tmp_path / output_dir)})
+        folder = RunFolder.create(run, overwrite=False)
+        stores.append(make_store(located(config, folder.path, run_id(folder.path))))
+        published.append(publish(stores[-1], 1))
+        folder.close()
+    for store, version in zip(stores, published, strict=True):
+        assert_same(store.fetch(version).state, make_state(1))

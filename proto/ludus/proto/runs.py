@@ -11,6 +11,7 @@ runs/<name>/
     tensorboard/     event files, when metrics.tensorboard is set
     wandb/           what `wandb sync` sends, when metrics.wandb is set
     control.json     RunControl: what the user wants changed while the run continues
+    run-id           tells its weights from those of another run of the same name
     trainer.log      what the trainer's driver logged
     environment.log  what the environment server that the run started logged; with several
                      environments each has its own, environment-<name>.log
@@ -34,6 +35,7 @@ CHART_FILE = "chart.json"
 REPORT_FILE = "report.html"
 CONTROL_FILE = "control.json"
 LOG_FILE = "trainer.log"
+RUN_ID_FILE = "run-id"
 ENVIRONMENT_LOG_FILE = "environment.log"
 CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tensorboard"

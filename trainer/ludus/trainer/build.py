@@ -45,7 +45,7 @@ from ludus.trainer.prepare import (
 )
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.player import limits_of
-from ludus.trainer.run_folder import RunFolder, path_of
+from ludus.trainer.run_folder import RunFolder, path_of, run_id
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import together
 
@@ -124,7 +124,7 @@ async def infrastructure_of(
     The order matters: a server refuses bad options before Ray takes seconds to start, and
     Ray forks processes, which must happen before this one speaks gRPC.
     """
-    check_reachable(located(run.weights, run.name, run_path))
+    check_reachable(located(run.weights, run_path, run_id(run_path)))
     with local_servers(run, run_path) as servers:
         async with place_in_ray(run, with_learner=with_learner) as placement:
             with _token(run_path, placement) as token:
@@ -170,7 +170,7 @@ def worker_spec(
     run: RunConfig, model_path: str, infrastructure: Infrastructure, run_path: Path
 ) -> RolloutWorkerSpec:
     addresses = {name: one.address for name, one in infrastructure.environments.items()}
-    weights = located(run.weights, run.name, run_path)
+    weights = located(run.weights, run_path, run_id(run_path))
     return RolloutWorkerSpec(run, model_path, addresses, weights, infrastructure.token)
 
 

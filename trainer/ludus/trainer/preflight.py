@@ -20,7 +20,7 @@ from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import check_streams, read_state
 from ludus.trainer.environments import check_names, fixed_policies
 from ludus.trainer.prepare import check_model_path
-from ludus.trainer.run_folder import path_of
+from ludus.trainer.run_folder import new_run_id, path_of
 
 
 def preflight(run: RunConfig, resume: Resume) -> None:
@@ -36,7 +36,7 @@ def preflight(run: RunConfig, resume: Resume) -> None:
     if is_local():
         _check_gpus(run)
     folder = path_of(run)
-    check_reachable(located(run.weights, run.name, folder))
+    check_reachable(located(run.weights, folder, new_run_id()))
     _check_folder(folder)
     checkpoint = starting_point(run, resume)
     if checkpoint is not None:

@@ -24,6 +24,7 @@ from ludus.proto.runs import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
+    RUN_ID_FILE,
     TRANSCRIPTS_FILE,
     EvalReport,
     HeldWeights,
@@ -46,6 +47,23 @@ _PARTIAL = ".partial"
 def path_of(run: RunConfig) -> Path:
     """The folder of a run: absolute, so that processes elsewhere mean the same one."""
     return Path(run.output_dir).absolute() / run.name
+
+
+def run_id(path: Path) -> str:
+    """What tells the run of a folder from others of its name; made where there is none yet.
+
+    It outlives a resume, and a run that takes the folder over: what the one has left elsewhere is
+    the other's to remove.
+    """
+    file = path / RUN_ID_FILE
+    if not file.exists():
+        write_atomically(file, new_run_id())
+    return file.read_text(encoding="utf-8")
+
+
+def new_run_id() -> str:
+    """An id that no run has."""
+    return os.urandom(6).hex()
 
 
 class RunFolder:
@@ -228,6 +246,7 @@ class RunFolder:
         """Remove the folder."""
         self._close_all()
         _empty(self.path)
+        (self.path / RUN_ID_FILE).unlink(missing_ok=True)
         self._lock.release()
         with suppress(OSError):  # another run of this name begins already
             self.path.rmdir()
@@ -307,8 +326,8 @@ def _locked(path: Path) -> Iterator[RunLock]:
 
 
 def _entries(path: Path) -> list[Path]:
-    """What is in a folder beside its lock."""
-    return [entry for entry in path.iterdir() if entry.name != LOCK_FILE]
+    """What is in a folder beside its lock and its id."""
+    return [entry for entry in path.iterdir() if entry.name not in (LOCK_FILE, RUN_ID_FILE)]
 
 
 def _empty(path: Path) -> None:

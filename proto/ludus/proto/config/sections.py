@@ -283,7 +283,8 @@ class FolderWeightStore(_WeightStore):
 
     kind: Literal["folder"] = "folder"
     path: str | None = None
-    """Folder, in which each run makes one of its name; null takes `weights` in the run's own."""
+    """Folder, in which each run makes one of its name and id; null takes `weights` in the run's
+    own."""
 
 
 class S3WeightStore(_WeightStore):
@@ -297,7 +298,7 @@ class S3WeightStore(_WeightStore):
     bucket: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
     """Bucket; it must exist."""
     prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!_.*'()/-]{0,256}$")] = "ludus"
-    """First part of all keys; the run's name follows."""
+    """First part of all keys; the run's name and id follow."""
     endpoint: str | None = None
     """URL of a store that is not Amazon's, for example http://127.0.0.1:9000."""
     region: str = "us-east-1"

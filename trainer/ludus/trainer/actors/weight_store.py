@@ -19,14 +19,18 @@ def make_store(config: WeightStoreConfig) -> VersionStore:
     return VersionStore(_make_backend(config), config)
 
 
-def located(config: WeightStoreConfig, run_name: str, run_path: Path) -> WeightStoreConfig:
-    """The configuration with a place that no other run uses, told from every machine."""
+def located(config: WeightStoreConfig, run_path: Path, run_id: str) -> WeightStoreConfig:
+    """The configuration with a place that no other run uses, told from every machine.
+
+    Runs in different folders may have one name, and each removes what it finds in its place.
+    """
+    place = f"{run_path.name}-{run_id}"
     match config:
         case FolderWeightStore():
-            path = Path(config.path) / run_name if config.path else run_path / "weights"
+            path = Path(config.path) / place if config.path else run_path / "weights"
             return config.model_copy(update={"path": str(path.absolute())})
         case S3WeightStore():
-            prefix = "/".join(part for part in (config.prefix.strip("/"), run_name) if part)
+            prefix = "/".join(part for part in (config.prefix.strip("/"), place) if part)
             return config.model_copy(update={"prefix": prefix})
     return config
 
