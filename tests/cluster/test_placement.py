@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -10,7 +15,19 @@ from hypothesis import strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ludus.proto.config import RunConfig
-from ludus.trainer.actors.placement import Demand, Request, Resources, in_cluster, on_one_machine
+from ludus.proto.errors import ConfigError
+from ludus.trainer.actors import cluster
+from ludus.trainer.actors.buffer import RemoteBuffer
+from ludus.trainer.actors.placement import (
+    Demand,
+    Placement,
+    Request,
+    Resources,
+    in_cluster,
+    on_one_machine,
+)
+from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.workers import RolloutWorkers
 
 DRIVER_NODE = "ab" * 28
 
@@ -121,7 +138,83 @@ def test_room_is_found_exactly_where_trying_every_way_finds_it(
 
     ways = itertools.product(range(len(nodes)), repeat=num_ranks + num_workers)
     asked = demand(num_ranks, {"CPU": rank}, num_workers, {"CPU": worker}, on_one_node=on_one_node)
-    assert asked.fits([{"CPU": float(n)} for n in nodes]) is any(is_way(way) for way in ways)
+    there: list[Resources] = [{"CPU": float(n)} for n in nodes]
+    assert asked.fits(there) is any(is_way(way) for way in ways)
+    if asked.fits(there):
+        most = asked.most_workers(there)
+        assert replace(asked, workers=replace(asked.workers, num_actors=most)).fits(there)
+        one_more = replace(asked.workers, num_actors=most + 1)
+        assert not replace(asked, workers=one_more).fits(there)
+
+
+@contextmanager
+def ray_of_its_own() -> Iterator[bool]:
+    yield True
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, which a run has for itself."""
+    monkeypatch.setattr(cluster, "_joined_ray", ray_of_its_own)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 2.0}}])
+
+
+async def place(run: RunConfig) -> Placement:
+    async with cluster.place_in_ray(run) as placement:
+        return placement
+
+
+@pytest.mark.usefixtures("two_gpus")
+async def test_workers_that_no_machine_will_ever_hold_are_not_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rank = {"num_gpus_per_rank": 1}
+    placement = await place(
+        config(learner=rank, rollout={"num_workers": 3, "num_gpus_per_worker": 1})
+    )
+    assert placement.most_workers == 1
+    told = "warning: rollout.num_workers = 3, but this machine has room for 1, each with 1 GPU"
+    assert told in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no room.*2 rollout workers with 1 GPU"):
+        await place(
+            config(
+                learner=rank,
+                rollout={"num_workers": 2, "min_workers": 2, "num_gpus_per_worker": 1},
+            )
+        )
+
+
+@pytest.mark.usefixtures("two_gpus")
+async def test_workers_without_gpus_are_as_many_as_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    placement = await place(config(rollout={"num_workers": 4}))
+    assert placement.most_workers >= 4
+    assert capsys.readouterr().err == ""
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+@dataclass(slots=True)
+class UnstartedWorkers(RolloutWorkers):
+    """Workers without Ray, of which none becomes ready."""
+
+    def _add(self) -> None:
+        self._supervisors[next(self._numbers)] = asyncio.create_task(never())
+
+
+async def test_no_more_workers_are_wanted_than_there_is_room_for() -> None:
+    run = config(rollout={"num_workers": 2})
+    spec = RolloutWorkerSpec(run, "model", {}, run.weights)
+    placement = replace(on_one_machine(run), most_workers=3)
+    workers = UnstartedWorkers(spec, cast(RemoteBuffer, None), placement)
+    for wanted, gets in ((2, 2), (9, 3)):
+        workers.resize(wanted)
+        assert workers.num_wanted == gets
+    for supervisor in workers._supervisors.values():
+        supervisor.cancel()
 
 
 def test_what_is_asked_and_what_is_there_are_said_in_words() -> None:

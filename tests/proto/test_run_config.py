@@ -49,6 +49,14 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
         ),
         (["environment.rewards=[{weight: 1}]"], ["--set environment.rewards", "JSON or TOML"]),
         (["name=../../etc"], ["name", "'../../etc'"]),
+        (
+            ["generator.kind=vllm", "generator.max_model_tokens=511"],
+            ["generator.max_model_tokens = 511", "rollout.max_tokens = 512"],
+        ),
+        (
+            ["generator.kind=vllm", "generator.tensor_parallel_size=2"],
+            ["tensor_parallel_size = 2", "rollout.num_gpus_per_worker = 0; set it to 2"],
+        ),
     ],
 )
 def test_a_mistake_is_named_with_field_value_and_way_out(
@@ -95,6 +103,12 @@ def test_another_kind_replaces_its_section_and_the_same_kind_does_not() -> None:
 def test_a_section_without_kind_is_the_default_variant() -> None:
     run = load_run_config(None, ["generator.max_batch_size=8"])
     assert run.generator.kind == "transformers"
+
+
+def test_an_engine_as_long_as_an_episode_on_as_many_gpus_as_it_spreads_over_is_right() -> None:
+    engine = ["generator.max_model_tokens=512", "generator.tensor_parallel_size=2"]
+    gpus = "rollout.num_gpus_per_worker=2"
+    assert load_run_config(None, ["generator.kind=vllm", *engine, gpus]).generator.kind == "vllm"
 
 
 def test_a_configuration_survives_its_own_json() -> None:

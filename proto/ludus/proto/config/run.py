@@ -165,6 +165,7 @@ class RunConfig(Section):
     def _sections_fit(self) -> Self:
         self._check_minibatches()
         self._check_tokens()
+        self._check_engine()
         self._check_temperatures()
         self._check_sessions()
         self._check_algorithm()
@@ -199,6 +200,23 @@ class RunConfig(Section):
                     f"environments.{name}: max_completion_tokens = {completion} leaves no room "
                     f"for a prompt in max_tokens = {num_tokens}; lower the one or raise the other"
                 )
+
+    def _check_engine(self) -> None:
+        if not isinstance(self.generator, VllmGenerator):
+            return
+        longest, num_gpus = self.generator.max_model_tokens, self.generator.tensor_parallel_size
+        if longest is not None and longest < self.rollout.max_tokens:
+            raise ValueError(
+                f"generator.max_model_tokens = {longest} is less than rollout.max_tokens = "
+                f"{self.rollout.max_tokens}, and vLLM would refuse what is longer; raise the one, "
+                "lower the other, or leave max_model_tokens out"
+            )
+        if num_gpus > 1 and self.rollout.num_gpus_per_worker != num_gpus:
+            raise ValueError(
+                f"generator.tensor_parallel_size = {num_gpus} spreads a model over as many GPUs, "
+                f"but rollout.num_gpus_per_worker = {self.rollout.num_gpus_per_worker:g}; set it "
+                f"to {num_gpus}"
+            )
 
     def _check_temperatures(self) -> None:
         if not isinstance(self.generator, VllmGenerator):

@@ -32,6 +32,7 @@ from ludus.trainer.actors.placement import (
     Demand,
     Placement,
     Resources,
+    amounts,
     in_cluster,
     on_one_machine,
 )
@@ -158,7 +159,14 @@ async def _find_place(run: RunConfig, *, is_own: bool, with_learner: bool) -> Pl
         nodes = [node["Resources"] for node in ray.nodes()]
         if not placement.demand.fits(nodes):
             raise ConfigError(_no_room("this machine", placement.demand, nodes))
-        return placement
+        most = placement.demand.most_workers(nodes)
+        if run.rollout.num_workers > most:
+            _say(
+                f"rollout.num_workers = {run.rollout.num_workers}, but this machine has room for "
+                f"{most}, each with {amounts(placement.demand.workers.each)}: the run has {most}"
+            )
+        # No node joins this one: who waited for room would wait for ever.
+        return replace(placement, most_workers=most)
     seen = await asyncio.to_thread(survey)
     driver_node = ray.get_runtime_context().get_node_id()
     placement = in_cluster(run, seen.nodes, driver_node, with_learner=with_learner)

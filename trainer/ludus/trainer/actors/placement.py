@@ -14,7 +14,7 @@ of a group are kept for what the group is there for, and a group that has no nod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -29,6 +29,8 @@ Resources = Mapping[str, float]
 """Amounts by the names that Ray gives them: CPU, GPU, and custom ones."""
 
 LEARNER_RESOURCE, ROLLOUT_RESOURCE = "learner", "rollout"
+ANY_NUMBER = 2**31
+"""More actors than anybody asks for."""
 _ROUNDING = 1e-6
 """Shares of a GPU add up to whole ones but for this."""
 
@@ -74,6 +76,15 @@ class Demand:
 
     def fits(self, nodes: Iterable[Resources]) -> bool:
         """Whether there is any way to place all actors on nodes with these resources."""
+        return self._num_workers_fitting(nodes) >= self.workers.num_actors
+
+    def most_workers(self, nodes: Iterable[Resources]) -> int:
+        """How many workers have room beside all ranks, however many are asked for."""
+        workers = replace(self.workers, num_actors=ANY_NUMBER)
+        return min(ANY_NUMBER, replace(self, workers=workers)._num_workers_fitting(nodes))
+
+    def _num_workers_fitting(self, nodes: Iterable[Resources]) -> int:
+        """The most workers beside all ranks; -1 where these do not fit."""
         # best[k]: the most workers that have room when k ranks are placed, node after node.
         best = {0: 0}
         for node in nodes:
@@ -86,7 +97,7 @@ class Demand:
                         most = better.get(num_ranks, 0)
                         better[num_ranks] = max(most, workers_before + num_workers)
             best = better
-        return best.get(self.ranks.num_actors, -1) >= self.workers.num_actors
+        return best.get(self.ranks.num_actors, -1)
 
     def offered_by(self, nodes: Iterable[Resources]) -> str:
         """What the nodes have of what is asked for, for people."""
@@ -116,6 +127,8 @@ class Placement:
     """Room for the learner's ranks, a bundle for each; None on one machine."""
     join_timeout_s: float = 0.0
     """See placement.join_timeout_s of the configuration."""
+    most_workers: int = ANY_NUMBER
+    """Rollout workers that there will ever be room for."""
 
     @property
     def is_one_machine(self) -> bool:

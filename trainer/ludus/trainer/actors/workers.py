@@ -117,8 +117,12 @@ class RolloutWorkers:
         }
 
     def resize(self, num_workers: int) -> None:
-        """Want so many workers from now on, never fewer than min_workers."""
+        """Want so many workers from now on: min_workers at least, and as there is ever room for."""
         num_workers = max(num_workers, self.spec.run.rollout.min_workers)
+        most = self.placement.most_workers
+        if num_workers > most:
+            _log.warning("%d workers are wanted, and there is room for %d", num_workers, most)
+            num_workers = most
         while len(self._supervisors) < num_workers:
             self._add()
         while len(self._supervisors) > num_workers:
