@@ -111,6 +111,30 @@ def test_an_engine_as_long_as_an_episode_on_as_many_gpus_as_it_spreads_over_is_r
     assert load_run_config(None, ["generator.kind=vllm", *engine, gpus]).generator.kind == "vllm"
 
 
+@pytest.mark.parametrize(
+    ("alone", "name"),
+    [
+        ({"address": "grpc://127.0.0.1:9"}, "127-0-0-1-9"),
+        ({"address": "http://me:secret@10.0.0.7:8000/"}, "10-0-0-7-8000"),
+        ({"address": "grpc://blackjack:50051"}, "blackjack"),
+        ({"address": "grpc://gateway:50051/chess"}, "chess"),
+        ({"address": "ws://host:8000/poker/ws"}, "poker"),
+        ({"package": "math_env"}, "math"),
+        ({"package": "my.envs:Guess"}, "Guess"),
+        ({"options": {"game": "catch"}}, "catch"),
+    ],
+)
+def test_an_environment_alone_is_called_by_what_it_plays_or_where_it_is(
+    alone: dict[str, object], name: str
+) -> None:
+    kind = "remote" if "address" in alone else "local"
+    run = RunConfig.model_validate({"environment": {**alone, "kind": kind}})
+    assert list(run.environments) == [name]
+    assert run.section_of(name) == "environment"
+    both = {name: run.environment, "other": run.environment}
+    assert RunConfig(environments=both).section_of(name) == f"environments.{name}"
+
+
 def test_a_configuration_survives_its_own_json() -> None:
     run = load_run_config(None, ["generator.kind=vllm", "weights.kind=folder"])
     assert RunConfig.model_validate_json(run.model_dump_json()) == run

@@ -164,7 +164,7 @@ async def test_a_rollout_function_meets_limits_and_bad_answers_as_the_loop_does(
     player, _ = make_player(client, chat, iter([]), rollout_function=play_and_say_nothing)
     failed = await player.play(4, SAMPLING)
     assert failed.status is RolloutStatus.FAILED
-    assert "environments.game.rollout expected to return Ended" in failed.failure
+    assert "environment 'game': rollout expected to return Ended" in failed.failure
     assert server.core.load.num_sessions == 0
 
 

@@ -211,7 +211,7 @@ async def test_an_environment_without_tools_is_refused(chat: ChatTokenizer) -> N
         EnvServer(CountingEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        with pytest.raises(ConfigError, match=r"environments\.sums\.tools = true"):
+        with pytest.raises(ConfigError, match="environment 'sums': tools = true"):
             await play(client, chat, lambda _: "ADD 1")
         assert server.core.load.num_sessions == 0
 

@@ -32,7 +32,13 @@ from ludus.trainer.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
-from ludus.trainer.environments import Environment, connected, fixed_policies, local_servers
+from ludus.trainer.environments import (
+    Environment,
+    check_remote,
+    connected,
+    fixed_policies,
+    local_servers,
+)
 from ludus.trainer.evaluation import Evaluator, play_baselines
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
@@ -121,10 +127,11 @@ async def infrastructure_of(
 ) -> AsyncIterator[Infrastructure]:
     """Ray and the run's environments, connected; what the run started ends with it.
 
-    The order matters: a server refuses bad options before Ray takes seconds to start, and
+    The order matters: servers refuse what is wrong before Ray takes seconds to start, and
     Ray forks processes, which must happen before this one speaks gRPC.
     """
     check_reachable(located(run.weights, run_path, run_id(run_path)))
+    await check_remote(run)
     with local_servers(run, run_path) as servers:
         async with place_in_ray(run, with_learner=with_learner) as placement:
             with _token(run_path, placement) as token:
@@ -191,7 +198,7 @@ async def _baselines_of(
     if not config.baselines:
         return {}
     policies: dict[str, FixedPolicy] = {RANDOM_POLICY: random_policy(environment.description)}
-    policies |= fixed_policies(name, config, environment.description.options)
+    policies |= fixed_policies(run, name, environment.description.options)
     max_turns = limits_of(run, name).max_turns
     return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 

@@ -9,17 +9,22 @@ are forked later (Ray's) must be there before this one speaks gRPC.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.client.resume import check_replayable
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
+from ludus.env.transports.address import parse_address
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.config.environment import RANDOM_POLICY
@@ -27,6 +32,9 @@ from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableErro
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
+
+_ANSWERS_WITHIN_S = 3.0
+_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +66,14 @@ def check_names(run: RunConfig) -> None:
                 import_object(term.function, "environment.rewards")
 
 
-def fixed_policies(
-    name: str, config: EnvironmentConfig, options: JsonObject
-) -> dict[str, FixedPolicy]:
+def fixed_policies(run: RunConfig, name: str, options: JsonObject) -> dict[str, FixedPolicy]:
     """The environment's own fixed policies, which all of its baselines but `random` are.
 
     Raises:
         ConfigError: it has no policy of that name.
     """
     policies: dict[str, FixedPolicy] = {}
-    field = f"environments.{name}"
+    config, field = run.environments[name], run.section_of(name)
     if config.policies is not None:
         policies = import_object(config.policies, f"{field}.policies")(options)
     unknown = sorted(set(config.baselines) - policies.keys() - {RANDOM_POLICY})
@@ -77,6 +83,32 @@ def fixed_policies(
             f"{sorted({*policies, RANDOM_POLICY})}"
         )
     return policies
+
+
+async def check_remote(run: RunConfig) -> None:
+    """Check that something listens at the address of each remote environment, all at once.
+
+    This speaks no gRPC, so that it may come before anything heavy starts.
+
+    Raises:
+        ConfigError: nothing does at one of them.
+    """
+    addresses = {
+        name: config.address
+        for name, config in run.environments.items()
+        if isinstance(config, RemoteEnvironment)
+    }
+    reasons = await asyncio.gather(*map(_why_closed, addresses.values()))
+    closed = [
+        f"{run.section_of(name)}.address = '{parse_address(address)}': {reason}"
+        for (name, address), reason in zip(addresses.items(), reasons, strict=True)
+        if reason is not None
+    ]
+    if closed:
+        raise ConfigError(
+            "; ".join(closed) + f"; expected a server that answers within {_ANSWERS_WITHIN_S:g} s: "
+            "start it, or correct the address"
+        )
 
 
 @contextmanager
@@ -122,7 +154,9 @@ async def connected(
         environments = {}
         for name, config in run.environments.items():
             address = _address(config, servers.get(name))
-            client = await stack.enter_async_context(await _connect(name, config, address))
+            client = await stack.enter_async_context(
+                await _connect(run.section_of(name), config, address)
+            )
             description = await client.describe()
             if config.resume:
                 check_replayable(description)
@@ -162,7 +196,7 @@ def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
     return server.addresses.grpc
 
 
-async def _connect(name: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
+async def _connect(section: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
     """A client; a server that is not there when a run begins is the user's to fix."""
     try:
         return await AsyncEnvClient.connect(
@@ -171,4 +205,25 @@ async def _connect(name: str, config: EnvironmentConfig, address: str) -> AsyncE
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
     except (UnavailableError, AuthenticationError) as error:
-        raise ConfigError(f"environments.{name}.address = '{address}': {error}") from error
+        raise ConfigError(f"{section}.address = '{parse_address(address)}': {error}") from error
+
+
+async def _why_closed(address: str) -> str | None:
+    """Why nothing takes connections at an address; None where something does."""
+    server = parse_address(address)
+    parts = urlsplit(f"//{server.authority}")
+    if parts.hostname is None or (getproxies() and not proxy_bypass(parts.hostname)):
+        return None  # a proxy may reach what this machine does not
+    port = parts.port or (443 if server.is_grpc or server.is_secure else 80)
+    deadline_s = time.monotonic() + _ANSWERS_WITHIN_S
+    while True:
+        try:
+            async with asyncio.timeout(max(_PAUSE_S, deadline_s - time.monotonic())):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+        except OSError as error:
+            if time.monotonic() + _PAUSE_S > deadline_s:
+                return error.strerror or "no answer"
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            writer.close()
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import check_streams, read_state
-from ludus.trainer.environments import check_names, fixed_policies
+from ludus.trainer.environments import check_names, check_remote, fixed_policies
 from ludus.trainer.prepare import check_model_path
 from ludus.trainer.run_folder import new_run_id, path_of
 
@@ -31,6 +32,7 @@ def preflight(run: RunConfig, resume: Resume) -> None:
     """
     check_names(run)
     _check_environments(run)
+    asyncio.run(check_remote(run))
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
     if is_local():
@@ -50,7 +52,7 @@ def _check_environments(run: RunConfig) -> None:
         if not isinstance(environment, LocalEnvironment):
             continue
         environment_factory(environment.package, environment.options)().close()
-        fixed_policies(name, environment, environment.options)
+        fixed_policies(run, name, environment.options)
 
 
 def _check_gpus(run: RunConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -195,10 +197,30 @@ class Curriculum(Section):
 
 
 def name_of_environment(tree: dict[str, Any]) -> str:
-    """The name of an environment that stands alone, by what it plays."""
+    """The name of an environment that stands alone, by what it plays, or where it is."""
     options = tree.get("options")
     game = options.get("game") if isinstance(options, dict) else None
-    source = str(game or tree.get("package") or tree.get("address") or "openspiel_env")
-    last = source.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    source = game or tree.get("package")
+    if source is None and "address" in tree:
+        last = _place_at(str(tree["address"]))
+    else:
+        last = str(source or "openspiel_env").rstrip("/").rpartition("/")[2].rpartition(":")[2]
     name = "".join(c if c.isalnum() or c in "_-" else "-" for c in last).strip("_-")
     return (name.removesuffix("_env") or "environment")[:47]
+
+
+def _place_at(address: str) -> str:
+    """What an address ends with: a path, or a host, which has a port where it is but a number."""
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+    except ValueError:
+        return "environment"
+    path = parts.path.rstrip("/").removesuffix("/ws")
+    if path:
+        return path.rpartition("/")[2]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return parts.netloc.rpartition("@")[2]

@@ -191,13 +191,13 @@ class RunConfig(Section):
             completion = environment.max_completion_tokens or self.rollout.max_completion_tokens
             if num_tokens > self.rollout.max_tokens:
                 raise ValueError(
-                    f"environments.{name}.max_tokens = {num_tokens} is more than "
+                    f"{self.section_of(name)}.max_tokens = {num_tokens} is more than "
                     f"rollout.max_tokens = {self.rollout.max_tokens}, which the model is made "
                     "ready for; lower the one or raise the other"
                 )
             if completion >= num_tokens:
                 raise ValueError(
-                    f"environments.{name}: max_completion_tokens = {completion} leaves no room "
+                    f"{self.section_of(name)}: max_completion_tokens = {completion} leaves no room "
                     f"for a prompt in max_tokens = {num_tokens}; lower the one or raise the other"
                 )
 
@@ -273,3 +273,10 @@ class RunConfig(Section):
     def environment(self) -> LocalEnvironment | RemoteEnvironment:
         """The first environment, for what shows one only."""
         return next(iter(self.environments.values()))
+
+    def section_of(self, name: str) -> str:
+        """The section of an environment, as one writes it: alone, it needs no name."""
+        is_alone = len(self.environments) == 1
+        if is_alone and name == name_of_environment(self.environments[name].model_dump()):
+            return "environment"
+        return f"environments.{name}"

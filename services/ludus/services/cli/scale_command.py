@@ -54,8 +54,8 @@ def _check(run: RunConfig, workers: int) -> None:
         if isinstance(environment, LocalEnvironment) and wanted > environment.max_sessions:
             raise ConfigError(
                 f"--workers {workers} play num_groups_in_flight * group_size = {wanted} sessions "
-                f"at once, but environments.{name}.max_sessions = {environment.max_sessions}; "
-                f"begin the run with --set environments.{name}.max_sessions={wanted}"
+                f"at once, but {run.section_of(name)}.max_sessions = {environment.max_sessions}; "
+                f"begin the run with --set {run.section_of(name)}.max_sessions={wanted}"
             )
 
 

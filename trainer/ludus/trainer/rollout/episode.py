@@ -196,7 +196,7 @@ class Player:
             return Ended(RolloutStatus.INVALID_ACTION)
         if not isinstance(ended, Ended):
             raise TypeError(
-                f"environments.{self.environment}.rollout expected to return Ended(status, "
+                f"environment '{self.environment}': rollout expected to return Ended(status, "
                 f"fields), got {ended!r:.100}"
             )
         return ended

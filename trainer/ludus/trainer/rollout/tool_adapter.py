@@ -85,7 +85,7 @@ class Toolbox:
             tools = tuple(_tool_of(tool) for tool in listed.observation.get("tools", []))
         if not tools:
             raise ConfigError(
-                f"environments.{self._environment}.tools = true, but the environment "
+                f"environment '{self._environment}': tools = true, but "
                 f"'{description.name}' offers no tools; remove it"
             )
         answers_are_actions = description.has_text_view and not calls_are_steps

@@ -1,0 +1,96 @@
+"""Remote environments that are not there: refused early, and under the names they were given."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import Resume
+from ludus.trainer import build, environments
+from ludus.trainer.build import infrastructure_of
+from ludus.trainer.environments import check_remote
+from ludus.trainer.preflight import preflight
+from tests.env.served import port_of_nobody
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """Host and port where nobody listens."""
+    with port_of_nobody() as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_ANSWERS_WITHIN_S", 0.2)
+
+
+def alone(address: str) -> RunConfig:
+    return RunConfig.model_validate({"environment": {"kind": "remote", "address": address}})
+
+
+def several(**addresses: str) -> RunConfig:
+    named = {name: {"kind": "remote", "address": one} for name, one in addresses.items()}
+    return RunConfig.model_validate({"environments": named})
+
+
+async def begin(run: RunConfig, folder: Path) -> None:
+    async with infrastructure_of(run, folder):
+        pass
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_dead_address_is_refused_before_ray_starts(
+    nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def place_in_ray(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was to be started")
+
+    monkeypatch.setattr(build, "place_in_ray", place_in_ray)
+    with pytest.raises(ConfigError) as caught:
+        await begin(alone(f"grpc://{nobody}"), tmp_path)
+    told = str(caught.value)
+    assert told.startswith(f"environment.address = 'grpc://{nobody}': ")
+    assert "environments." not in told
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_dry_run_tells_it_too(nobody: str) -> None:
+    with pytest.raises(ConfigError, match=rf"environment\.address = 'ws://{nobody}'"):
+        preflight(alone(f"ws://{nobody}"), Resume.NEVER)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_all_that_are_dead_are_named_at_once_and_without_credentials(nobody: str) -> None:
+    there = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = there.sockets[0].getsockname()[1]
+    run = several(
+        first=f"http://me:open-sesame@{nobody}",
+        there=f"grpc://127.0.0.1:{port}",
+        last=f"grpc://{nobody}/chess",
+    )
+    with pytest.raises(ConfigError) as caught:
+        await check_remote(run)
+    told = str(caught.value)
+    assert f"environments.first.address = 'http://{nobody}'" in told
+    assert f"environments.last.address = 'grpc://{nobody}/chess'" in told
+    assert "there.address" not in told
+    assert "open-sesame" not in told
+    there.close()
+
+
+async def test_a_server_that_is_about_to_listen_is_waited_for() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        run = alone(f"grpc://127.0.0.1:{server.getsockname()[1]}")
+        checking = asyncio.create_task(check_remote(run))
+        await asyncio.sleep(0.05)
+        assert not checking.done()
+        server.listen()
+        await checking
