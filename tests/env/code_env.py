@@ -52,7 +52,7 @@ if __name__ == "__main__":
         # As in a pod without capabilities, whose runtime's filter forbids namespaces. First of
         # all, because it holds for one thread and for those that it starts.
         give_up_privileges()
-        refuse_system_calls()
+        refuse_system_calls(shares_processes=False)
 
     from ludus.env.serving.server import run_server_cli
 

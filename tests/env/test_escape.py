@@ -203,7 +203,7 @@ async def test_files_outside_can_neither_be_read_nor_written(target):
             told = await run(session, "result = open(path, 'a').write('x')", path=path)
             assert told.get("error") in {*DENIED, "OSError"}, (path, told)
         told = await run(session, "os.unlink(path)", path=str(target.secret_file))
-        assert told.get("error") in DENIED and target.secret_file.exists()
+        assert told.get("error") in {*DENIED, "OSError"} and target.secret_file.exists()
         told = await run(session, "os.listdir(path)", path=str(target.secret_file.parent))
         assert told.get("error") in DENIED
 
@@ -243,6 +243,63 @@ async def test_a_worker_has_a_folder_of_its_own_which_goes_with_it(target):
         await eventually(lambda: not Path(folder).exists())
 
 
+def without_layer(target: Target, layer: Layer) -> bool:
+    """True where the machine does not offer it."""
+    token = {"authorization": f"Bearer {SECRETS['LUDUS_ENV_TOKEN']}"}
+    text = httpx.get(f"{target.server.http_address}/metrics", headers=token, timeout=60).text
+    return f'layer="{layer}"}} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.chmod(path, 0o666)",
+        "os.utime(path, (1, 1))",
+        "os.setxattr(path, 'user.note', b'x')",
+        "os.chown(path, -1, os.getgid())",
+        "os.chmod(os.path.dirname(os.environ['TMPDIR']), 0)",
+    ],
+)
+async def test_what_is_known_of_files_outside_stays_as_it_was(target, change):
+    if without_layer(target, Layer.READ_ONLY):
+        pytest.skip("mounts are shared here")
+    async with a_session(target) as session:
+        told = await run(session, change, path=str(target.secret_file))
+        assert told.get("error") in {*DENIED, "OSError"}, told
+        own = "path = os.environ['TMPDIR'] + '/own'; open(path, 'w').close(); os.chmod(path, 0o700)"
+        await result_of(session, f"{own}; result = 1")
+
+
+async def test_a_worker_inherits_its_own_connection_alone(target):
+    code = """
+        result = []
+        for one in range(3, 256):
+            try:
+                result.append(os.readlink(f"/proc/self/fd/{one}").partition(":")[0])
+            except OSError:
+                pass
+    """
+    async with a_session(target) as session:
+        assert await result_of(session, code) == ["socket"]
+
+
+async def test_memory_of_one_worker_is_never_found_by_another(target):
+    code = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        result = libc.shmget(0x1DD5, 4096, flags)
+    """
+    async with sessions_on(target, 2) as (session, other):
+        await result_of(session, code, flags=0o1600)
+        assert await result_of(other, code, flags=0) == -1
+
+
+async def test_no_socket_goes_around_the_network(target):
+    told = "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
+    async with a_session(target) as session:
+        assert (await run(session, told)).get("error") in {*DENIED, "OSError"}
+
+
 # -- signals and children --------------------------------------------------------------
 
 
@@ -255,6 +312,34 @@ async def test_no_signal_reaches_another_process(target):
                 told = await run(session, "os.kill(pid, number)", pid=pid, number=number)
                 assert told.get("error") in DENIED, (pid, told)
         assert await result_of(other, "result = 1 + 1") == 2
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
+        "os.setpriority(os.PRIO_PROCESS, pid, 19)",
+        "os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))",
+        "os.sched_setaffinity(pid, {0})",
+    ],
+)
+async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed):
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        async with a_session(target) as session:
+            told = await run(session, f"import resource; {deed}", pid=bystander.pid)
+            assert told.get("error") in DENIED, told
+            own = """
+                import resource
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                os.nice(0)
+                os.sched_setaffinity(0, os.sched_getaffinity(0))
+                result = 1
+            """
+            await result_of(session, own)
+    finally:
+        bystander.kill()
+        bystander.communicate()
 
 
 async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(target):

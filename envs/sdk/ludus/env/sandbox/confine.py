@@ -1,6 +1,7 @@
 """The layers of a worker's sandbox, and the order in which they can be put on.
 
-    namespaces -> own folder -> user id -> privileges -> Landlock -> seccomp -> non-dumpable
+    namespaces -> own folder -> read-only mounts -> user id -> privileges -> Landlock -> seccomp
+        -> non-dumpable
 
 Mounts need what the user id gives up, rules of Landlock name the /proc of the namespace, the
 filter refuses what the layers before it have used, and a change of user makes a process
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from ludus.env.sandbox.kernel import NotOfferedError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
+from ludus.env.sandbox.namespaces import make_read_only
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process
 from ludus.env.sandbox.seccomp import refuse_system_calls
 from ludus.env.sandbox.surroundings import device_paths, system_paths, use_folder
@@ -30,6 +32,8 @@ class Layer(StrEnum):
     """What keeps a worker to itself."""
 
     NAMESPACES = "namespaces"
+    READ_ONLY = "read-only"
+    """Mounts, in the namespaces."""
     USER_ID = "user-id"
     NO_NEW_PRIVILEGES = "no-new-privileges"
     LANDLOCK = "landlock"
@@ -81,12 +85,19 @@ def confine(
     writable = [folder, *device_paths(), *also_writable]
     if not why_shared:
         writable.append(Path("/dev/shm"))
+
+    def close_mounts() -> None:
+        if why_shared:
+            raise NotOfferedError("it takes namespaces")
+        make_read_only(writable)
+
     steps: Iterable[tuple[Layer, Callable[[], object]]] = (
+        (Layer.READ_ONLY, close_mounts),
         (Layer.USER_ID, lambda: take_user_id(pid, folder, [*code, *named], also_writable)),
         (Layer.NO_NEW_PRIVILEGES, give_up_privileges),
         (Layer.LANDLOCK, lambda: restrict_files(readable, writable)),
         (Layer.SIGNAL_SCOPE, require_signal_scope),
-        (Layer.SECCOMP, refuse_system_calls),
+        (Layer.SECCOMP, lambda: refuse_system_calls(shares_processes=bool(why_shared))),
         (Layer.NON_DUMPABLE, hide_process),
     )
     for layer, put_on in steps:

@@ -22,6 +22,12 @@ CLONE_NEWNET = 0x4000_0000
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
 
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOUNT_ATTR_RDONLY = 1
+
 _CAPABILITY_VERSION_3 = 0x2008_0522
 _AMBIENT_CLEAR_ALL = 4
 
@@ -55,6 +61,25 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     words = [word.encode() for word in (source, target, kind)]
     status = _libc().mount(*words, ctypes.c_ulong(flags), options.encode())
     _checked(f"mount on {target}", status)
+
+
+def clone_mounts(path: str) -> int:
+    """A descriptor of what is mounted at and below a path, to be put in place again."""
+    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_RECURSIVE
+    return syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags)
+
+
+def put_mounts(descriptor: int, path: str) -> None:
+    """Mount over a path what `clone_mounts` has found."""
+    where = (descriptor, b"", _AT_FDCWD, path.encode())
+    syscall(_MOVE_MOUNT, *where, _MOVE_MOUNT_F_EMPTY_PATH)
+
+
+def make_mounts_read_only() -> None:
+    """Let this process's mount namespace change no file, its mode and times included."""
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
+    where = (_AT_FDCWD, b"/", _AT_RECURSIVE)
+    syscall(_MOUNT_SETATTR, *where, ctypes.byref(attributes), ctypes.sizeof(attributes))
 
 
 def drop_capabilities() -> None:

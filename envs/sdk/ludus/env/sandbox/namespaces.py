@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,12 @@ def require_namespaces(*, without_network: bool) -> None:
     if not hasattr(os, "pidfd_open"):
         raise NotOfferedError("this system has no process descriptors")
     reader, writer = os.pipe()
-    forked = fork_apart(without_network=without_network)
+    try:
+        forked = fork_apart(without_network=without_network)
+    except NotOfferedError:
+        for descriptor in (reader, writer):  # or every worker would inherit them
+            os.close(descriptor)
+        raise
     if forked.pid == 0:
         try:
             enter_namespaces()
@@ -102,6 +108,27 @@ def enter_namespaces() -> None:
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
     if _SHARED_MEMORY.is_dir():
         kernel.mount("tmpfs", str(_SHARED_MEMORY), "tmpfs", flags, _SHARED_MEMORY_OPTIONS)
+
+
+def make_read_only(writable: Iterable[Path]) -> None:
+    """Mount everything read-only but these, in namespaces of this process's own.
+
+    Landlock knows nothing of a file's mode, owner, times and attributes: who owns a file could
+    change them wherever it lies.
+    """
+    kept: list[tuple[int, str]] = []
+    try:
+        for path in writable:
+            with contextlib.suppress(FileNotFoundError):
+                kept.append((kernel.clone_mounts(str(path)), str(path)))
+        kernel.make_mounts_read_only()
+        for descriptor, place in kept:
+            kernel.put_mounts(descriptor, place)
+    finally:
+        for descriptor, _ in kept:
+            os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.chdir(os.getcwd())  # it may lie below what was mounted over
 
 
 def _divide(writer: int, without_network: bool) -> None:

@@ -1,8 +1,9 @@
 """A filter that refuses system calls which no environment needs and escapes begin with.
 
 What would look into other processes, make namespaces, mount, load code into the kernel, or
-reach large parts of it that few use. Refused calls fail with EPERM, as they do for whoever
-lacks the privilege.
+reach large parts of it that few use. Where process ids are shared with others, also what would
+set their limits and priorities, and memory that outlives who made it. Refused calls fail with
+EPERM, as they do for whoever lacks the privilege.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import errno
 import platform
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import NotOfferedError
@@ -18,8 +20,10 @@ from ludus.env.sandbox.kernel import NotOfferedError
 _SECCOMP_MODE_FILTER = 2
 _ALLOW, _FAIL, _KILL_PROCESS = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
+_Code: TypeAlias = tuple[int, int, int, int]
+_NOT_PERMITTED: _Code = (_RETURN, 0, 0, _FAIL | errno.EPERM)
 _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST = 0x15, 0x35
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT, _ARGUMENT_BYTES = 0, 4, 16, 8
 _X32_NUMBERS_FROM = 0x4000_0000
 _NAMESPACE_FLAGS = (
     kernel.CLONE_NEWNS
@@ -37,19 +41,33 @@ _SINCE_5_1 = {
 }
 """The same number on every architecture, as are all later calls."""
 _CLONE3 = 435
+_SOCKET_FAMILIES = (1, 2, 10, 16)
+"""Local, IPv4, IPv6, and what libraries ask addresses by: none goes around a network namespace."""
+_ITSELF = {
+    **{"prlimit64": (0,), "setpriority": (0, 0), "ioprio_set": (1, 0), "sched_setparam": (0,)},
+    **{"sched_setscheduler": (0,), "sched_setaffinity": (0,), "sched_setattr": (0,)},
+}
+"""First arguments with which a call is about who makes it. A limit of CPU time ends a process
+as a signal does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
     audit_number: int
     clone: int
+    socket: int
     refused: dict[str, int]
+    shared: dict[str, int]
+    """Refused where others have the same process ids: memory and queues that stay."""
+    of_others: dict[str, int]
+    """Refused there unless it is about the caller, as `_ITSELF` says."""
 
 
 _ARCHITECTURES = {
     "x86_64": _Architecture(
         0xC000_003E,
         56,
+        41,
         {
             **{"ptrace": 101, "syslog": 103, "vhangup": 153, "pivot_root": 155, "adjtimex": 159},
             **{"chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166},
@@ -62,10 +80,16 @@ _ARCHITECTURES = {
             **{"process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312},
             **{"finit_module": 313, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323},
         },
+        {"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
+        {
+            **{"setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144},
+            **{"sched_setaffinity": 203, "ioprio_set": 251, "prlimit64": 302, "sched_setattr": 314},
+        },
     ),
     "aarch64": _Architecture(
         0xC000_00B7,
         220,
+        198,
         {
             **{"umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58},
             **{"quotactl": 60, "acct": 89, "unshare": 97, "kexec_load": 104, "init_module": 105},
@@ -77,6 +101,12 @@ _ARCHITECTURES = {
             **{"clock_adjtime": 266, "setns": 268, "process_vm_readv": 270},
             **{"process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "bpf": 280},
             **{"userfaultfd": 282, "kexec_file_load": 294},
+        },
+        {"mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194},
+        {
+            **{"ioprio_set": 30, "sched_setparam": 118, "sched_setscheduler": 119},
+            **{"sched_setaffinity": 122, "setpriority": 140, "prlimit64": 261},
+            **{"sched_setattr": 274},
         },
     ),
 }
@@ -95,8 +125,11 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
 
 
-def refuse_system_calls() -> None:
+def refuse_system_calls(*, shares_processes: bool = True) -> None:
     """Install the filter, for this process and for whatever it starts.
+
+    Args:
+        shares_processes: others have the same process ids, and what one leaves in memory.
 
     Raises:
         NotOfferedError: it is not written for this architecture.
@@ -105,33 +138,60 @@ def refuse_system_calls() -> None:
     if architecture is None:
         known = " and ".join(_ARCHITECTURES)
         raise NotOfferedError(f"there is a filter for {known}, and this is {platform.machine()}")
-    program = _program(architecture)
+    program = _program(architecture, shares_processes)
     instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
     filter_ = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
 
 
-def _program(architecture: _Architecture) -> list[tuple[int, int, int, int]]:
-    not_permitted = (_RETURN, 0, 0, _FAIL | errno.EPERM)
+def _program(architecture: _Architecture, shares_processes: bool) -> list[_Code]:
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_IF_EQUAL, 1, 0, architecture.audit_number),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER_AT),
         (_JUMP_IF_AT_LEAST, 0, 1, _X32_NUMBERS_FROM),
-        not_permitted,
+        _NOT_PERMITTED,
         (_JUMP_IF_EQUAL, 0, 1, _CLONE3),
         # Its flags cannot be seen by a filter. The C library takes clone where there is none.
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]
-    for number in (architecture.refused | _SINCE_5_1).values():
-        program += [(_JUMP_IF_EQUAL, 0, 1, number), not_permitted]
+    refused = architecture.refused | _SINCE_5_1
+    if shares_processes:
+        refused |= architecture.shared
+        for name, number in architecture.of_others.items():
+            program += _unless_first_are(number, _ITSELF[name])
+    for number in refused.values():
+        program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]
     return [
         *program,
+        *_unless_of_family(architecture.socket),
         (_JUMP_IF_EQUAL, 0, 4, architecture.clone),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_LOAD, 0, 0, _ARGUMENTS_AT),
         (_AND, 0, 0, _NAMESPACE_FLAGS),
         (_JUMP_IF_EQUAL, 1, 0, 0),
-        not_permitted,
+        _NOT_PERMITTED,
         (_RETURN, 0, 0, _ALLOW),
     ]
+
+
+def _unless_first_are(number: int, values: tuple[int, ...]) -> list[_Code]:
+    checks: list[_Code] = []
+    for index, value in enumerate(values):
+        to_refusal = 2 * (len(values) - index) - 2
+        checks += [
+            (_LOAD, 0, 0, _ARGUMENTS_AT + index * _ARGUMENT_BYTES),
+            (_JUMP_IF_EQUAL, 0 if to_refusal else 1, to_refusal, value),
+        ]
+    checks += [_NOT_PERMITTED, (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]
+
+
+def _unless_of_family(number: int) -> list[_Code]:
+    families = [
+        (_JUMP_IF_EQUAL, len(_SOCKET_FAMILIES) - index, 0, family)
+        for index, family in enumerate(_SOCKET_FAMILIES)
+    ]
+    checks = [(_LOAD, 0, 0, _ARGUMENTS_AT), *families]
+    checks += [(_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]
