@@ -12,6 +12,7 @@ from ludus.env.grpc import backlog as backlog_module
 from ludus.env.grpc import call_server as call_server_module
 from ludus.env.grpc.backlog import Backlog, ReadAhead, ReplyWriter
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
+from ludus.env.messages.wire_format import check_fields
 from ludus.proto.env.v1 import env_pb2 as pb
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.polling import turns_of_the_loop
@@ -185,3 +186,67 @@ async def test_a_backlog_has_room_again_when_enough_is_done(monkeypatch):
     assert not waiting.done()
     backlog.remove(1)
     await waiting
+
+
+def embedded(field: int, content: bytes) -> bytes:
+    """A field of protobuf's wire format that holds a message."""
+    size, head = len(content), bytes([field << 3 | 2])
+    while size >= 0x80:
+        head, size = head + bytes([size & 0x7F | 0x80]), size >> 7
+    return head + bytes([size]) + content
+
+
+MANY = 300_000
+STEP_MANY = pb.Call.DESCRIPTOR.fields_by_name["step_many"].number
+SWELLING = {
+    "calls": embedded(1, b"") * MANY,
+    "steps": embedded(1, embedded(STEP_MANY, embedded(1, b"") * MANY)),
+    "oneofs": embedded(1, (embedded(2, b"") + embedded(3, b"")) * MANY),
+    "numbers": embedded(1, b"\x08\x01" * MANY),
+}
+
+
+async def refusal_of(message: bytes, address: str) -> grpc.aio.AioRpcError:
+    """What a stream is ended with on which the message came."""
+    async with grpc.aio.insecure_channel(address.removeprefix("grpc://")) as channel:
+        stream = channel.stream_stream("/ludus.env.v1.EnvService/Connect")()
+        await stream.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+    return told.value
+
+
+@pytest.mark.parametrize("place", ["server", "gateway"])
+async def test_a_message_that_would_swell_in_memory_is_refused_before_it_is_parsed(place):
+    async with served() as (gateway, (server,)):
+        address = (gateway if place == "gateway" else server).grpc_address
+        async with RawStream(address) as other:
+            mine = await other.open()
+            for message in SWELLING.values():
+                refused = await refusal_of(message, address)
+                assert "at most 65536 fields in one message" in (refused.details() or "")
+                assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await other.call.write(states(mine, 1))
+            assert await answers(other, 1) == 1
+
+
+@pytest.mark.parametrize("name", SWELLING)
+def test_fields_are_counted_as_they_are_nested(name):
+    message = SWELLING[name]
+    check_fields(pb.CallBatch, message, 2 * MANY + 2)
+    with pytest.raises(ValueError, match="fields in one message, got more"):
+        check_fields(pb.CallBatch, message, MANY - 1)
+
+
+def test_what_is_no_message_is_refused_as_such():
+    padding = b"\0" * 300_000
+    for message in (embedded(1, padding)[:-1], embedded(1, b"\x80" * 300_000), b"\x0b" + padding):
+        with pytest.raises(ValueError, match="expected"):
+            check_fields(pb.CallBatch, message, MANY * 10)
+            pb.CallBatch.FromString(message)
+
+
+def test_a_large_message_of_few_fields_is_let_through():
+    steps = pb.CallBatch(calls=[pb.Call(step=pb.StepRequest(action_text="x" * 400_000))])
+    check_fields(pb.CallBatch, steps.SerializeToString(), 4)

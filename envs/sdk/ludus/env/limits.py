@@ -33,6 +33,10 @@ MAX_BATCH_BYTES = 4 * _MIB
 """Calls and answers that would make a message larger travel in the next one."""
 MAX_CALLS_PER_MESSAGE = 1024
 """Calls in one message, and steps in one call: who sends more is cut off."""
+MAX_CALL_FIELDS = 64 * MAX_CALLS_PER_MESSAGE
+"""Fields of one message of calls, whatever its bytes."""
+MAX_REPLY_FIELDS = 1024 * 1024
+"""Fields of one frame of a worker: each legal answer is one."""
 MAX_CALLS_AHEAD = 4096
 """Calls of one stream that are read before an earlier one is answered."""
 MAX_BYTES_AHEAD = 32 * _MIB

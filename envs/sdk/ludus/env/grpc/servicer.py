@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from ludus.env.grpc.call_server import CallServer
+from ludus.env.limits import MAX_CALL_FIELDS
 from ludus.env.messages.protobuf import CONNECTED_KEY, describe_message
 from ludus.env.messages.status import STATUS_OF_CODE
+from ludus.env.messages.wire_format import check_fields
 from ludus.env.security.tokens import MISSING_TOKEN, is_authorized
 from ludus.env.sessions.interface import Connection, Load, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
-from ludus.proto.errors import EnvError, ErrorCode
+from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -35,9 +38,48 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         try:
-            await self._calls.serve(request_iterator, context.write, Connection())
+            batches = parsed_batches(request_iterator)
+            await self._calls.serve(batches, context.write, Connection())
         except EnvError as error:
             await abort(context, error)
+
+
+class UnparsedStreams(grpc.aio.ServerInterceptor):
+    """Leaves what comes on streams as bytes, for `parsed_batches`."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The same handler, without what would parse its requests."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not (handler.request_streaming and handler.response_streaming):
+            return handler
+        return grpc.stream_stream_rpc_method_handler(
+            handler.stream_stream, None, handler.response_serializer
+        )
+
+
+async def parsed_batches(
+    messages: AsyncIterable[bytes | pb.CallBatch],
+) -> AsyncIterator[pb.CallBatch]:
+    """The batches of calls in the messages of a stream, where it has not parsed them itself.
+
+    Raises:
+        InvalidCallError: a message is none, or holds far too much; it is not parsed then.
+    """
+    async for message in messages:
+        yield message if isinstance(message, pb.CallBatch) else _parsed(message)
+
+
+def _parsed(message: bytes) -> pb.CallBatch:
+    try:
+        check_fields(pb.CallBatch, message, MAX_CALL_FIELDS)
+        batch: pb.CallBatch = pb.CallBatch.FromString(message)
+    except (ValueError, DecodeError) as error:
+        raise InvalidCallError(f"expected a batch of calls: {error}") from None
+    return batch
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

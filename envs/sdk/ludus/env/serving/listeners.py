@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from ludus.env.asgi.uvicorn_http import BoundedHttp
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
+from ludus.env.grpc.servicer import UnparsedStreams
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES, MAX_MESSAGE_BYTES
 from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl_context
 from ludus.proto.errors import ConfigError, PortInUseError
@@ -96,7 +97,9 @@ def build_grpc_server(
     if max_connection_age_s > 0:
         limits += [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))]
         limits += [("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
-    server = grpc.aio.server(options=(*_GRPC_OPTIONS, *limits), interceptors=interceptors)
+    server = grpc.aio.server(
+        options=(*_GRPC_OPTIONS, *limits), interceptors=[UnparsedStreams(), *interceptors]
+    )
     place = authority(host, port)
     try:
         if credentials is None:

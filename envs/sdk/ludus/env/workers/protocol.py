@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from ludus.env.limits import MAX_REPLY_FIELDS
+from ludus.env.messages.wire_format import check_fields
 from ludus.env.sandbox.confine import Sandbox
 from ludus.env.targets.importable import FactoryName
 
@@ -114,8 +116,9 @@ def parsed(kind: type[MessageT], frame: bytes) -> MessageT:
     """The frame as a protobuf message of that kind.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or holds far too much.
     """
+    check_fields(kind, frame, MAX_REPLY_FIELDS)
     message_type: Any = kind
     try:
         message: MessageT = message_type.FromString(frame)
