@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ludus.env.types import PolicyChartPrompt
 from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
 from ludus.trainer.checkpoint import CheckpointFolder, RunState
+from ludus.trainer.functions import name_of
 from ludus.trainer.preflight import preflight
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
@@ -77,3 +80,34 @@ def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:
     check(tmp_path, *nobody, 'environment.baselines=["random"]')
     with pytest.raises(UserError, match="'random' alone needs none"):
         check(tmp_path, *nobody, 'environment.baselines=["random", "dealer_rule"]')
+
+
+def raises() -> None:
+    raise TypeError("a chart of nothing")
+
+
+def wants_a_deck(deck: list[str]) -> None:
+    del deck
+
+
+def two_sets_of_answers() -> list[PolicyChartPrompt]:
+    place = {"reference": "A", "panel": "", "row": "", "column": ""}
+    return [PolicyChartPrompt([], answers, **place) for answers in (["A", "B"], ["A"])]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (raises, "raised TypeError: a chart of nothing"),
+        (wants_a_deck, "expected a function without arguments"),
+        (lambda: None, "raised TypeError"),
+        (lambda: [], "returned 0 prompts"),
+        (two_sets_of_answers, "the same answers in all of them"),
+    ],
+)
+def test_prompts_that_cannot_be_made_are_told_before_the_run_and_not_after_it(
+    tmp_path: Path, function: Callable[..., object], told: str
+) -> None:
+    path = name_of(function)
+    with pytest.raises(UserError, match=told):
+        check(tmp_path, f"environment.policy_chart={json.dumps(path)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from ludus.env.client.resume import check_replayable
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.transports.address import parse_address
-from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt
 from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
@@ -49,7 +49,7 @@ class Environment:
 
 
 def check_names(run: RunConfig) -> None:
-    """Check that all that the run's environments name can be imported.
+    """Check that what the run's environments name can be imported, and the chart's prompts made.
 
     Much of it is used late, and a run must not train for hours to find that out.
 
@@ -64,6 +64,35 @@ def check_names(run: RunConfig) -> None:
         for term in environment.rewards:
             if term.function is not None:
                 import_object(term.function, "environment.rewards")
+    chart_prompts(run)
+
+
+def chart_prompts(run: RunConfig) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
+    """The first environment that has prompts for a chart, and those.
+
+    Raises:
+        ConfigError: its function fails, or returns what is none.
+    """
+    for name, environment in run.environments.items():
+        path = environment.policy_chart
+        if path is None:
+            continue
+        function = import_object(path, "environment.policy_chart")
+        try:
+            prompts = list(function())
+            is_sound = bool(prompts) and all(one.answers == prompts[0].answers for one in prompts)
+        except Exception as error:  # the boundary to the run's own function
+            raise ConfigError(
+                f"environment.policy_chart = '{path}' raised {type(error).__name__}: {error};"
+                " expected a function without arguments that returns a list of PolicyChartPrompt"
+            ) from error
+        if not is_sound:
+            raise ConfigError(
+                f"environment.policy_chart = '{path}' returned {len(prompts)} prompts; expected at"
+                " least one, and the same answers in all of them"
+            )
+        return name, prompts
+    return None
 
 
 def fixed_policies(run: RunConfig, name: str, options: JsonObject) -> dict[str, FixedPolicy]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from ludus.env import PolicyChartPrompt
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import RunConfig
-from ludus.proto.errors import ConfigError
 from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.models.chat import ChatTokenizer
@@ -97,11 +96,6 @@ def chart_questions(
     prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
 ) -> list[CanaryPrompt]:
     """One question for each prompt and each of its answers, prompt by prompt."""
-    if not prompts or any(prompt.answers != prompts[0].answers for prompt in prompts):
-        raise ConfigError(
-            f"environment.policy_chart returned {len(prompts)} prompts; expected at least one, and "
-            "the same answers in all of them"
-        )
     return [
         CanaryPrompt(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
         for prompt in prompts

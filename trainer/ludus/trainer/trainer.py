@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.env import Message, PolicyChartPrompt
+from ludus.env import Message
 from ludus.proto.config import RunConfig, load_run_config, run_config_from
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
@@ -33,8 +33,8 @@ from ludus.trainer.build import built, infrastructure_of, resolved, starting_poi
 from ludus.trainer.changes import Change, changes_since, in_words
 from ludus.trainer.checkpoint import RunState, check_streams, read_state
 from ludus.trainer.controller import Controller
-from ludus.trainer.environments import check_names
-from ludus.trainer.functions import import_object, name_of
+from ludus.trainer.environments import chart_prompts, check_names
+from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
 from ludus.trainer.processes import Workers
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
@@ -419,12 +419,13 @@ def _reward_term(value: Any) -> Any:
 
 
 async def _write_chart(parts: Parts) -> None:
-    """Write the chart of the first environment that has prompts for one."""
-    for name, environment in parts.run.environments.items():
-        if environment.policy_chart is not None:
-            path = environment.policy_chart
-            prompts: Sequence[PolicyChartPrompt] = import_object(path, "environment.policy_chart")()
-            questions = chart_questions(prompts, parts.chat)
-            logprobs = await parts.learners.answer_logprobs(questions)
-            parts.folder.record(CHART_FILE, make_chart(name, prompts, logprobs))
-            return
+    """Write the chart of the first environment that has prompts for one, if they can be made."""
+    try:
+        found = chart_prompts(parts.run)
+    except ConfigError as error:  # they could be made when the run began
+        _log.warning("the run has no chart: %s", error)
+        return
+    if found is not None:
+        name, prompts = found
+        logprobs = await parts.learners.answer_logprobs(chart_questions(prompts, parts.chat))
+        parts.folder.record(CHART_FILE, make_chart(name, prompts, logprobs))
