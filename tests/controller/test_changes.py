@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from ludus.proto.config import RunConfig, load_run_config, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
 from ludus.trainer.changes import changes_since, in_words
+from ludus.trainer.metrics import StepValues
+from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.trainer import Trainer
+from tests.controller.test_checkpoints import save
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
@@ -75,3 +80,34 @@ def test_many_changes_are_counted(tmp_path: Path, begun: RunConfig) -> None:
     names = [f"environments.more{n}.package=math_env" for n in range(30)]
     words = in_words(changes_since(tmp_path, changed(begun, *names)))
     assert words.endswith("and 10 more")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file, but the lock's, as it is."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+async def test_a_run_that_may_not_continue_so_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
+    folder = RunFolder.create(run, overwrite=False)
+    folder.trained(7, 70, StepValues({}, {}))
+    folder.close()
+    await save(folder.checkpoints, 5)
+    before = files_of(folder.path)
+    with pytest.raises(ConfigError, match=r"algorithm\.kind was 'grpo' and is 'ppo'"):
+        async with Trainer(changed(run, "algorithm.kind=ppo"), resume="always"):
+            pass
+    assert files_of(folder.path) == before
+
+
+def test_a_run_that_continues_has_its_new_configuration_once_it_has_loaded(tmp_path: Path) -> None:
+    run = load_run_config(EXAMPLE, [f"output_dir={json.dumps(str(tmp_path))}", "name=run"])
+    folder = RunFolder.create(run, overwrite=False)
+    folder.close()
+    before = (folder.path / CONFIG_FILE).read_bytes()
+    again = RunFolder.reopen(changed(run, "learner.learning_rate=0.5"), 0)
+    assert (folder.path / CONFIG_FILE).read_bytes() == before
+    again.configure()
+    assert load_run_config(folder.path / CONFIG_FILE).learner.learning_rate == 0.5
+    again.close()

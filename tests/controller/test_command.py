@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ludus.proto.config import run_config_from
 from ludus.trainer import __main__ as command
+from ludus.trainer.build import resolved
 from ludus.trainer.main import _named_checkpoint
 
 
@@ -31,3 +33,15 @@ def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> 
     assert _named_checkpoint(tmp_path, tmp_path / "other") == tmp_path
     missing = _named_checkpoint(Path("step-1"), tmp_path)
     assert missing == Path("step-1").absolute()
+
+
+@pytest.mark.parametrize("path", ["./here", "~/here"])
+def test_a_models_folder_means_the_same_one_wherever_a_process_runs(
+    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = {"kind": "pretrained", "path": path}
+    run = run_config_from({"environment": {"package": "math_env"}, "model": model}, [])
+    assert resolved(run).model.path == str(tmp_path / "here")
