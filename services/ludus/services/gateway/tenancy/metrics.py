@@ -57,7 +57,6 @@ class Call(StrEnum):
 
     OPEN = "open"
     OPEN_GROUP = "open_group"
-    PLACE = "place"
     RESET = "reset"
     STEP = "step"
     STATE = "state"
