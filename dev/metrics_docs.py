@@ -30,7 +30,8 @@ INTRODUCTION = """# Metrics of a run
 | `eval` | its name | the trained policy, judged on seeds that training never sees |
 | `baseline` | its name | the fixed policy `policy`, on the same seeds |
 | `weights` | | a delivery; `weights` names version, content hash and canary of every worker |
-| `event` | | counts what happened just now: a failed canary, a restart, a checkpoint |
+| `event` | its name, or none | counts what happened just now: a failed canary, a restart, \
+a checkpoint, an environment that the curriculum opened |
 
 The same rows go to other places when section `metrics` of the
 [configuration](configuration.md) says so:

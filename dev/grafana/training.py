@@ -191,6 +191,20 @@ _HEALTH = Row(
             max=1,
         ),
         Panel(
+            "Curriculum",
+            "Environments that the curriculum has opened so far.",
+            (
+                Query(
+                    gauge(TrainMetric.NUM_ENVIRONMENTS_OPEN),
+                    "{{run}}",
+                    empty_unless="the run has a curriculum",
+                ),
+            ),
+            "none",
+            min=0,
+            decimals=0,
+        ),
+        Panel(
             "Staleness",
             "Age of the groups of the newest batch, in versions of the weights: mean and oldest.",
             (
@@ -369,6 +383,14 @@ _RESTARTS = Annotation(
     empty_unless="the learner was lost within the last minute",
 )
 
+_UNLOCKS = Annotation(
+    "Environment opened",
+    f"{increase(TrainMetric.NUM_UNLOCKS, PLAYED, window='1m')} > 0",
+    "{{run}}: {{environment}}",
+    "green",
+    empty_unless="the curriculum opened an environment within the last minute",
+)
+
 TRAINING = Dashboard(
     uid="ludus-training",
     title="Ludus / Training",
@@ -381,5 +403,5 @@ TRAINING = Dashboard(
         variables.WINDOW,
     ),
     rows=(_OUTCOME, _HEALTH, _STEPS),
-    annotations=(_CHECKPOINTS, _RESTARTS),
+    annotations=(_CHECKPOINTS, _RESTARTS, _UNLOCKS),
 )

@@ -52,6 +52,33 @@ def written(*rows: MetricsRow) -> bytes:
     return b"".join(row.model_dump_json(exclude_defaults=True).encode() + b"\n" for row in rows)
 
 
+def unlock_row(step: int, environment: str) -> MetricsRow:
+    return MetricsRow(
+        kind="event",
+        step=step,
+        environment=environment,
+        elapsed_s=step,
+        num_games_trained=step * 512,
+        values={TrainMetric.NUM_UNLOCKS: 1},
+    )
+
+
+def test_progress_says_what_the_curriculum_has_opened() -> None:
+    progress = RunProgress(num_steps=100)
+    seen = []
+    for num_open, opened in ((1, []), (2, ["hard"]), (2, []), (1, []), (2, ["hard"])):
+        values = {TrainMetric.NUM_ENVIRONMENTS_OPEN.value: float(num_open)}
+        progress.update([train_row(1, 1.0, **values), *(unlock_row(1, name) for name in opened)])
+        seen.append(progress.facts()["open environments"])
+    assert seen == ["1", "2, newest hard", "2, newest hard", "1", "2, newest hard"]
+
+
+def test_a_run_without_a_curriculum_shows_no_open_environments() -> None:
+    progress = RunProgress(num_steps=100)
+    progress.update([train_row(1, 1.0)])
+    assert "open environments" not in progress.facts()
+
+
 def test_time_left_follows_the_pace_of_recent_steps() -> None:
     progress = RunProgress(num_steps=100)
     assert progress.seconds_left is None

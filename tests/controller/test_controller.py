@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import CanaryError, UnavailableError, WeightSyncError
+from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import read_metrics
 from ludus.trainer.controller import Controller
 from ludus.trainer.interfaces import PublishedWeights
@@ -36,6 +38,26 @@ def make_run(
 def uneven(spec: GroupSpec) -> float:
     """Seconds of a game, a few of them long; the same for the same group."""
     return random.Random(spec.index).lognormvariate(-7, 1.0)
+
+
+async def test_what_the_curriculum_opens_is_a_row_a_line_of_the_log_and_a_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(
+        tmp_path,
+        environments={"easy": {}, "hard": {}},
+        curriculum={"unlock_at": 0.5, "window_groups": 10},
+    )
+    caplog.set_level(logging.INFO)
+    await run.go()
+    rows = read_metrics(tmp_path / "run")
+    (unlock,) = [row for row in rows if TrainMetric.NUM_UNLOCKS in row.values]
+    assert (unlock.kind, unlock.environment) == ("event", "hard")
+    # Four groups a step: the third one fills the window.
+    assert (unlock.step, unlock.num_games_trained) == (3, 3 * 4 * 2)
+    open_after = [row.values[TrainMetric.NUM_ENVIRONMENTS_OPEN] for row in run.rows]
+    assert open_after == [1, 1, 2, 2, 2, 2]
+    assert "step 3: the curriculum opens environment 'hard'" in caplog.messages
 
 
 @pytest.mark.slow

@@ -149,6 +149,15 @@ def test_zero_variance_groups_count_for_the_win_rate_since_what_is_always_won_is
     assert mixture.weights == {"easy": 0.25, "hard": 1}
 
 
+def test_it_says_which_environment_it_has_opened_and_how_many_are_open() -> None:
+    mixture = make_mixture(make_run({"a": 1, "b": 1, "c": 1}, curriculum=CURRICULUM))
+    assert (mixture.observe({"a": won(0, 64, num_groups=16)}), mixture.num_open) == (None, 1)
+    assert (mixture.observe({"a": won(64, 64, num_groups=16)}), mixture.num_open) == ("b", 2)
+    assert (mixture.observe({"b": won(64, 64, num_groups=16)}), mixture.num_open) == ("c", 3)
+    assert mixture.observe({"c": won(64, 64, num_groups=16)}) is None
+    assert make_mixture(make_run({"a": 1, "b": 1})).num_open is None
+
+
 @pytest.mark.parametrize("num_scored", [0, 64])
 def test_an_environment_without_wins_opens_nothing(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))

@@ -199,6 +199,18 @@ def environment_row(step: int, noise: random.Random, environment: str) -> Metric
     )
 
 
+def unlock_row(step: int, environment: str) -> MetricsRow:
+    """The curriculum opens an environment."""
+    return MetricsRow(
+        kind="event",
+        step=step,
+        environment=environment,
+        elapsed_s=step * 0.78,
+        num_games_trained=step * GAMES_PER_STEP,
+        values={TrainMetric.NUM_UNLOCKS: 1},
+    )
+
+
 def train_row(step: int, noise: random.Random) -> MetricsRow:
     result = build_result(step, GAMES_PER_STEP)
     return MetricsRow(

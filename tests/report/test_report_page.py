@@ -18,6 +18,7 @@ from tests.report.synthetic_run import (
     build_summary,
     metrics_rows,
     transcript,
+    unlock_row,
 )
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,24 @@ def test_training_curves_are_small_multiples_with_units(page: str) -> None:
     captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
     assert len(captions) == 8
     assert any(caption.startswith("Generation tokens per second") for caption in captions)
+
+
+def test_what_the_curriculum_opened_is_marked_in_every_curve_over_games(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "mixed", environments=("easy", "hard"))
+    with (run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write(unlock_row(60, "hard").model_dump_json() + "\n")
+    root = parse(write_report(run_dir).read_text(encoding="utf-8"))
+    curves = [svg for svg in root.iter("svg") if "over games" in svg.get("aria-label", "")]
+    assert len(curves) > 4
+    for curve in curves:
+        assert len(by_class(curve, "mark")) == 1
+        assert "after 30,720 games: the curriculum opens hard" in text_of(curve)
+    assert text_of(root).count("the curriculum opens hard after 30,720 games") == 2
+
+
+def test_a_run_without_a_curriculum_has_no_marks(page: str) -> None:
+    assert not by_class(parse(page), "mark")
+    assert "curriculum opens" not in page
 
 
 def test_configuration_and_versions_are_there_but_folded(page: str) -> None:

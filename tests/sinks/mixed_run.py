@@ -56,8 +56,8 @@ def eval_rows(step: int, win_rate: float) -> list[MetricsRow]:
     ]
 
 
-def event(metric: TrainMetric) -> MetricsRow:
-    return _row("event", 3, {metric: 1})
+def event(metric: TrainMetric, environment: str | None = None) -> MetricsRow:
+    return _row("event", 3, {metric: 1}, environment)
 
 
 def weights_row(version: int, hashes: dict[int, str]) -> MetricsRow:

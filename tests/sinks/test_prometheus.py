@@ -97,6 +97,15 @@ def test_sums_are_added_up_and_all_else_is_the_latest(exporter: PrometheusExport
     assert ("ludus_train_episodes_total",) not in found
 
 
+def test_what_the_curriculum_opens_is_counted_by_environment(
+    exporter: PrometheusExporter,
+) -> None:
+    write(exporter, event(TrainMetric.NUM_UNLOCKS, "tic_tac_toe"))
+    found = samples(exporter)
+    assert found["ludus_train_unlocks_total", *TIC_TAC_TOE] == 1
+    assert found["ludus_train_unlocks_total", *BLACKJACK] == 0
+
+
 def test_exactly_one_phase_is_on(exporter: PrometheusExporter) -> None:
     for current in (Phase.START_WORKERS, Phase.TRAIN, Phase.EVALUATE):
         write(exporter, phase(current))

@@ -242,7 +242,7 @@ def test_a_relative_folder_means_the_same_one_wherever_a_process_runs(
     assert run_folder.path_of(config(Path("runs"))) == tmp_path / "runs" / "demo"
 
 
-def test_the_log_of_a_job_has_a_line_for_each_step_and_evaluation(
+def test_the_log_of_a_job_has_a_line_for_each_step_and_for_what_happens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder.create(config(tmp_path), overwrite=False)
@@ -250,10 +250,12 @@ def test_the_log_of_a_job_has_a_line_for_each_step_and_evaluation(
     folder.connected({"blackjack": {}})
     train(folder, 1, 2)
     folder.delivered(2, {0: worker_weights(2, 0.25)})
+    folder.opened(2, 20, "blackjack")
     folder.close()
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(LOG_ROW_PREFIX) for line in lines)
     rows = [MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX)) for line in lines]
-    assert [(row.kind, row.step) for row in rows] == [("phase", 0), ("train", 1), ("train", 2)]
-    written = [row for row in read_metrics(folder.path) if row.kind in ("phase", "train")]
+    kinds = [(row.kind, row.step) for row in rows]
+    assert kinds == [("phase", 0), ("train", 1), ("train", 2), ("event", 2)]
+    written = [row for row in read_metrics(folder.path) if row.kind in ("phase", "train", "event")]
     assert rows == written

@@ -147,6 +147,11 @@ class TrainMetric(_Metric):
         _of_environment(Reduction.MAX, "versions", "Age of the batch's oldest group."),
     )
     NUM_TOKENS_GENERATED = auto(), _count("Tokens sampled.")
+    NUM_UNLOCKS = auto(), _count("Times that the curriculum opened the environment.")
+    NUM_ENVIRONMENTS_OPEN = (
+        auto(),
+        Spec(Reduction.LAST, "environments", "Environments that the curriculum has opened."),
+    )
     LOSS = auto(), Spec(Reduction.MEAN, "", "Value of the objective that was minimised.")
     VALUE_LOSS = auto(), _per_token("", "Loss of the value head.")
     EXPLAINED_VARIANCE = (

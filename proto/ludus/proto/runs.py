@@ -107,7 +107,8 @@ class MetricsRow(_Record):
     eval         its name     EvalMetric of the trained policy
     baseline     its name     EvalMetric of the fixed policy `policy`, on the same seeds
     weights      -            TrainMetric of a delivery; `weights` says what every worker holds
-    event        -            TrainMetric that counts what happened just now
+    event        its name, -  TrainMetric that counts what happened just now, in an environment
+                              or to the run
     """
 
     kind: RowKind

@@ -332,7 +332,7 @@ class Controller:
         state.num_groups_rolled_back += counts.num_rolled_back_groups
         staleness = [group.staleness for group in taken.groups]
         state.max_staleness_seen = max(state.max_staleness_seen, *staleness)
-        self._mixture.observe(taken.counts)
+        opened = self._mixture.observe(taken.counts)
         times = StepTimes(
             wait_s=step.wait_s,
             train_s=step.train_s,
@@ -342,8 +342,12 @@ class Controller:
             sync_bytes=sync_bytes,
         )
         self._deliver_s = 0.0
-        values = train_values(taken, step.metrics, times, state.canary_max_error)
+        values = train_values(
+            taken, step.metrics, times, state.canary_max_error, self._mixture.num_open
+        )
         self.parts.folder.trained(state.step, state.games_trained, values)
+        if opened is not None:
+            self.parts.folder.opened(state.step, state.games_trained, opened)
         said = self.parts.folder.said(
             state.step, [one for group in taken.groups for one in group.transcripts]
         )

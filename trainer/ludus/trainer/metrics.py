@@ -58,9 +58,17 @@ class StepValues:
 
 
 def train_values(
-    taken: TakenBatch, metrics: StepMetrics, times: StepTimes, canary_error: float
+    taken: TakenBatch,
+    metrics: StepMetrics,
+    times: StepTimes,
+    canary_error: float,
+    num_open: int | None = None,
 ) -> StepValues:
-    """The values of a training step."""
+    """The values of a training step.
+
+    Args:
+        num_open: environments that the curriculum has opened; None without one.
+    """
     ages: dict[str, list[int]] = {}
     for group in taken.groups:
         ages.setdefault(group.environment, []).append(group.staleness)
@@ -73,6 +81,8 @@ def train_values(
     run = {name: v for name, v in played.items() if not name.startswith(REWARD_TERM_PREFIX)}
     run |= _learner_values(metrics, times)
     run |= {TrainMetric.BUFFER_DEPTH_GROUPS: taken.depth, TrainMetric.CANARY_ERROR: canary_error}
+    if num_open is not None:
+        run[TrainMetric.NUM_ENVIRONMENTS_OPEN] = num_open
     if times.total_s > 0:
         for rate, num in (
             (TrainMetric.TOKENS_PER_SECOND, TrainMetric.NUM_TOKENS_GENERATED),

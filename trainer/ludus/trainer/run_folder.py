@@ -230,6 +230,17 @@ class RunFolder:
         """Append a row that counts one of what `metric` counts."""
         self._append("event", step, {metric: 1})
 
+    def opened(self, step: int, num_games_trained: int, environment: str) -> None:
+        """Append a row that the curriculum has opened an environment."""
+        _log.info("step %d: the curriculum opens environment '%s'", step, environment)
+        self._append(
+            "event",
+            step,
+            {TrainMetric.NUM_UNLOCKS: 1},
+            num_games_trained=num_games_trained,
+            environment=environment,
+        )
+
     def saved(self, step: int, duration_s: float) -> None:
         """Append a row of a checkpoint that is written, and how long training stood still."""
         values: dict[str, float] = {

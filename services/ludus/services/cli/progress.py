@@ -40,6 +40,9 @@ class RunProgress:
         """By step: after a restart of the learner its rows come once more."""
         self._evals: dict[str, dict[str, float]] = {}
         """The newest evaluation of each environment."""
+        self._num_open = 0
+        """Environments that the curriculum has opened; 0 without one."""
+        self._newest_open = ""
         self._recent: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
@@ -55,6 +58,9 @@ class RunProgress:
                 case "train":
                     self._take_place(row)
                     self._take_step(row)
+                    self._take_open(row)
+                case "event" if TrainMetric.NUM_UNLOCKS in row.values:
+                    self._newest_open = row.environment or ""
 
     @property
     def num_episodes_lost(self) -> int:
@@ -90,6 +96,7 @@ class RunProgress:
         facts = self._eval_facts() | {
             "reward": _decimal(self._lately(TrainMetric.REWARD_MEAN)),
             "games": f"{self.num_games_trained:,}" if self.num_games_trained else None,
+            "open environments": self._open_environments(),
             "episodes/s": _compact(self._lately(TrainMetric.EPISODES_PER_SECOND)),
             "tokens/s": _compact(self._lately(TrainMetric.TOKENS_PER_SECOND)),
             "staleness": _compact(self._lately(TrainMetric.STALENESS_MEAN)),
@@ -115,6 +122,18 @@ class RunProgress:
             metric: int(row.values.get(metric, 0))
             for metric in (TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES_FAILED)
         }
+
+    def _take_open(self, row: MetricsRow) -> None:
+        num_open = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
+        if num_open < self._num_open:
+            # A run whose learner died has closed it again.
+            self._newest_open = ""
+        self._num_open = num_open
+
+    def _open_environments(self) -> str | None:
+        if not self._num_open:
+            return None
+        return f"{self._num_open}, newest {self._newest_open}" if self._newest_open else "1"
 
     def _total_void(self, metric: TrainMetric) -> int:
         return sum(of_step[metric] for of_step in self._num_void.values())

@@ -9,7 +9,7 @@ from ludus.proto.metrics import EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, PolicyResult
 from ludus.services.numbers import compact, fixed, fixed_interval, percent, percent_interval
 from ludus.services.report.drawing import Drawing
-from ludus.services.report.line_chart import Frame, Level, LineChart, Point, draw
+from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point, draw
 from ludus.services.report.run_files import RunFiles
 from ludus.services.results import readable
 
@@ -109,6 +109,7 @@ def learning_curve(
         label=f"{measure.name} over games trained",
         points=points,
         levels=_levels(run, environment, measure),
+        marks=_marks(run),
         format_y=measure.format,
         format_tick=measure.format_tick,
         final_label="this policy",
@@ -120,21 +121,31 @@ def learning_curve(
 
 def training_curves(run: RunFiles) -> list[SmallChart]:
     """A chart of each training metric that the run recorded."""
-    return _small_charts(run.train_rows, TRAINING_CURVES)
+    return _small_charts(run.train_rows, TRAINING_CURVES, _marks(run))
 
 
 def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
     """A chart of each training metric that an environment has of its own."""
-    return _small_charts(run.environment_rows(environment), ENVIRONMENT_CURVES)
+    return _small_charts(run.environment_rows(environment), ENVIRONMENT_CURVES, _marks(run))
 
 
-def _small_charts(rows: list[MetricsRow], curves: tuple[_TrainingCurve, ...]) -> list[SmallChart]:
+def _marks(run: RunFiles) -> list[Mark]:
+    """Where the curriculum opened an environment."""
+    return [
+        Mark(float(games), f"after {games:,} games: the curriculum opens {environment}")
+        for games, environment in run.unlocks
+    ]
+
+
+def _small_charts(
+    rows: list[MetricsRow], curves: tuple[_TrainingCurve, ...], marks: list[Mark]
+) -> list[SmallChart]:
     charts = []
     for curve in curves:
         having = [row for row in rows if curve.metric in row.values]
         if having:
             means = _moving_means(curve.metric, having)
-            drawing = _training_chart(curve, having, means)
+            drawing = _training_chart(curve, having, means, marks)
             charts.append(SmallChart(curve.title, curve.unit, compact(means[-1]), drawing))
     return charts
 
@@ -149,13 +160,16 @@ def _moving_means(metric: TrainMetric, rows: list[MetricsRow]) -> list[float]:
     return means
 
 
-def _training_chart(curve: _TrainingCurve, rows: list[MetricsRow], means: list[float]) -> Drawing:
+def _training_chart(
+    curve: _TrainingCurve, rows: list[MetricsRow], means: list[float], marks: list[Mark]
+) -> Drawing:
     games = [float(row.num_games_trained) for row in rows]
     values = [row.values[curve.metric] for row in rows]
     chart = LineChart(
         label=f"{curve.title} over games trained",
         points=[Point(x, y) for x, y in zip(games, means, strict=True)],
         raw=[Point(x, y) for x, y in zip(games, values, strict=True)],
+        marks=marks,
     )
     return draw(chart, SMALL_FRAME)
 

@@ -34,6 +34,14 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line: something happened there."""
+
+    x: float
+    hover: str
+
+
+@dataclass(frozen=True, slots=True)
 class LineChart:
     """What a chart shows; `draw` decides how it looks."""
 
@@ -42,6 +50,7 @@ class LineChart:
     raw: Sequence[Point] = ()
     """Noisy measurements behind the line, drawn faintly."""
     levels: Sequence[Level] = ()
+    marks: Sequence[Mark] = ()
     format_y: Callable[[float], str] = compact
     format_tick: Callable[[float], str] = compact
     final_label: str | None = None
@@ -72,6 +81,7 @@ def draw(chart: LineChart, frame: Frame) -> Drawing:
     layers = [
         _grid(chart, frame, x, y),
         _levels(chart, x, y),
+        _marks(chart, x, y),
         _band(chart.points, x, y),
         _polyline(chart.raw, x, y, "raw"),
         _polyline(chart.points, x, y, "curve"),
@@ -122,6 +132,15 @@ def _levels(chart: LineChart, x: Scale, y: Scale) -> Markup:
 
 def _level_class(level: Level) -> str:
     return "level goal" if level.is_goal else "level"
+
+
+def _marks(chart: LineChart, x: Scale, y: Scale) -> Markup:
+    return join(
+        *(
+            hover(mark.hover, line(x(mark.x), y.start, x(mark.x), y.end, "mark"))
+            for mark in chart.marks
+        )
+    )
 
 
 def _band(points: Sequence[Point], x: Scale, y: Scale) -> Markup:

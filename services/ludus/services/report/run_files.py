@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.proto.config import EnvironmentConfig, RunConfig
 from ludus.proto.errors import NotFoundError
+from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import (
     CHART_FILE,
     CONFIG_FILE,
@@ -80,6 +81,15 @@ class RunFiles:
     def train_rows(self) -> list[MetricsRow]:
         """Rows of training steps, of the whole run."""
         return self._rows("train")
+
+    @property
+    def unlocks(self) -> list[tuple[int, str]]:
+        """After how many games the curriculum opened which environment."""
+        return [
+            (row.num_games_trained, row.environment or "")
+            for row in self._rows("event")
+            if TrainMetric.NUM_UNLOCKS in row.values
+        ]
 
     @property
     def num_steps_done(self) -> int:

@@ -62,7 +62,7 @@ def learning(run: RunFiles) -> Markup | None:
         "Evaluations on deals that training never sees. Bands are 95% intervals; dashed lines "
         "are fixed policies on the same deals."
     )
-    return _section("Learning", explanation, *pairs)
+    return _section("Learning", explanation + _unlocks(run), *pairs)
 
 
 def learned_policy(run: RunFiles) -> Markup | None:
@@ -115,6 +115,7 @@ def training(run: RunFiles) -> Markup | None:
         f"Over games trained: every step faintly, the mean of {MEAN_WINDOW} steps in full. "
         "The number on the right is the latest mean."
     )
+    explanation += _unlocks(run)
     return _section("Training", explanation, *parts)
 
 
@@ -144,6 +145,14 @@ def details(run: RunFiles) -> Markup | None:
         config = element("pre", run.config.model_dump_json(indent=2))
         parts.append(_disclosure("Configuration, resolved", config))
     return _section("Run", None, *parts) if parts else None
+
+
+def _unlocks(run: RunFiles) -> str:
+    """Another sentence where a curriculum opened environments."""
+    if not run.unlocks:
+        return ""
+    opened = ", ".join(f"{name} after {games:,} games" for games, name in run.unlocks)
+    return f" Dotted upright lines: the curriculum opens {opened}."
 
 
 def _part(run: RunFiles, environment: str, content: Markup) -> Markup:

@@ -78,6 +78,11 @@ class Mixture:
         return self._state
 
     @property
+    def num_open(self) -> int | None:
+        """Environments that the curriculum has opened; None without one."""
+        return None if self._run.curriculum is None else self._state.num_open
+
+    @property
     def weights(self) -> dict[str, float]:
         """The weights of the environments that are open now."""
         configured = {name: e.weight for name, e in self._run.environments.items()}
@@ -109,11 +114,11 @@ class Mixture:
         """The same place under an index that no group ever had."""
         return replace(self._make(spec.environment), num_replaced=spec.num_replaced)
 
-    def observe(self, counts: Mapping[str, RolloutCounts]) -> None:
-        """Open the next environment when the hardest open one is mastered."""
+    def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
+        """The environment that is opened now, since the hardest open one is mastered; or None."""
         curriculum, state = self._run.curriculum, self._state
         if curriculum is None or state.num_open == len(state.names):
-            return
+            return None
         of_hardest = counts.get(state.names[state.num_open - 1], RolloutCounts())
         state.wins.append(
             WinCount(of_hardest.num_groups, of_hardest.num_scored, of_hardest.num_wins)
@@ -126,6 +131,8 @@ class Mixture:
         if num_groups >= curriculum.window_groups and num_wins >= num_needed > 0:
             state.num_open += 1
             state.wins.clear()
+            return state.names[state.num_open - 1]
+        return None
 
     def go_back_to(self, earlier: MixtureState) -> None:
         """Go back to where it stood, but for the indices, which are given once only."""

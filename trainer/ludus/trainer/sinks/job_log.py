@@ -8,12 +8,12 @@ from typing import TextIO
 from ludus.env.types import JsonObject
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
 
-_KINDS = ("phase", "train", "eval")
+_KINDS = ("phase", "train", "eval", "event")
 """Rows that say where a run stands; metrics.jsonl has the others."""
 
 
 class JobLog:
-    """One line for each step, each evaluation, and each thing that the run turns to."""
+    """One line for each step and evaluation, for what happens, and for what the run turns to."""
 
     name = "the job's log"
 

@@ -137,6 +137,8 @@ class RunSeries:
                 case "weights":
                     self._take_run(row.values)
                     self._show_weights(row.weights)
+                case "event" if row.environment is not None:
+                    self._take_environment(row.values, row.environment)
                 case "event":
                     self._take_run(row.values)
                     if TrainMetric.NUM_CHECKPOINTS in row.values:
