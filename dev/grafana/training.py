@@ -149,6 +149,39 @@ _OUTCOME = Row(
             "suffix: turns",
             min=0,
         ),
+        Panel(
+            "Tools",
+            "Shares: of the episodes those that called a tool, and of the calls those that failed, "
+            "because the tool returned an error or nobody could read what was asked for.",
+            (
+                Query(
+                    share(
+                        TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS, TrainMetric.NUM_EPISODES, PLAYED
+                    ),
+                    "{{environment}}: episodes with calls",
+                ),
+                Query(
+                    share(TrainMetric.NUM_TOOL_CALLS_FAILED, TrainMetric.NUM_TOOL_CALLS, PLAYED),
+                    "{{environment}}: failed calls",
+                    empty_unless="tools were called",
+                ),
+            ),
+            "percentunit",
+            min=0,
+            max=1,
+        ),
+        Panel(
+            "Tool calls",
+            "Calls of tools in an episode, the failed ones included.",
+            (
+                Query(
+                    share(TrainMetric.NUM_TOOL_CALLS, TrainMetric.NUM_EPISODES, PLAYED),
+                    "{{environment}}",
+                ),
+            ),
+            "suffix: calls",
+            min=0,
+        ),
         _outcomes(),
     ),
 )

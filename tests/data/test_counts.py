@@ -44,6 +44,17 @@ def test_a_checkpoint_keeps_the_reasons() -> None:
     assert RunState.model_validate_json(written).counts == {"coins": counts}
 
 
+def test_calls_of_tools_are_counted_and_the_episodes_that_made_any() -> None:
+    calls = [(3, 1), (0, 0), (1, 1)]
+    rollouts = [
+        replace(rollout, num_tool_calls=num, num_tool_calls_failed=failed)
+        for rollout, (num, failed) in zip(make_group(1, 0, -1).rollouts, calls, strict=True)
+    ]
+    counts = count_group(replace(make_group(1), rollouts=tuple(rollouts)))
+    both = counts + counts
+    assert (both.num_tool_calls, both.num_tool_calls_failed, both.num_with_tool_calls) == (8, 4, 4)
+
+
 def test_wins_are_counted_by_what_the_environment_paid_not_by_the_reward() -> None:
     group = make_group(1, -1)
     shaped = replace(

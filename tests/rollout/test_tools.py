@@ -122,6 +122,24 @@ async def test_several_calls_of_one_answer_are_made_in_order(
 
 
 @pytest.mark.parametrize(
+    ("answers", "counted"),
+    [
+        (["0"], (0, 0)),
+        ([call("add", a=1, b=2), "0"], (1, 0)),
+        ([call("add", a=1, b=2) + call("add", a="one"), "0"], (2, 1)),
+        (["<tool_call>{not json}</tool_call>", call("subtract"), call("add", a=1, b=2)], (3, 2)),
+        (["<tool_call>oops"] * MAX_BAD_ANSWERS, (MAX_BAD_ANSWERS, MAX_BAD_ANSWERS)),
+    ],
+)
+async def test_calls_are_counted_and_so_are_those_that_failed(
+    client: AsyncEnvClient, chat: ChatTokenizer, answers: list[str], counted: tuple[int, int]
+) -> None:
+    said = iter(answers)
+    rollout = (await play(client, chat, lambda _: next(said, "0"))).rollout
+    assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == counted
+
+
+@pytest.mark.parametrize(
     ("answer", "reason"),
     [
         ("<tool_call>{not json}</tool_call>", "expected JSON between <tool_call>"),
@@ -166,10 +184,12 @@ async def test_what_fails_beside_a_tool_voids_the_episode_and_is_not_told_to_the
         raise RateLimitError("60 calls a minute are used up")
 
     monkeypatch.setattr(AsyncSession, "call_tool", limited)
-    played = await play(client, chat, lambda _: call("add", a=1, b=2))
+    answers = iter([call("subtract"), call("add", a=1, b=2)])
+    played = await play(client, chat, lambda _: next(answers))
     assert played.rollout.status is RolloutStatus.FAILED
     assert "60 calls a minute" in played.rollout.failure
-    assert len(played.rollout.turns) == 1
+    assert len(played.rollout.turns) == 2
+    assert played.rollout.num_tool_calls_failed == 1, "what came before is counted"
 
 
 async def test_a_long_result_is_shortened(client: AsyncEnvClient, chat: ChatTokenizer) -> None:

@@ -70,3 +70,4 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
     assert "17 and 4" in returned[1]
     assert played.rollout.status is RolloutStatus.TERMINATED
     assert len(played.rollout.turns) == 3
+    assert (played.rollout.num_tool_calls, played.rollout.num_tool_calls_failed) == (2, 1)

@@ -108,6 +108,21 @@ def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> No
         )
 
 
+def test_calls_of_tools_are_those_of_each_environment_and_of_the_whole_run() -> None:
+    counts = {
+        "asked": RolloutCounts(
+            num_episodes=4, num_tool_calls=6, num_tool_calls_failed=2, num_with_tool_calls=3
+        ),
+        "catch": RolloutCounts(num_episodes=4),
+    }
+    values = train_values(TakenBatch((), counts, 0), METRICS, TIMES, canary_error=0.0)
+    for of_part in (values.run, values.environments["asked"]):
+        assert of_part[TrainMetric.NUM_TOOL_CALLS] == 6
+        assert of_part[TrainMetric.NUM_TOOL_CALLS_FAILED] == 2
+        assert of_part[TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS] == 3
+    assert values.environments["catch"][TrainMetric.NUM_TOOL_CALLS] == 0
+
+
 def test_means_of_nothing_are_left_out() -> None:
     nothing = {"blackjack": RolloutCounts(num_episodes=2, num_lost=2, num_groups=1)}
     counts = nothing | {"catch": RolloutCounts(terms={"format": TermSum(0, 0.0)})}

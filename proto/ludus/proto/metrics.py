@@ -131,6 +131,12 @@ class TrainMetric(_Metric):
     NUM_EPISODES_INVALID = auto(), _count("Episodes ended by text, not an action.")
     NUM_EPISODES_TRUNCATED = auto(), _count("Episodes cut off by a limit.")
     NUM_TURNS_MEAN = auto(), _per("num_episodes", "turns", "Turns of an episode.")
+    NUM_TOOL_CALLS = auto(), _count("Calls of tools, the failed ones included.")
+    NUM_TOOL_CALLS_FAILED = (
+        auto(),
+        _count("Calls of tools that returned an error, or that could not be read or made."),
+    )
+    NUM_EPISODES_WITH_TOOL_CALLS = auto(), _count("Episodes that called tools.")
     NUM_GROUPS = auto(), _count("Groups played.")
     NUM_GROUPS_DEAD = auto(), _count("Groups whose rewards were all equal.")
     NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two scored episodes.")
@@ -345,10 +351,11 @@ def combine(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def combined(
-    metric: TrainMetric | EvalMetric, parts: Iterable[Mapping[str, float]]
+    metric: TrainMetric | EvalMetric | str, parts: Iterable[Mapping[str, float]]
 ) -> float | None:
-    """One metric of the whole; None where no part has it."""
-    return _combined(metric, metric.spec, list(parts))
+    """One metric of the whole, or one reward term by its name; None where no part has it."""
+    spec = metric.spec if isinstance(metric, _Metric) else _REWARD_TERM
+    return _combined(metric, spec, list(parts))
 
 
 def _combined(name: str, spec: Spec, parts: Sequence[Mapping[str, float]]) -> float | None:

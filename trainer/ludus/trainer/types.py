@@ -193,6 +193,10 @@ class Rollout(_Travels):
     """Oldest version of the weights that sampled any of its tokens."""
     failure: str = ""
     """What made it void, or a term of its reward unknown; empty where nothing failed."""
+    num_tool_calls: int = 0
+    """The failed ones included."""
+    num_tool_calls_failed: int = 0
+    """That returned an error, or that could not be read or made."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:

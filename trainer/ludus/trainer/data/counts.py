@@ -32,6 +32,10 @@ class RolloutCounts:
     num_failed: int = 0
     num_invalid: int = 0
     num_truncated: int = 0
+    num_tool_calls: int = 0
+    num_tool_calls_failed: int = 0
+    num_with_tool_calls: int = 0
+    """Episodes with at least one, failed or not."""
     num_wins: int = 0
     """Episodes whose return was above 0; draws had 0, losses less."""
     num_draws: int = 0
@@ -83,6 +87,9 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_failed=statuses.count(RolloutStatus.FAILED),
         num_invalid=statuses.count(RolloutStatus.INVALID_ACTION),
         num_truncated=statuses.count(RolloutStatus.TRUNCATED),
+        num_tool_calls=sum(rollout.num_tool_calls for rollout in group.rollouts),
+        num_tool_calls_failed=sum(rollout.num_tool_calls_failed for rollout in group.rollouts),
+        num_with_tool_calls=sum(rollout.num_tool_calls > 0 for rollout in group.rollouts),
         num_wins=sum(value > 0 for value in paid),
         num_draws=sum(value == 0 for value in paid),
         num_losses=sum(value < 0 for value in paid),

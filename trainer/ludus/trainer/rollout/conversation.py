@@ -4,6 +4,7 @@
     answer()        what the policy says; one turn
     add_reward(r)   what the last turn has earned
     acted(action)   what it made the environment do
+    called(n, f)    how many tools it called, and how many of these calls failed
 
 The tokens that are sent are always those sent before, those sampled, and those added since.
 Where thoughts of earlier turns are taken out, a prompt may not begin with what was sent
@@ -72,6 +73,9 @@ class Conversation:
         """The places of the policy's own, one per turn."""
         self.actions: dict[int, Any] = {}
         """What its answers made the environment do, by their places; for people to read."""
+        self.num_tool_calls = 0
+        """The failed ones included."""
+        self.num_tool_calls_failed = 0
 
     def offer(self, tools: Sequence[ToolSpec]) -> None:
         """List these tools in the first prompt."""
@@ -134,6 +138,11 @@ class Conversation:
         """Note what the last answer made the environment do; None is nothing."""
         if action is not None and self.answered:
             self.actions[self.answered[-1]] = action
+
+    def called(self, num_calls: int, num_failed: int) -> None:
+        """Count calls of tools, of which some failed."""
+        self.num_tool_calls += num_calls
+        self.num_tool_calls_failed += num_failed
 
     @property
     def turns(self) -> list[Turn]:

@@ -40,6 +40,9 @@ class Reply:
     """How the episode has ended; None while it continues."""
     action: Any = None
     """What the environment was asked to do; None where the answer said nothing that it could."""
+    num_calls: int = 0
+    """Of tools that the answer made, or meant to make; the failed ones included."""
+    num_calls_failed: int = 0
 
 
 class EnvironmentAdapter:

@@ -176,6 +176,8 @@ class Player:
             status=ended.status,
             policy_version=min((turn.completion.policy_version for turn in turns), default=0),
             failure=ended.failure or f"the rollout function says that it is {ended.status}",
+            num_tool_calls=conversation.num_tool_calls if conversation else 0,
+            num_tool_calls_failed=conversation.num_tool_calls_failed if conversation else 0,
         )
         return PlayedEpisode(rollout, conversation=conversation)
 
@@ -235,6 +237,8 @@ class Player:
             terms=(ScoredTerm("environment", earned),),
             status=status,
             policy_version=min(turn.completion.policy_version for turn in turns),
+            num_tool_calls=conversation.num_tool_calls,
+            num_tool_calls_failed=conversation.num_tool_calls_failed,
         )
         messages, answered = conversation.messages, conversation.answered
         return PlayedEpisode(
@@ -259,6 +263,7 @@ async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -
             break
         reply = await adapter.reply(await conversation.answer())
         conversation.acted(reply.action)
+        conversation.called(reply.num_calls, reply.num_calls_failed)
         conversation.add_reward(reply.reward)
         conversation.add(reply.messages)
         status = reply.status

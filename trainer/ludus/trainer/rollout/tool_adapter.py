@@ -54,6 +54,16 @@ class _Offer:
     """Whether text without a call can be played."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What came of one call."""
+
+    message: Message
+    reward: float = 0.0
+    status: RolloutStatus | None = None
+    failed: bool = False
+
+
 class Toolbox:
     """The tools of one environment; asked for when the first episode begins."""
 
@@ -125,8 +135,10 @@ class ToolAdapter(EnvironmentAdapter):
         except ActionParseError as error:
             self._num_bad += 1
             if self._num_bad >= MAX_BAD_ANSWERS:
-                return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
-            return Reply([_tool_message({"error": error.message})])
+                reward, status = self._invalid_action_reward, RolloutStatus.INVALID_ACTION
+                return Reply([], reward, status, num_calls=1, num_calls_failed=1)
+            said = _tool_message({"error": error.message})
+            return Reply([said], num_calls=1, num_calls_failed=1)
         self._num_bad = 0
         if calls:
             return await self._called(calls)
@@ -143,21 +155,25 @@ class ToolAdapter(EnvironmentAdapter):
         return f"expected one of the tools {', '.join(known)}, got {wrong[:100]!r}"
 
     async def _called(self, calls: Sequence[ToolCall]) -> Reply:
-        messages: list[Message] = []
-        reward, status = 0.0, None
         made: list[JsonObject] = []
+        results: list[_Result] = []
         for call in calls:
-            message, earned, status = await self._call(call)
             made.append({"tool": call.name, "arguments": call.arguments})
-            messages.append(message)
-            reward += earned
-            if status is not None:
+            results.append(await self._call(call))
+            if results[-1].status is not None:
                 break
-        if status is RolloutStatus.TERMINATED:
-            messages = []
-        return Reply(messages, reward, status, made)
+        status = results[-1].status
+        shown = [] if status is RolloutStatus.TERMINATED else [one.message for one in results]
+        return Reply(
+            shown,
+            sum(one.reward for one in results),
+            status,
+            made,
+            num_calls=len(results),
+            num_calls_failed=sum(one.failed for one in results),
+        )
 
-    async def _call(self, call: ToolCall) -> tuple[Message, float, RolloutStatus | None]:
+    async def _call(self, call: ToolCall) -> _Result:
         """What one tool returned; that it failed is for the model to know.
 
         Raises:
@@ -166,13 +182,14 @@ class ToolAdapter(EnvironmentAdapter):
         try:
             if not self._offer.calls_are_steps:
                 returned = await self._session.call_tool(call.name, call.arguments)
-                return _tool_message(returned), 0.0, None
+                return _Result(_tool_message(returned))
             action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
             self.result = await self._session.step(action)
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
-            return _tool_message({"error": error.message}), 0.0, None
-        shown = _returned(self.result.observation)
-        return _tool_message(shown), self.result.reward or 0.0, status_of(self.result)
+            return _Result(_tool_message({"error": error.message}), failed=True)
+        shown = _tool_message(_returned(self.result.observation))
+        failed = bool(self.result.observation.get("error"))
+        return _Result(shown, self.result.reward or 0.0, status_of(self.result), failed)
 
 
 def _takes_calls(description: EnvironmentDescription) -> bool:
