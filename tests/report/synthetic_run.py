@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ludus.env.evaluation import Z95, wilson_interval
 from ludus.proto.config import LocalEnvironment, RunConfig, TrainingConfig
-from ludus.proto.metrics import EvalMetric, TrainMetric
+from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CHART_FILE,
     CONFIG_FILE,
@@ -193,8 +193,15 @@ def environment_row(step: int, noise: random.Random, environment: str) -> Metric
         values={
             TrainMetric.REWARD_MEAN: result.expected_return + noise.gauss(0, 0.04),
             TrainMetric.WIN_RATE: result.win_rate,
+            TrainMetric.NUM_EPISODES: GAMES_PER_STEP,
             TrainMetric.NUM_EPISODES_SCORED: GAMES_PER_STEP,
             TrainMetric.NUM_EPISODES_FINISHED: GAMES_PER_STEP,
+            TrainMetric.NUM_EPISODES_INVALID: GAMES_PER_STEP // (4 + step),
+            TrainMetric.NUM_EPISODES_TRUNCATED: 0,
+            TrainMetric.NUM_TURNS_MEAN: 1.5 + skill(step),
+            TrainMetric.NUM_TOOL_CALLS: 0,
+            TrainMetric.NUM_TOOL_CALLS_FAILED: 0,
+            f"{REWARD_TERM_PREFIX}environment": result.expected_return,
         },
     )
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
 from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
+from ludus.services.numbers import compact
 from ludus.services.report import write_figure, write_report
 from ludus.services.report.policy_grid import num_agreeing
 from tests.report.synthetic_run import (
@@ -112,8 +114,53 @@ def test_the_policy_chart_has_every_situation_twice_and_outlines_what_differs(pa
 
 def test_training_curves_are_small_multiples_with_units(page: str) -> None:
     captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
-    assert len(captions) == 8
+    # Eight of the run, and what its environment has of its own.
+    assert len(captions) == 8 + 3
     assert any(caption.startswith("Generation tokens per second") for caption in captions)
+
+
+def test_what_goes_wrong_in_episodes_and_how_long_they_are_has_curves(page: str) -> None:
+    captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
+    last = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
+    share = compact(sum(last) / (10 * 512))
+    assert f"Invalid answers share of episodes {share}" in captions
+    assert "Cut off share of episodes 0" in captions
+    assert any(caption.startswith("Turns mean per episode 2.") for caption in captions)
+
+
+def test_terms_and_tools_have_curves_where_there_are_any(tmp_path: Path) -> None:
+    environments = ("blackjack", "catch")
+    run_dir = build_run(tmp_path / "mixed", environments=environments)
+    rows = []
+    for row in metrics_rows(NUM_STEPS, environments):
+        more = {}
+        if row.kind == "environment" and row.environment == "catch":
+            more = {
+                f"{REWARD_TERM_PREFIX}brevity": -0.25,
+                TrainMetric.NUM_TOOL_CALLS: 256,
+                TrainMetric.NUM_TOOL_CALLS_FAILED: 64,
+            }
+        rows.append(row.model_copy(update={"values": row.values | more}))
+    lines = "".join(row.model_dump_json() + "\n" for row in rows)
+    (run_dir / METRICS_FILE).write_text(lines, encoding="utf-8")
+    root = parse(write_report(run_dir).read_text(encoding="utf-8"))
+    (blackjack,), (catch,) = (
+        [
+            [text_of(caption) for caption in part.iter("figcaption")]
+            for part in root.iter("div")
+            if any(text_of(head) == name for head in part.findall("h3"))
+            and list(part.iter("figcaption"))
+        ]
+        for name in environments
+    )
+    only_catch = {
+        "brevity reward term, before its weight −0.25",
+        "Tool calls mean per episode 0.5",
+        "Failed tool calls share of calls 0.25",
+    }
+    assert only_catch <= set(catch)
+    assert [one for one in catch if one.startswith("environment reward term")]
+    assert len(catch) == len(blackjack) + 4
 
 
 def test_what_the_curriculum_opened_is_marked_in_every_curve_over_games(tmp_path: Path) -> None:

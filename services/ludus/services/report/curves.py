@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.metrics import EvalMetric, TrainMetric, combined
+from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, PolicyResult
 from ludus.services.numbers import compact, fixed, fixed_interval, percent, percent_interval
 from ludus.services.report.drawing import Drawing
@@ -60,9 +60,26 @@ EXPECTED_RETURN = Measure(
 
 @dataclass(frozen=True, slots=True)
 class _TrainingCurve:
-    metric: TrainMetric
+    metric: TrainMetric | str
+    """A reward term has a name alone."""
     title: str
     unit: str
+    per: TrainMetric | None = None
+    """What the metric is divided by."""
+    needs: TrainMetric | None = None
+    """The curve is left out where this was 0 all the time."""
+
+    def value(self, steps: Sequence[Mapping[str, float]]) -> float | None:
+        """What the curve shows of steps together, by their values; None where nothing was."""
+        value = combined(self.metric, steps)
+        if value is None or self.per is None:
+            return value
+        whole = combined(self.per, steps)
+        return value / whole if whole else None
+
+
+def _share(metric: TrainMetric, title: str) -> _TrainingCurve:
+    return _TrainingCurve(metric, title, "share of episodes", TrainMetric.NUM_EPISODES)
 
 
 TRAINING_CURVES = (
@@ -78,14 +95,34 @@ TRAINING_CURVES = (
     _TrainingCurve(TrainMetric.EXPLAINED_VARIANCE, "Value head", "variance explained"),
     _TrainingCurve(TrainMetric.MFU, "MFU", "share of the device's peak"),
 )
-ENVIRONMENT_CURVES = (
+SHARED_CURVES = (
     _TrainingCurve(TrainMetric.REWARD_MEAN, "Reward", "mean per episode"),
     _TrainingCurve(TrainMetric.WIN_RATE, "Wins", "share of episodes"),
     _TrainingCurve(
         TrainMetric.ZERO_VARIANCE_GROUP_RATIO, "Zero-variance groups", "share of groups"
     ),
 )
-"""What a run with several environments shows of each."""
+"""What the whole run shows, too: of each environment only where there are several."""
+ENVIRONMENT_CURVES = (
+    _share(TrainMetric.NUM_EPISODES_INVALID, "Invalid answers"),
+    _share(TrainMetric.NUM_EPISODES_TRUNCATED, "Cut off"),
+    _TrainingCurve(TrainMetric.NUM_TURNS_MEAN, "Turns", "mean per episode"),
+    _TrainingCurve(
+        TrainMetric.NUM_TOOL_CALLS,
+        "Tool calls",
+        "mean per episode",
+        per=TrainMetric.NUM_EPISODES,
+        needs=TrainMetric.NUM_TOOL_CALLS,
+    ),
+    _TrainingCurve(
+        TrainMetric.NUM_TOOL_CALLS_FAILED,
+        "Failed tool calls",
+        "share of calls",
+        per=TrainMetric.NUM_TOOL_CALLS,
+    ),
+)
+"""What every environment shows."""
+_OWN_RETURN = REWARD_TERM_PREFIX + "environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +163,24 @@ def training_curves(run: RunFiles) -> list[SmallChart]:
 
 def environment_curves(run: RunFiles, environment: str) -> list[SmallChart]:
     """A chart of each training metric that an environment has of its own."""
-    return _small_charts(run.environment_rows(environment), ENVIRONMENT_CURVES, _marks(run))
+    rows = run.environment_rows(environment)
+    shared = SHARED_CURVES if len(run.environments) > 1 else ()
+    return _small_charts(rows, (*shared, *ENVIRONMENT_CURVES, *_term_curves(rows)), _marks(run))
+
+
+def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
+    """One for each term of the reward; none where the environment's own return is all of it."""
+    terms = dict.fromkeys(
+        name for row in rows for name in row.values if name.startswith(REWARD_TERM_PREFIX)
+    )
+    if list(terms) == [_OWN_RETURN]:
+        return []
+    return [
+        _TrainingCurve(
+            name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, before its weight"
+        )
+        for name in terms
+    ]
 
 
 def _marks(run: RunFiles) -> list[Mark]:
@@ -138,40 +192,35 @@ def _marks(run: RunFiles) -> list[Mark]:
 
 
 def _small_charts(
-    rows: list[MetricsRow], curves: tuple[_TrainingCurve, ...], marks: list[Mark]
+    rows: list[MetricsRow], curves: Sequence[_TrainingCurve], marks: list[Mark]
 ) -> list[SmallChart]:
     charts = []
     for curve in curves:
-        having = [row for row in rows if curve.metric in row.values]
-        if having:
-            means = _moving_means(curve.metric, having)
-            drawing = _training_chart(curve, having, means, marks)
-            charts.append(SmallChart(curve.title, curve.unit, compact(means[-1]), drawing))
+        if curve.needs is not None and not any(row.values.get(curve.needs) for row in rows):
+            continue
+        measured = [
+            (row, value) for row in rows if (value := curve.value([row.values])) is not None
+        ]
+        if measured:
+            means = _moving_means(curve, [row for row, _ in measured])
+            chart = LineChart(
+                label=f"{curve.title} over games trained",
+                points=[Point(row.num_games_trained, mean) for row, mean in means],
+                raw=[Point(row.num_games_trained, value) for row, value in measured],
+                marks=marks,
+            )
+            latest = compact(means[-1][1])
+            charts.append(SmallChart(curve.title, curve.unit, latest, draw(chart, SMALL_FRAME)))
     return charts
 
 
-def _moving_means(metric: TrainMetric, rows: list[MetricsRow]) -> list[float]:
-    """Over the newest rows up to each, combined as the metric says."""
-    means = []
-    for end in range(1, len(rows) + 1):
-        window = [row.values for row in rows[max(0, end - MEAN_WINDOW) : end]]
-        mean = combined(metric, window)
-        means.append(rows[end - 1].values[metric] if mean is None else mean)
-    return means
-
-
-def _training_chart(
-    curve: _TrainingCurve, rows: list[MetricsRow], means: list[float], marks: list[Mark]
-) -> Drawing:
-    games = [float(row.num_games_trained) for row in rows]
-    values = [row.values[curve.metric] for row in rows]
-    chart = LineChart(
-        label=f"{curve.title} over games trained",
-        points=[Point(x, y) for x, y in zip(games, means, strict=True)],
-        raw=[Point(x, y) for x, y in zip(games, values, strict=True)],
-        marks=marks,
-    )
-    return draw(chart, SMALL_FRAME)
+def _moving_means(curve: _TrainingCurve, rows: list[MetricsRow]) -> list[tuple[MetricsRow, float]]:
+    """Of the newest rows up to each, combined as the metric says."""
+    windows = [
+        (row, [one.values for one in rows[max(0, end - MEAN_WINDOW) : end]])
+        for end, row in enumerate(rows, start=1)
+    ]
+    return [(row, mean) for row, window in windows if (mean := curve.value(window)) is not None]
 
 
 def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ludus.proto.runs import (
     TRANSCRIPTS_FILE,
     EnvironmentResult,
@@ -105,12 +107,12 @@ def training(run: RunFiles) -> Markup | None:
     charts = training_curves(run)
     if not charts:
         return None
-    parts = [_small(charts)]
-    if len(run.environments) > 1:
-        for environment in run.environments:
-            of_environment = environment_curves(run, environment)
-            if of_environment:
-                parts.append(_part(run, environment, _small(of_environment)))
+    own = {name: environment_curves(run, name) for name in run.environments}
+    if len(own) == 1:
+        parts = [_small([*charts, *itertools.chain(*own.values())])]
+    else:
+        parts = [_small(charts)]
+        parts += [_part(run, name, _small(of_it)) for name, of_it in own.items() if of_it]
     explanation = (
         f"Over games trained: every step faintly, the mean of {MEAN_WINDOW} steps in full. "
         "The number on the right is the latest mean."
