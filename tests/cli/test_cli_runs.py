@@ -158,6 +158,26 @@ def test_resume_puts_a_new_job_in_the_old_ones_place(ludus: RunCli, cluster: Cal
     assert owner["uid"] == cluster(job_of)["metadata"]["uid"]
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("algorithm.kind=ppo", "algorithm.kind was 'grpo' and is 'ppo'"),
+        ("model.width=256", "model.width was 128 and is 256"),
+    ],
+)
+def test_a_resume_with_another_model_or_algorithm_is_refused_and_leaves_the_run_as_it_was(
+    ludus: RunCli, cluster: Call, override: str, told: str
+) -> None:
+    running(ludus, cluster)
+    ended(cluster)
+    before = cluster(job_of), cluster(map_of)
+    said = one_error(ludus("resume", "demo", "--detach", "--set", override))
+    assert told in said
+    assert "begin another run under another name" in said
+    assert (cluster(job_of), cluster(map_of)) == before
+    assert ludus("resume", "demo", "--detach", "--set", "seed=7").code == 0
+
+
 def test_fetch_brings_the_folder_and_writes_the_report(
     ludus: RunCli, cluster: Call, tmp_path: Path
 ) -> None:

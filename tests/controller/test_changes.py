@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.config import RunConfig, load_run_config, run_config_from
+from ludus.proto.config.changes import in_words
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
-from ludus.trainer.changes import changes_since, in_words
+from ludus.trainer.changes import changes_since
 from ludus.trainer.metrics import StepValues
 from ludus.trainer.run_folder import RunFolder
 from ludus.trainer.trainer import Trainer

@@ -26,11 +26,12 @@ from typing import Any, Self
 
 from ludus.env import Message
 from ludus.proto.config import RunConfig, load_run_config, run_config_from
+from ludus.proto.config.changes import Change, in_words
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
 from ludus.trainer import control
 from ludus.trainer.build import built, infrastructure_of, resolved, starting_point
-from ludus.trainer.changes import Change, changes_since, in_words
+from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import RunState, check_streams, read_state
 from ludus.trainer.controller import Controller
 from ludus.trainer.environments import chart_prompts, check_names

@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config.changes import changes_between
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
 from ludus.services.kubernetes.api import JsonObject
@@ -112,7 +113,7 @@ async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) ->
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: it has not ended, or the overrides do not fit.
+        ConfigError: it has not ended, the overrides do not fit, or they change what a run keeps.
     """
     config_map = await cluster.config_map(run)
     state = await find_state(cluster, run)
@@ -126,15 +127,18 @@ async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) ->
         raise ConfigError(
             f"run '{run}' has not ended ({state.phase}); follow it with: ludus logs -f {run}"
         )
+    begun = run_config_in(config_map)
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         path = Path(folder) / RUN_KEY
-        path.write_text(run_config_in(config_map), encoding="utf-8")
+        path.write_text(begun, encoding="utf-8")
         config = load_run_config(path, overrides)
     if config.name != run:
         raise ConfigError(
             f"--set name={config.name}: a run is resumed under its own name '{run}', by which "
             "its checkpoint is found; leave the name out"
         )
+    # Its driver would refuse the same, but only after the old RayJob is gone.
+    changes_between(RunConfig.model_validate_json(begun), config)
     return config
 
 
