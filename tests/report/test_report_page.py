@@ -154,7 +154,7 @@ def test_terms_and_tools_have_curves_where_there_are_any(tmp_path: Path) -> None
         for name in environments
     )
     only_catch = {
-        "brevity reward term, before its weight −0.25",
+        "brevity reward term, unweighted −0.25",
         "Tool calls mean per episode 0.5",
         "Failed tool calls share of calls 0.25",
     }

@@ -176,9 +176,7 @@ def _term_curves(rows: list[MetricsRow]) -> list[_TrainingCurve]:
     if list(terms) == [_OWN_RETURN]:
         return []
     return [
-        _TrainingCurve(
-            name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, before its weight"
-        )
+        _TrainingCurve(name, name.removeprefix(REWARD_TERM_PREFIX), "reward term, unweighted")
         for name in terms
     ]
 
