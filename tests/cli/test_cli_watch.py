@@ -42,6 +42,18 @@ def test_of_a_run_that_is_over_the_last_episodes_are_shown(ludus: RunCli, run_di
     assert "terminated · return 1 · reward 0.9 of environment 1, brevity −0.1" in result.out
 
 
+def test_what_ended_an_episode_is_shown_and_does_not_steer_the_terminal(
+    ludus: RunCli, run_dir: Path
+) -> None:
+    failed = {"status": "failed", "reward": None, "episode_return": None}
+    reason = {"failure": "ValueError: \x1b[2Jno such card"}
+    write(run_dir, transcript(1).model_copy(update=failed | reason), transcript(2))
+    result = ludus("watch", "demo")
+    assert "ValueError: \N{REPLACEMENT CHARACTER}[2Jno such card" in result.out
+    assert result.out.count("failure") == 1
+    assert "failed · return none" in result.out
+
+
 def test_it_goes_on_as_long_as_the_run_does(
     ludus: RunCli, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,16 @@ def test_what_the_policy_said_is_shown_from_the_beginning_and_the_end(tmp_path: 
     assert shown == [f"policy<b>{step}</b>" for step in (1, 2, 3, 18, 19, 20)]
 
 
+def test_what_ended_an_episode_is_said_under_it(tmp_path: Path) -> None:
+    run_dir = build_run(tmp_path / "demo")
+    reason = "ValueError: no such card <b> (in parse, cards.py:7)"
+    failed = transcript(1).model_copy(update={"status": "failed", "failure": reason})
+    lines = "".join(one.model_dump_json() + "\n" for one in (failed, transcript(2)))
+    (run_dir / TRANSCRIPTS_FILE).write_text(lines, encoding="utf-8")
+    root = parse(write_report(run_dir).read_text(encoding="utf-8"))
+    assert [text_of(node) for node in by_class(root, "failure")] == [f"failure{reason}"]
+
+
 def test_transcripts_that_cannot_be_read_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     run_dir = build_run(tmp_path / "demo")
     (run_dir / TRANSCRIPTS_FILE).write_text('{"step": "x"}\n')

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ludus.env.client import AsyncEnvClient
+from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import Transcript
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.transcript import num_transcripts
-from ludus.trainer.types import GroupSpec, RolloutGroup
+from ludus.trainer.types import Completion, GroupSpec, RolloutGroup, Sampling
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
 
 SPEC = GroupSpec(6, "game", (11,) * 4)
@@ -58,6 +61,45 @@ async def test_an_answer_that_is_no_action_is_written_as_it_was_said(
     line = written.model_dump_json()
     assert "\n" not in line
     assert Transcript.model_validate_json(line) == written
+
+
+async def test_an_episode_that_failed_says_why_and_what_was_said_until_then(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    player, _ = make_player(client, chat, itertools.cycle(["HIT"]))
+    answer_first = player.generate
+
+    async def generate(prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        if "HIT" in chat.decode(prompt_ids):
+            raise RuntimeError("the engine has no memory left")
+        return await answer_first(prompt_ids, sampling, seed)
+
+    failing = replace(player, generate=generate)
+    group = await play_group(failing, SPEC, SAMPLING, timeout_s=60, num_transcripts=4)
+    assert {written.status for written in group.transcripts} == {"failed"}
+    for written in group.transcripts:
+        assert written.failure.startswith("RuntimeError: the engine has no memory left (in ")
+        assert [turn.answer for turn in written.turns] == ["HIT"]
+        assert Transcript.model_validate_json(written.model_dump_json()) == written
+
+
+async def test_an_episode_that_never_began_is_written_with_its_reason_alone(
+    client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise UnavailableError("the server is away")
+
+    monkeypatch.setattr(client, "open", refuse)
+    [written] = (await played(client, chat, ["STAND"])).transcripts
+    assert (written.status, written.turns) == ("lost", ())
+    assert "the server is away" in written.failure
+
+
+async def test_an_episode_that_went_well_has_no_reason(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    [written] = (await played(client, chat, ["STAND"])).transcripts
+    assert written.failure == ""
 
 
 async def test_long_texts_are_cut_and_late_turns_counted(

@@ -176,7 +176,10 @@ class Transcript(_Record):
     """What the environment paid in all."""
     terms: dict[str, float | None]
     """The terms of the reward by name, before their weights."""
+    failure: str = ""
+    """What made it void, or a term of its reward unknown; empty where nothing failed."""
     turns: tuple[TranscriptTurn, ...]
+    """None where it failed before it began, or was still played when its time was up."""
     num_turns_left_out: int = 0
     """Turns that followed."""
 

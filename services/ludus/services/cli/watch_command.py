@@ -95,6 +95,8 @@ def show_transcript(console: Console, transcript: Transcript) -> None:
         _show_turn(console, turn)
     if transcript.num_turns_left_out:
         say(console, f"  ... and {transcript.num_turns_left_out} turns more", "dim")
+    if transcript.failure:
+        _show_words(console, "failure", transcript.failure, "red")
     say(console, f"  {outcome(transcript)}\n", "dim")
 
 

@@ -35,6 +35,7 @@ def _episode(transcript: Transcript, *, is_open: bool) -> Markup:
         element("summary", f"{heading(transcript)} · ", element("em", outcome(transcript))),
         *(part for turn in transcript.turns for part in _turn(turn)),
         left_out,
+        _words("failure", transcript.failure, "failure") if transcript.failure else None,
         open="" if is_open else None,
     )
 

@@ -76,8 +76,6 @@ def _written(
     """What was said in the episodes, where that can be written down."""
     transcripts = []
     for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True)):
-        if episode.conversation is None:
-            continue
         try:
             transcripts.append(make_transcript(index, number, rollout, episode.conversation))
         except Exception:  # noqa: BLE001 - the boundary to messages and actions of any form

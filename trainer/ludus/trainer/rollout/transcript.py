@@ -33,12 +33,12 @@ def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: i
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, conversation: Conversation
+    group: int, episode: int, rollout: Rollout, conversation: Conversation | None
 ) -> Transcript:
     """What was said in an episode that has its reward; no step has learned from it yet."""
     turns: list[TranscriptTurn] = []
     room = MAX_TRANSCRIPT_CHARACTERS
-    for turn in _turns(rollout, conversation):
+    for turn in _turns(conversation) if conversation else ():
         room -= len(turn.answer) + sum(len(said.text) for said in turn.shown)
         if turns and room < 0:
             break
@@ -54,12 +54,13 @@ def make_transcript(
         reward=rollout.reward,
         episode_return=rollout.episode_return,
         terms={term.name: term.value for term in rollout.terms},
+        failure=rollout.failure,
         turns=tuple(turns),
-        num_turns_left_out=conversation.num_turns - len(turns),
+        num_turns_left_out=conversation.num_turns - len(turns) if conversation else 0,
     )
 
 
-def _turns(rollout: Rollout, conversation: Conversation) -> Iterator[TranscriptTurn]:
+def _turns(conversation: Conversation) -> Iterator[TranscriptTurn]:
     messages, begin = conversation.messages, 0
     for turn, place in zip(conversation.turns, conversation.answered, strict=True):
         yield TranscriptTurn(
