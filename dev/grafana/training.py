@@ -371,13 +371,17 @@ _STEPS = Row(
         ),
         Panel(
             "Voided episodes",
-            "Share of the episodes that infrastructure voided. They are played again and never "
-            "trained on; above 2 % look at the fleet.",
-            (
+            "Shares of the episodes that infrastructure voided (lost), and that ended in an "
+            "exception (failed). Both are never trained on. Above 2 %: of the lost ones look at "
+            "the fleet, of the failed ones at the driver's log, which has the reasons.",
+            tuple(
                 Query(
-                    share(TrainMetric.NUM_EPISODES_LOST, TrainMetric.NUM_EPISODES, PLAYED),
-                    "{{environment}}",
-                ),
+                    share(metric, TrainMetric.NUM_EPISODES, PLAYED), f"{{{{environment}}}}: {word}"
+                )
+                for word, metric in (
+                    ("lost", TrainMetric.NUM_EPISODES_LOST),
+                    ("failed", TrainMetric.NUM_EPISODES_FAILED),
+                )
             ),
             "percentunit",
             min=0,

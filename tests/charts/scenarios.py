@@ -90,6 +90,7 @@ _REFUSED = series("ludus_gateway_auth_failures_total", 'pod="gateway-1", kind="e
 _WORKER_ENDS = series("env_server_worker_ends_total", 'pod="server-1", env="openspiel_env"')
 _EPISODES = of_game("ludus_train_episodes_total")
 _VOIDED = of_game("ludus_train_episodes_lost_total")
+_FAILED = of_game("ludus_train_episodes_failed_total")
 _GROUPS = of_game("ludus_train_groups_total")
 _DEAD = of_game("ludus_train_groups_dead_total")
 _LAST_STEP = of_run("ludus_train_last_step_timestamp_seconds")
@@ -158,6 +159,7 @@ CLEAN: dict[str, str] = {
     of_game("ludus_train_draws_total"): "0+10xN",
     of_game("ludus_train_losses_total"): "0+50xN",
     _VOIDED: "0+1xN",
+    _FAILED: "0+1xN",
     _GROUPS: "0+100xN",
     _DEAD: "0+50xN",
     _evaluated("low"): "0.4xN",
@@ -275,6 +277,7 @@ TRAINING = (
         silent_at=29,
     ),
     Scenario("LudusEpisodesVoided", {_VOIDED: "0+3xN"}, 20, _OF_GAME, value="3%", silent_at=4),
+    Scenario("LudusEpisodesFailed", {_FAILED: "0+3xN"}, 20, _OF_GAME, value="3%", silent_at=4),
     Scenario("LudusNoLearningSignal", {_DEAD: "0+98xN"}, 40, _OF_GAME, value="98%", silent_at=14),
     Scenario(
         "LudusEvaluationFell",

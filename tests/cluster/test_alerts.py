@@ -2,6 +2,7 @@
 
 By a clock that runs faster (faster_rules.py). LudusCanaryFailed and LudusWeightsDiffer are not
 here: nothing that can be done to a cluster from outside gives a worker other weights than it says.
+Nor is LudusEpisodesFailed: the run that is trained here plays in an environment without faults.
 """
 
 from __future__ import annotations
