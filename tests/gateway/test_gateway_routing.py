@@ -1,18 +1,19 @@
 """Session ids route themselves: through any gateway, after restarts, and for nobody else."""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 
 import pytest
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.security.session_ids import SessionKey
+from ludus.env.security.session_ids import SessionKey, SignedId
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import SessionLostError
 from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.sessions.routes import RouteCache
+from ludus.services.gateway.sessions.routes import Route, RouteCache
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import (
@@ -99,6 +100,18 @@ async def test_an_expired_id_is_lost_and_says_so():
         assert await raw.code_of_step(key.sign(NAME, server_id, lifetime_s=-2)) == "SESSION_LOST"
 
 
+class CountedKey(SessionKey):
+    """Notes which ids it has verified."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(key)
+        self.read_ids: list[str] = []
+
+    def read(self, session_id: str) -> SignedId:
+        self.read_ids.append(session_id)
+        return super().read(session_id)
+
+
 def test_an_id_that_was_good_expires():
     now_s = time.time()
     key = SessionKey(KEY.encode())
@@ -110,6 +123,21 @@ def test_an_id_that_was_good_expires():
     for _ in range(2):
         with pytest.raises(SessionLostError, match="expired"):
             routes.find(session_id, "red")
+
+
+def test_a_route_is_remembered_while_it_is_called_and_no_longer():
+    now_s = time.time()
+    key = CountedKey(KEY.encode())
+    routes = RouteCache(key, clock=lambda: now_s)
+    used, left = (key.sign(NAME, "a-server", tenant="red", lifetime_s=3600) for _ in range(2))
+    routes.find(left, "red")
+    for _ in range(20):
+        assert routes.find(used, "red").session_id == used
+        now_s += 30
+    assert key.read_ids == [left, used]
+    remembered = [one for one in gc.get_objects() if isinstance(one, Route)]
+    assert [one.session_id for one in remembered if one.session_id in (used, left)] == [used]
+    assert routes.find(left, "red").session_id == left
 
 
 async def test_an_id_of_another_environment_is_refused_where_one_is_named():
