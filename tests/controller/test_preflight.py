@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ async def test_a_resume_with_other_random_numbers_is_told(
     await checkpoints.commit(checkpoints.begin(5), RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 2, got 1"):
-        check(tmp_path, resume=Resume.ALWAYS)
+        await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
 
 
 def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:
