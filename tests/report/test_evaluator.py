@@ -12,7 +12,8 @@ from ludus.proto.errors import EpisodesFailedError
 from ludus.trainer.evaluation import Evaluator, eval_seeds, play_baselines
 from tests.report.test_evaluation import CoinClient, guess
 
-CONFIG = EvalConfig(num_games=8, num_games_during=4, seed=100, temperature=0.5)
+FIRST_SEED = 2**31
+CONFIG = EvalConfig(num_games=8, num_games_during=4, seed=FIRST_SEED, temperature=0.5)
 ENVIRONMENTS = {
     "blackjack": LocalEnvironment(
         policies="openspiel_env.policies:fixed_policies",
@@ -56,7 +57,7 @@ def evaluator(workers: Workers) -> Evaluator:
 async def test_every_environment_is_judged_on_the_same_seeds_beside_its_own_policies() -> None:
     workers = Workers()
     reports = await evaluator(workers).judge(4)
-    deals = (100, 101, 102, 103)
+    deals = tuple(range(FIRST_SEED, FIRST_SEED + 4))
     assert workers.calls == [("blackjack", deals, 0.5), ("catch", deals, 0.5)]
     blackjack, catch = reports["blackjack"], reports["catch"]
     assert blackjack.policy.win_rate == 0.5
@@ -70,9 +71,9 @@ async def test_games_that_infrastructure_ended_are_played_again_where_they_were_
     reports = await evaluator(workers).judge(4)
     assert reports["blackjack"].policy.num_games == 4
     assert [call[:2] for call in workers.calls] == [
-        ("blackjack", (100, 101, 102, 103)),
-        ("blackjack", (101, 102, 103)),
-        ("catch", (100, 101, 102, 103)),
+        ("blackjack", tuple(range(FIRST_SEED, FIRST_SEED + 4))),
+        ("blackjack", tuple(range(FIRST_SEED + 1, FIRST_SEED + 4))),
+        ("catch", tuple(range(FIRST_SEED, FIRST_SEED + 4))),
     ]
 
 
@@ -102,8 +103,8 @@ class Failing(Workers):
         played = outcomes(seeds, 1.0)
         if environment == "catch":
             for place, seed in enumerate(seeds):
-                if seed == 101 or self._num_failing > 1:
-                    reason = "KeyError: 'ball'" if seed != 100 else "SessionLostError: gone"
+                if seed == FIRST_SEED + 1 or self._num_failing > 1:
+                    reason = "KeyError: 'ball'" if seed != FIRST_SEED else "SessionLostError: gone"
                     played[place] = EpisodeOutcome(seed, None, 1, failure=reason)
         return played
 
