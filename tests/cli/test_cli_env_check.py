@@ -42,16 +42,19 @@ def test_a_running_server_is_checked_and_left_as_it_was(
         assert {check["verdict"] for check in found["checks"]} == {"ok"}
 
 
-def test_a_broken_rule_is_in_the_json_with_what_was_found(
-    ludus: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
+UNSEEDED = """
+from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
-    reset = OpenSpielEnvironment.reset
-    monkeypatch.setattr(
-        OpenSpielEnvironment, "reset", lambda self, *, seed=None, **options: reset(self)
-    )
-    arguments = ("openspiel_env", "--option", "game=blackjack", "--json", "--seeds", "3")
+
+class Unseeded(OpenSpielEnvironment):
+    def reset(self, *, seed=None, **options):
+        return super().reset()
+"""
+
+
+def test_a_broken_rule_is_in_the_json_with_what_was_found(ludus: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    arguments = ("unseeded:Unseeded", "--option", "game=blackjack", "--json", "--seeds", "3")
     result = ludus("env", "check", *arguments)
     assert result.code == 1
     found = json.loads(result.out)
@@ -88,7 +91,8 @@ def test_every_command_names_what_is_wrong_with_a_target(
 ) -> None:
     result = ludus("env", command, target)
     assert result.code == 2
-    assert result.err.startswith("error: ")
+    # Before it gRPC may speak, which other tests have used in this process: `check` forks.
+    assert "error: " in [line[:7] for line in result.err.splitlines()]
     assert said in result.err
 
 
@@ -99,6 +103,8 @@ def test_an_environment_without_policies_is_benched_at_random(ludus: RunCli) -> 
 
 
 BROKEN_TOOLS = """
+import threading
+
 from ludus.env import Tool
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
@@ -117,6 +123,11 @@ class NamelessTool(Catch):
 class FailsToClose(Catch):
     def close(self):
         raise OSError("it is stuck")
+
+
+class HangsInAStep(Catch):
+    def step(self, action):
+        threading.Event().wait()
 """
 
 
@@ -138,3 +149,18 @@ def test_an_environment_that_raises_anything_is_a_row_and_no_traceback(
     checks = {check["rule"]: check for check in json.loads(result.out)["checks"]}
     assert checks[rule]["verdict"] == "broken"
     assert found in checks[rule]["detail"]
+
+
+def test_an_environment_that_hangs_is_found_in_process_and_on_the_wire(
+    ludus: RunCli, tmp_path: Path
+) -> None:
+    (tmp_path / "broken_hanging.py").write_text(BROKEN_TOOLS)
+    arguments = ("--json", "--seeds", "2", "--steps", "3", "--timeout", "1")
+    result = ludus("env", "check", "broken_hanging:HangsInAStep", *arguments)
+    assert result.code == 1, result.err
+    checks = json.loads(result.out)["checks"]
+    for about in ("environment", "wire"):
+        broken = [c for c in checks if (c["about"], c["verdict"]) == (about, "broken")]
+        assert len(broken) == 3
+        assert {c["verdict"] for c in checks if c["about"] == about} >= {"ok", "not tried"}
+    assert any("broken_hanging.py" in check["detail"] for check in checks)

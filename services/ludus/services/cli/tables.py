@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Interval = tuple[float, float]
 _MAX_DETAIL = 400
-_VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim"}
+_VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "not tried": "dim"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,17 +14,24 @@ class EnvironmentThread:
     """Runs calls one after another, always in the same thread; the caller waits."""
 
     def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(1, f"openenv {name}")
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._name = name
+        self._begin()
 
     def run(self, call: Callable[[], Any]) -> Any:
         """The call's value, awaited where it is a coroutine; raises what the call raises."""
+        if self._pid != os.getpid():  # threads stay behind in the process that was forked
+            self._begin()
         return self._executor.submit(self._run, call).result()
 
     def stop(self) -> None:
         """End the thread after the call that runs, without a wait."""
         self._executor.submit(self._close_loop)
         self._executor.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._executor = ThreadPoolExecutor(1, f"openenv {self._name}")
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def _run(self, call: Callable[[], Any]) -> Any:
         value = call()

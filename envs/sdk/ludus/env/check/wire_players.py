@@ -83,9 +83,10 @@ class CheckedServer:
         return player
 
     async def close(self) -> None:
-        """Close every session that was opened."""
-        while self._opened:
-            await self._opened.pop().close()
+        """Close every session that was opened; where that is cut off, the others are let go."""
+        opened, self._opened = self._opened, []
+        for session in reversed(opened):
+            await session.close()
 
     async def measure_capacity(self) -> None:
         """Open sessions until one is refused, or enough are open."""

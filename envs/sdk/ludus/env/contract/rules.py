@@ -6,15 +6,19 @@ import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import orjson
 
 from ludus.env.contract.players import CheckedEnvironment, Player, record_of
 from ludus.env.contract.schema import fault_of_schema, random_value
-from ludus.env.types import Tool
+from ludus.env.encoding import encode_transition
+from ludus.env.environment import AnyEnvironment
+from ludus.env.types import Tool, Transition
 from ludus.proto.errors import (
     ActionError,
     ActionParseError,
+    ExecutionError,
     InvalidCallError,
     LudusError,
     ToolError,
@@ -196,6 +200,23 @@ def _varied(answer: str) -> tuple[str, ...]:
     )
 
 
+def what_is_shown_can_travel(checked: CheckedEnvironment) -> None:
+    """Observations, rewards, tensors, info and texts are what every wire can carry."""
+    environment = checked.make()
+    first = environment.reset(seed=checked.seeds[0])
+    _encode(first, environment, 0)  # before answers are chosen from it
+    player = checked.play(checked.seeds[0])
+    for index, transition in enumerate(player.transitions):
+        _encode(transition, player.environment, index)
+
+
+def _encode(transition: Transition[Any], environment: AnyEnvironment, index: int) -> None:
+    try:
+        encode_transition(transition, environment.text_renderer, index)
+    except ExecutionError as error:
+        raise BrokenRuleError(error.message) from error
+
+
 def text_is_chat_messages(checked: CheckedEnvironment) -> None:
     """Rendering gives at least one message after a reset, each a role and a text."""
     player = checked.play(checked.seeds[0])
@@ -280,6 +301,7 @@ RULES: dict[str, Rule] = {
         every_legal_answer_is_a_legal_action,
         garbage_is_no_action,
         odd_texts_are_read_or_refused,
+        what_is_shown_can_travel,
         text_is_chat_messages,
         action_metadata_changes_nothing,
         tools_are_described,

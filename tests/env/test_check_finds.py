@@ -1,0 +1,259 @@
+"""`check_environment` finds what bad environments do, by name, and comes to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ludus.env import Tool, ToolError
+from ludus.env.check import check_environment
+from ludus.env.check.apart import MAX_OUTPUT_BYTES
+from ludus.env.check.check import MAX_ENDLESS_RULES
+from ludus.env.limits import MAX_RESULT_BYTES
+from ludus.env.types import Transition
+from ludus.proto.errors import ConfigError
+from tests.env.counting_env import CountingEnv, CountingRenderer
+
+MAKING = "it_can_be_made_and_closed"
+TRAVEL = "what_is_shown_can_travel"
+FLAGS = "flags_and_rewards_have_their_types"
+SAME = "same_seed_and_actions_give_the_same_episode"
+ODD = "odd_texts_are_read_or_refused"
+LIMIT_S = 1.0
+
+
+def hang():
+    while True:
+        time.sleep(60)
+
+
+def throw(error):
+    raise error
+
+
+class Renderer(CountingRenderer):
+    """Counts as ever, but for its deeds."""
+
+    def __init__(self, deeds):
+        self._deeds = deeds
+
+    def render(self, observation, *, first):
+        good = super().render(observation, first=first)
+        return self._deeds.get("render", lambda shown: shown)(good)
+
+    def parse(self, text, observation):
+        if "parse" in self._deeds:
+            self._deeds["parse"](text)
+        return super().parse(str(text), observation)
+
+    def legal_answers(self, observation):
+        good = super().legal_answers(observation)
+        return self._deeds.get("answers", lambda answers: answers)(good)
+
+
+class BadEnv(CountingEnv):
+    """Counts as ever, but for its deeds: each gets what is right and returns what to do."""
+
+    steps_on_event_loop = False
+
+    def __init__(self, **deeds):
+        super().__init__()
+        self._deeds = deeds
+        self.text_renderer = Renderer(deeds)
+        self._do("init", None)
+
+    def _do(self, part, good):
+        return self._deeds.get(part, lambda same: same)(good)
+
+    def reset(self, *, seed=None):
+        return self._do("reset", super().reset(seed=seed))
+
+    def step(self, action):
+        return self._do("step", super().step(action))
+
+    @property
+    def state(self):
+        return self._do("state", super().state)
+
+    @property
+    def tools(self):
+        schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+        return self._do("tools", [Tool("note", "Keeps a note.", schema)])
+
+    def call_tool(self, name, arguments):
+        if name != "note":
+            raise ToolError("expected note")
+        return self._do("call", {"kept": arguments})
+
+    def close(self):
+        self._do("close", None)
+
+
+def found(**deeds):
+    """What is broken, and what was found."""
+    report = check_environment(
+        partial(BadEnv, **deeds), seeds=range(2), num_steps=5, timeout_s=LIMIT_S
+    )
+    return {check.name: check.detail for check in report.checks if check.verdict == "broken"}
+
+
+def test_an_environment_that_behaves_passes():
+    assert found() == {}
+
+
+def with_reward(reward):
+    return lambda good: Transition(good.observation, reward=reward, terminated=good.terminated)
+
+
+def with_tensors(tensors):
+    return lambda good: Transition(good.observation, tensors=tensors)
+
+
+def with_metadata(num_bytes):
+    def shown(good):
+        metadata = {"shown": "x" * num_bytes}
+        return Transition(good.observation.model_copy(update={"metadata": metadata}))
+
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("deeds", "rule", "said"),
+    [
+        ({"answers": lambda good: [1, 2]}, TRAVEL, "legal_answers to be a list of strings"),
+        ({"answers": lambda good: ["\ud800"]}, TRAVEL, "legal_answers to be a list of strings"),
+        ({"step": with_tensors({"a": [1, 2]})}, TRAVEL, "tensor 'a' to be a NumPy array"),
+        ({"step": with_tensors({"a": np.array([object()])})}, TRAVEL, "dtype object"),
+        ({"reset": with_metadata(MAX_RESULT_BYTES)}, TRAVEL, f"at most {MAX_RESULT_BYTES} bytes"),
+        ({"render": lambda good: [{"role": "user", "content": 1}]}, "text_is_chat_messages", "1"),
+        ({"step": with_reward(float("nan"))}, FLAGS, "finite number or None, got nan"),
+        ({"step": with_reward(float("inf"))}, FLAGS, "finite number or None, got inf"),
+        ({"step": with_reward("much")}, FLAGS, "a float or None, got 'much'"),
+        ({"step": with_reward(True)}, FLAGS, "a float or None, got True"),
+        ({"step": lambda good: with_reward(random.random())(good)}, SAME, "the same episode"),
+        ({"parse": int}, ODD, "ValueError"),
+        ({"state": lambda good: None}, "the_state_fits_its_schema", "a state of type"),
+        ({"tools": lambda good: [Tool("note", "", {"type": 3})]}, "tools_are_described", "schema"),
+        ({"tools": lambda good: ["note"]}, "tools_are_described", "tools of type"),
+        ({"tools": lambda good: None}, "tools_are_described", "TypeError"),
+        ({"call": lambda good: {1, 2}}, "tools_return_json_objects", "a JSON object"),
+        ({"call": lambda good: {"a": object()}}, "tools_return_json_objects", "object"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_what_is_wrong_with_a_result_is_found_by_name(deeds, rule, said):
+    broken = found(**deeds)
+    assert said in broken[rule]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("\ud800 is no text"),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        SystemExit(7),
+        KeyboardInterrupt(),
+        StopIteration(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    ("part", "rule"),
+    [
+        ("init", MAKING),
+        ("close", MAKING),
+        ("reset", SAME),
+        ("step", SAME),
+        ("render", "text_is_chat_messages"),
+        ("call", "tools_return_json_objects"),
+    ],
+)
+def test_whatever_it_raises_is_found_by_name(part, rule, error):
+    broken = found(**{part: lambda good: throw(error)})
+    assert f"expected no error, got {type(error).__name__}" in broken[rule]
+    assert "".join(broken.values()).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("part", "rule", "place"),
+    [
+        ("init", MAKING, "__init__"),
+        ("close", MAKING, "close"),
+        ("reset", "reset_has_no_reward", "reset"),
+        ("step", FLAGS, "step"),
+        ("render", TRAVEL, "render"),
+        ("parse", FLAGS, "parse"),
+        ("answers", FLAGS, "legal_answers"),
+        ("state", "the_state_fits_its_schema", "state"),
+        ("tools", "tools_are_described", "tools"),
+        ("call", "tools_return_json_objects", "call_tool"),
+    ],
+)
+def test_what_never_returns_is_found_with_the_call(part, rule, place):
+    broken = found(**{part: lambda good: hang()})
+    assert f"expected an end within {LIMIT_S:g} s, got none: {place} (" in broken[rule]
+    assert f"{__file__}, line " in broken[rule]
+    assert len(broken) <= MAX_ENDLESS_RULES
+
+
+def test_after_some_rules_without_an_end_the_others_are_not_tried():
+    report = check_environment(partial(BadEnv, reset=lambda good: hang()), timeout_s=0.2)
+    verdicts = [check.verdict for check in report.checks]
+    assert verdicts[: 1 + MAX_ENDLESS_RULES] == ["ok"] + ["broken"] * MAX_ENDLESS_RULES
+    assert set(verdicts[1 + MAX_ENDLESS_RULES :]) == {"not tried"}
+    assert report.checks[-1].detail == "3 rules did not end"
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        (lambda: os._exit(3), "exit code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
+        (lambda: os.write(1, b"out of luck") and os._exit(4), "'out of luck'"),
+    ],
+)
+def test_the_end_of_its_process_is_one_broken_rule(deed, said):
+    broken = found(call=lambda good: deed())
+    assert list(broken) == ["tools_return_json_objects"]
+    assert said in broken["tools_return_json_objects"]
+
+
+def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd):
+    def flood(good):
+        for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
+            sys.stdout.write("flood" * 200)
+        return good
+
+    broken = found(call=flood)
+    assert list(broken) == ["tools_return_json_objects"]
+    assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in broken["tools_return_json_objects"]
+    assert "'floodflood" in broken["tools_return_json_objects"]
+    assert capfd.readouterr().out == ""
+
+
+def test_an_endless_flood_is_ended():
+    def flood(good):
+        while True:
+            os.write(1, b"flood" * 1000)
+
+    assert "bytes of output" in found(init=flood)[MAKING]
+
+
+def test_what_cannot_be_made_is_looked_at_no_further():
+    report = check_environment(partial(BadEnv, init=lambda good: throw(ValueError("no"))))
+    assert report.checks[0].detail == "expected no error, got ValueError: no"
+    assert {check.verdict for check in report.checks[1:]} == {"not tried"}
+
+
+def test_options_that_the_environment_refuses_are_a_mistake_and_no_finding():
+    with pytest.raises(ConfigError, match="no such board"):
+        check_environment(partial(BadEnv, init=lambda good: throw(ConfigError("no such board"))))
