@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn test test-again test-fast chart-test conformance chaos lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's
 
 chaos: setup ## one blackjack run in which everything dies, beside an undisturbed one
 	@$(VENV)/python -m pytest -m chaos -s tests/chaos
+
+soak: setup ## twenty minutes of random faults on the environment plane (ARGS="--minutes 60 --seed 7")
+	@PYTHONPATH=dev:bench $(VENV)/python -m tests.soak $(ARGS)
 
 lint: setup ## ruff, import contracts, types
 	@bash dev/lint.sh

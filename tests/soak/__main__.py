@@ -1,0 +1,45 @@
+"""`make soak`: runs the soak, prints its table, and writes bench/results/soak.json."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from tests.soak.options import SoakOptions
+from tests.soak.report import Verdict
+from tests.soak.soak import Soak
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+async def _until_told(soak: Soak) -> None:
+    """Run the soak; a signal ends it early, and leaves no process behind."""
+    running = asyncio.ensure_future(soak.run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def main() -> None:
+    """Exit with 0 where everything held, else with 1 and the logs kept."""
+    options = SoakOptions.read()
+    soak = Soak(options, _say)
+    _say(f"logs: {soak.fleet.logs}")
+    asyncio.run(_until_told(soak))
+    verdict = Verdict(soak)
+    _say("\n".join(verdict.lines()))
+    if options.output is not None:
+        verdict.write(options.output)
+    if not verdict.has_passed:
+        sys.exit(1)
+    soak.fleet.remove()
+
+
+if __name__ == "__main__":
+    main()

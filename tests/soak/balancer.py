@@ -1,0 +1,58 @@
+"""One address before several gateways, as a Service is: a connection goes to one that answers.
+
+python -m tests.soak.balancer PORT:UPSTREAM,UPSTREAM ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from functools import partial
+
+_CHUNK = 65_536
+
+
+async def serve(port: int, upstreams: list[int]) -> None:
+    """Pass connections on until cancelled."""
+    server = await asyncio.start_server(partial(_pass_on, upstreams), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+async def _pass_on(
+    upstreams: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    for upstream in random.sample(upstreams, len(upstreams)):
+        with contextlib.suppress(OSError):
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", upstream)
+            break
+    else:
+        writer.transport.abort()
+        return
+    pumps = [
+        asyncio.create_task(_pump(reader, there_writer)),
+        asyncio.create_task(_pump(there_reader, writer)),
+    ]
+    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+    for one in (writer, there_writer):
+        one.close()  # what it still holds is sent first
+    await asyncio.wait(pumps)
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := await source.read(_CHUNK):
+            sink.write(chunk)
+            await sink.drain()
+
+
+async def _serve_all(arguments: list[str]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for argument in arguments:
+            port, _, upstreams = argument.partition(":")
+            group.create_task(serve(int(port), [int(one) for one in upstreams.split(",")]))
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_all(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""Counts what is there: places on servers and in gateways, processes, folders.
+
+Places that nobody holds any more are given back when their linger is over, so an exact count
+waits for that; in between, what exceeds the sessions that clients hold must be what ended lately.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from ludus.proto.metrics import EnvServerMetric, GatewayMetric
+from tests.env.processes import children_of
+from tests.soak.fleet import IDLE_TIMEOUT_S, KINDS, LINGER_S, MARK_VARIABLE, NUM_WORKERS, Fleet
+from tests.soak.members import Member, workers_of
+
+SETTLE_S = LINGER_S + IDLE_TIMEOUT_S + 30.0
+"""Lingering, sweeps, and a busy machine."""
+_PAUSE_S = 0.5
+REPORT_S = 3.0
+"""Until every client has told what it opened and lost before."""
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+class Census:
+    """The counts of one fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._http = httpx.AsyncClient(timeout=30)
+        self._ended: deque[tuple[float, int]] = deque()
+
+    async def close(self) -> None:
+        """End its connections."""
+        await self._http.aclose()
+
+    async def on_servers(self) -> Counter[str]:
+        """Sessions by server, of those that are up."""
+        found: Counter[str] = Counter()
+        for name, server in self._fleet.servers.items():
+            if server.is_up:
+                found[name] = int(await self._gauge(server, EnvServerMetric.SESSIONS))
+        return found
+
+    async def in_gateway(self, gateway: Member) -> Counter[str]:
+        """Sessions by environment, as a gateway knows them."""
+        samples = await self._samples(gateway)
+        return Counter(
+            {
+                kind: int(samples[(GatewayMetric.SESSIONS, (kind, state))])
+                for kind in KINDS
+                for state in ("active",)
+            }
+        )
+
+    async def exceeds(self, sessions: Callable[[], tuple[int, int]]) -> str:
+        """What is wrong with the number of places now; empty where it can be right.
+
+        Args:
+            sessions: how many are held, and how many have ended; a second behind.
+        """
+        try:
+            num_places = (await self.on_servers()).total()
+        except (httpx.HTTPError, KeyError, StopIteration):
+            return ""  # one of them has just been killed
+        await asyncio.sleep(REPORT_S)
+        num_held, num_ended = sessions()
+        now_s = time.monotonic()
+        self._ended.append((now_s, num_ended))
+        while len(self._ended) > 1 and self._ended[1][0] < now_s - SETTLE_S:
+            self._ended.popleft()
+        is_young = self._ended[0][0] > now_s - SETTLE_S
+        num_lately = num_ended - (0 if is_young else self._ended[0][1])
+        if num_places <= num_held + num_lately:
+            return ""
+        return f"{num_places} places for {num_held} sessions and {num_lately} that ended lately"
+
+    async def exact(self, held: Callable[[], Counter[str]]) -> str:
+        """What still differs when everything has had its time; empty where nothing does."""
+        return await _settled(lambda: self._difference(held()))
+
+    async def _difference(self, held: Counter[str]) -> str:
+        try:
+            places = await self.on_servers()
+            if +places != +held:
+                return f"clients hold {dict(held)}, servers {dict(places)}"
+            by_kind: Counter[str] = Counter()
+            for name, num in held.items():
+                by_kind[name.rpartition("-")[0]] += num
+            for gateway in self._fleet.gateways.values():
+                seen = await self.in_gateway(gateway)
+                if +seen != +by_kind:
+                    return f"clients hold {dict(by_kind)}, {gateway.name} knows {dict(seen)}"
+            return await self._workers() or self._folders() or self._processes()
+        except httpx.HTTPError as error:
+            return f"no answer: {type(error).__name__}"
+
+    async def _workers(self) -> str:
+        """Workers that are there and should not be, or the other way round."""
+        for name, server in self._fleet.servers.items():
+            if name.startswith("inline"):
+                continue
+            counted = int(await self._gauge(server, EnvServerMetric.WORKERS))
+            forks = children_of(server.pid)
+            running = workers_of(server)
+            sessions = int(await self._gauge(server, EnvServerMetric.SESSIONS))
+            due = NUM_WORKERS if name.startswith("pool") else sessions + 4
+            if len(forks) != 1 or len(running) != counted or counted != due:
+                return f"{name}: {due} workers are due, {counted} counted, {len(running)} run"
+        return ""
+
+    def _folders(self) -> str:
+        """Folders of servers and workers that are gone."""
+        num_servers = sum(not name.startswith("inline") for name in self._fleet.servers)
+        folders = list(self._fleet.temporary.iterdir())
+        running = sum(
+            len(workers_of(server))
+            for name, server in self._fleet.servers.items()
+            if not name.startswith("inline")
+        )
+        # The worker that described the environment has left its own, which is empty.
+        inside = [one for folder in folders if folder.is_dir() for one in folder.iterdir()]
+        workers = sum(one.name != "0" for one in inside)
+        if len(folders) == num_servers and workers == running:
+            return ""
+        return (
+            f"{len(folders)} temporary folders of {num_servers} servers, in them {workers} of"
+            f" {running} workers"
+        )
+
+    def _processes(self) -> str:
+        """Zombies, and processes that nobody of ours has started or adopted."""
+        lost = [
+            f"{pid} {'zombie' if state == 'Z' else 'orphan'} {command}"
+            for pid, (parent, state, command) in _marked(self._fleet.mark).items()
+            if state == "Z" or not _descends(parent)
+        ]
+        return f"left over: {lost}" if lost else ""
+
+    def left_processes(self) -> list[int]:
+        """The fleet's processes that live."""
+        return sorted(_marked(self._fleet.mark))
+
+    async def drained(self, gateway: Member) -> int:
+        """Sessions that a gateway still tracks, which takes no more from now on."""
+        answer = await self._http.post(f"{gateway.admin}/drain")
+        return int(answer.json()["num_sessions"])
+
+    async def _gauge(self, member: Member, metric: str) -> float:
+        samples = await self._samples(member)
+        return next(value for (name, _), value in samples.items() if name == metric)
+
+    async def _samples(self, member: Member) -> Samples:
+        text = (await self._http.get(f"{member.admin}/metrics")).text
+        return {
+            (one.name, tuple(one.labels.values())): one.value
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+        }
+
+
+async def _settled(difference: Callable[[], Awaitable[str]]) -> str:
+    deadline_s = time.monotonic() + SETTLE_S
+    while found := await difference():
+        if time.monotonic() > deadline_s:
+            return found
+        await asyncio.sleep(_PAUSE_S)
+    return ""
+
+
+def _marked(mark: str) -> dict[int, tuple[int, str, str]]:
+    """Parent, state and command of each process of the fleet, its zombies included."""
+    stats = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            environment = (folder / "environ").read_bytes()
+        except OSError:  # it has ended
+            continue
+        stats[int(folder.name)] = (int(fields[1]), fields[0], command[:80], environment)
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    own = {pid for pid, one in stats.items() if wanted in one[3]} - {os.getpid()}
+    zombies = {pid for pid, one in stats.items() if one[1] == "Z" and one[0] in own}
+    return {pid: stats[pid][:3] for pid in own | zombies}
+
+
+def _descends(pid: int) -> bool:
+    """True when the process or one above it is this one."""
+    for _ in range(32):
+        if pid == os.getpid():
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return False

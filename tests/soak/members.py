@@ -1,0 +1,203 @@
+"""A process of the plane: started, killed, paused, started again, and watched meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.env.processes import children_of
+from tests.soak.memory import Sample, sample
+
+ROOT = Path(__file__).parents[2]
+START_WITHIN_S = 120.0
+STOP_WITHIN_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """One process of a member, from its start to its end."""
+
+    member: str
+    pid: int
+    begun_s: float
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Member:
+    """A process that may be killed and started again.
+
+    Args:
+        admin: its admin address, which says that it is ready; empty where starting is enough.
+        is_kept: it is never killed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        admin: str = "",
+        is_kept: bool = True,
+        reads_orders: bool = False,
+    ) -> None:
+        self.name = name
+        self.admin = admin
+        self.is_kept = is_kept
+        self.lifetimes: list[Lifetime] = []
+        self.is_up = False
+        """Started, ready, and not about to be killed."""
+        self.process: asyncio.subprocess.Process | None = None
+        self._arguments = arguments
+        self._environment = dict(environment)
+        self._log = log
+        self._pipe = asyncio.subprocess.PIPE if reads_orders else None
+        self._is_expected_to_end = False
+
+    @property
+    def pid(self) -> int:
+        """Of the latest process."""
+        assert self.process is not None, f"{self.name} was never started"
+        return self.process.pid
+
+    @property
+    def ended_by_itself(self) -> str:
+        """How it ended without being told to; empty where it did not."""
+        code = None if self.process is None else self.process.returncode
+        if code is None or self._is_expected_to_end:
+            return ""
+        return f"{self.name} (pid {self.pid}) ended by itself with {code}: {self._last_words()}"
+
+    async def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        self._is_expected_to_end = False
+        with self._log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._arguments,
+                stdin=self._pipe or asyncio.subprocess.DEVNULL,
+                stdout=self._pipe or log,
+                stderr=log,
+                cwd=ROOT,
+                env=self._environment,
+                limit=2**22,
+            )
+        self.lifetimes.append(Lifetime(self.name, self.process.pid, time.monotonic()))
+        if self.admin:
+            await self._wait_until_ready()
+        self.is_up = True
+
+    def take_sample(self) -> None:
+        """Note what the process holds now."""
+        if self.process is not None and self.process.returncode is None:
+            taken = sample(self.pid, time.monotonic())
+            if taken is not None:
+                self.lifetimes[-1].samples.append(taken)
+
+    async def kill(self) -> None:
+        """Kill it without a word."""
+        self.is_up, self._is_expected_to_end = False, True
+        assert self.process is not None, f"{self.name} was never started"
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    async def pause(self, span_s: float) -> None:
+        """Stop it for so long; its monotonic clock jumps by that."""
+        pid = self.pid
+        send(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(span_s)
+        finally:
+            send(pid, signal.SIGCONT)
+
+    async def stop(self) -> str:
+        """End it with SIGTERM; what went wrong, empty where nothing did."""
+        self.is_up, self._is_expected_to_end = False, True
+        process = self.process
+        if process is None or process.returncode is not None:
+            return ""
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
+        except TimeoutError:
+            await self.kill()
+            return f"{self.name} did not end within {STOP_WITHIN_S:g} s of SIGTERM"
+        return "" if process.returncode == 0 else f"{self.name} ended with {process.returncode}"
+
+    async def order(self, word: str, *, is_last: bool = False) -> None:
+        """Tell it something on its standard input; after the last word it is to end."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        if is_last:
+            self.is_up, self._is_expected_to_end = False, True
+        assert self.process.stdin is not None, f"{self.name} reads no orders"
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(f"{word}\n".encode())
+            await self.process.stdin.drain()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """What it writes to its standard output, until it ends."""
+        assert self.process is not None and self.process.stdout is not None
+        stdout = self.process.stdout
+        while line := await stdout.readline():
+            yield line
+
+    async def wait(self, within_s: float) -> bool:
+        """True when it ended within that time."""
+        assert self.process is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), within_s)
+            return True
+        return False
+
+    async def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + START_WITHIN_S
+        process = self.process
+        async with httpx.AsyncClient(timeout=5) as http:
+            while time.monotonic() < deadline_s:
+                if process is None or process.returncode is not None:
+                    raise RuntimeError(f"{self.name} did not start: {self._last_words()}")
+                with contextlib.suppress(httpx.TransportError):
+                    if (await http.get(f"{self.admin}/readyz")).status_code == 200:
+                        return
+                await asyncio.sleep(_POLL_S)
+        raise RuntimeError(f"{self.name} was not ready within {START_WITHIN_S:g} s")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(lines[-3:])
+
+
+def send(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; False where nobody is there any more."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def workers_of(server: Member) -> list[int]:
+    """The worker processes of a server, without the keepers of their namespaces."""
+    children = [pid for fork in children_of(server.pid) for pid in children_of(fork)]
+    return sorted(pid for pid in children if not _is_first_of_namespace(pid))
+
+
+def _is_first_of_namespace(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        ids = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+        return len(ids) > 1 and ids[-1] == "1"
+    return True

@@ -1,0 +1,54 @@
+"""What a soak is started with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "soak.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """How long, how hard, and what is drawn."""
+
+    minutes: float = 20.0
+    """Of faults; the pauses in which everything is counted come on top."""
+    sessions: int = 200
+    seed: int = 0
+    faults_per_s: float = 1.0
+    count_every_minutes: float = 5.0
+    """Between two pauses."""
+    warm_up_opens: int = 1200
+    """Sessions opened on each server before: its memory of ended ones is full then."""
+    output: Path | None = None
+    """Where the result goes; None writes none."""
+
+    @property
+    def command(self) -> str:
+        """What starts the same soak."""
+        default = SoakOptions()
+        given = ["--minutes", f"{self.minutes:g}", "--seed", str(self.seed)]
+        if self.sessions != default.sessions:
+            given += ["--sessions", str(self.sessions)]
+        if self.faults_per_s != default.faults_per_s:
+            given += ["--faults-per-s", f"{self.faults_per_s:g}"]
+        return f'make soak ARGS="{shlex.join(given)}"'
+
+    @classmethod
+    def read(cls, argv: Sequence[str] | None = None) -> SoakOptions:
+        """The options of a command line."""
+        parser = argparse.ArgumentParser(prog="make soak", description=cls.__doc__)
+        default = cls(output=RESULTS)
+        for field in dataclasses.fields(cls):
+            value = getattr(default, field.name)
+            parser.add_argument(
+                "--" + field.name.replace("_", "-"),
+                type=Path if field.name == "output" else type(value),
+                default=value,
+            )
+        return cls(**vars(parser.parse_args(argv)))

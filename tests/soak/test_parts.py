@@ -1,0 +1,140 @@
+"""What judges a soak finds what it is to find: growth, foreign losses, answers out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.soak.book import Book, Fault, LostSession, Place
+from tests.soak.client import Client, ClientSpec
+from tests.soak.environment import EchoEnv, first_digest
+from tests.soak.faults import WEIGHTS, drawn
+from tests.soak.memory import trend_of
+
+
+def noisy(growth_per_hour: float, num_samples: int = 1200, noise: float = 0.3) -> Any:
+    """A process of 80 MiB that is looked at each second, and moves in steps of half a minute."""
+    draw = np.random.default_rng(7)
+    at_s = np.arange(num_samples, dtype=float)
+    steps = np.repeat(draw.normal(0.0, noise, -(-num_samples // 30)), 30)[:num_samples]
+    return at_s, 80.0 + growth_per_hour * at_s / 3600 + steps
+
+
+@pytest.mark.parametrize("growth_per_hour", [0.0, -20.0])
+def test_memory_that_only_moves_is_flat(growth_per_hour: float) -> None:
+    assert trend_of(*noisy(growth_per_hour)).is_flat
+
+
+def test_memory_that_grows_through_its_noise_is_found() -> None:
+    trend = trend_of(*noisy(20.0))
+    assert not trend.is_flat
+    assert trend.low < 20.0 < trend.high
+    assert trend.growth == pytest.approx(20.0 / 6, rel=0.3)
+
+
+def test_what_is_filled_once_at_the_start_is_no_growth() -> None:
+    at_s, values = noisy(0.0)
+    assert trend_of(at_s, values - 40.0 * (at_s < 300)).is_flat
+
+
+def lost(alive_s: float, failed_s: float, **place: Any) -> LostSession:
+    """A session on worker 7 of a server, that was lost between the two moments."""
+    there = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **place})
+    return LostSession("one", "grpc", there, alive_s, failed_s, "SESSION_LOST", "")
+
+
+def worker_killed(at_s: float) -> Fault:
+    """The kill of that worker."""
+    hits = (Place(server="pool-kept", worker=7),)
+    return Fault(0, "worker killed", "pool-kept 7", at_s, at_s, hits)
+
+
+@pytest.mark.parametrize(
+    ("session", "is_explained"),
+    [
+        (lost(99.0, 101.0), True),
+        (lost(99.0, 101.0, worker=8), False),
+        (lost(99.0, 101.0, server="pool-2"), False),
+        (lost(10.0, 12.0), False),
+        (lost(150.0, 151.0), False),
+    ],
+    ids=["hit", "beside it", "elsewhere", "before", "after"],
+)
+def test_a_loss_is_explained_by_a_fault_that_hit_it_then(
+    session: LostSession, is_explained: bool
+) -> None:
+    book = Book(faults=[worker_killed(100.0)], lost=[session])
+    assert (book.unexplained() == []) == is_explained
+
+
+def test_what_only_disturbs_explains_no_loss() -> None:
+    paused = Fault(0, "process paused", "pool-kept", 99.0, 105.0)
+    book = Book(faults=[paused], lost=[lost(100.0, 104.0)])
+    assert book.unexplained() == book.lost
+
+
+class _Sessions:
+    """A door to one environment in this process, whose answers a test may tamper with."""
+
+    def __init__(self, tamper: Any) -> None:
+        self._tamper = tamper
+        self.last: dict[str, Any] = {}
+
+    async def open(self, seed: int, player: str, num_steps: int) -> _Sessions:
+        self._environment = EchoEnv()
+        transition = self._environment.reset(seed=seed, player=player, num_steps=num_steps)
+        self.first = self.last = transition.observation.model_dump()
+        return self
+
+    async def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        transition = self._environment.step(EchoEnv.action_type(**action))
+        before, self.last = self.last, transition.observation.model_dump()
+        return self._tamper(self._environment, before, self.last), transition.terminated
+
+    async def state(self) -> dict[str, Any]:
+        return self._environment.state.model_dump()
+
+    async def close(self) -> None:
+        pass
+
+
+def taken_twice(environment: EchoEnv, before: Any, now: Any) -> Any:
+    """The answer of the same step, taken once more."""
+    return environment.step(EchoEnv.action_type(payload="again")).observation.model_dump()
+
+
+TAMPERING = {
+    "the right answer": lambda environment, before, now: now,
+    "the answer before": lambda environment, before, now: before,
+    "another session's": lambda environment, before, now: now | {"player": "other"},
+    "another payload's": lambda environment, before, now: now | {"digest": first_digest(1, "x")},
+    "a step taken twice": taken_twice,
+}
+
+
+@pytest.mark.parametrize("name", TAMPERING)
+async def test_a_client_tells_the_right_answer_from_every_other(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = ClientSpec("c", "grpc", "", "t", "", 1, {}, {}, {"inline": (3, 3)}, pace_s=0.0001)
+    client = Client(spec)
+    client._is_playing.set()
+    life = await client._open("inline", _Sessions(TAMPERING[name]), "c/1")
+    assert life is not None
+    async with asyncio.timeout(60):
+        await client._live(life, "inline")
+    assert ("violation" in capsys.readouterr().out) == (name != "the right answer")
+    assert client._counts["came to their end"] == (name == "the right answer")
+
+
+def test_the_same_seed_draws_the_same_faults_with_the_same_details() -> None:
+    def first_of(seed: int) -> list[tuple[str, float]]:
+        return [(kind, draw.random()) for kind, draw in itertools.islice(drawn(seed), 50)]
+
+    assert first_of(1) == first_of(1)
+    assert first_of(1) != first_of(2)
+    assert {kind for kind, _ in itertools.islice(drawn(1), 3000)} == set(WEIGHTS)

@@ -1,0 +1,40 @@
+"""The soak in its short form: every part of it runs, and half a minute of faults finds nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.soak import report
+from tests.soak.options import SoakOptions
+from tests.soak.report import Verdict
+from tests.soak.soak import Soak
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+async def test_half_a_minute_of_faults_ends_no_session_that_was_not_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SoakOptions(minutes=0.5, sessions=60, seed=3, warm_up_opens=0)
+    soak = Soak(options, print)
+    try:
+        await soak.run()
+    finally:
+        await soak.fleet.kill_all()
+        soak.fleet.remove()
+    assert Verdict(soak).has_passed, "\n".join(Verdict(soak).lines())
+    assert soak.counts["came to their end"] > 20
+    assert len(soak.book.faults) >= 20
+
+    # Too short a life to be judged, but what judges must be able to.
+    monkeypatch.setattr(report, "MIN_SAMPLES", 20)
+    verdict = Verdict(soak)
+    verdict.write(tmp_path / "soak.json")
+    written = json.loads((tmp_path / "soak.json").read_text())
+    assert {"inline-kept", "gateway-kept", "grpc-kept"} <= {
+        name.partition(" ")[0] for name in written["memory_per_hour"]
+    }
+    assert len(written["faults"]) == len(soak.book.faults)
