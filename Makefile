@@ -38,7 +38,7 @@ chart-test: setup ## the Helm chart without a cluster: schemas, policies, golden
 conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
 	@$(VENV)/python -m pytest -m conformance tests/conformance
 
-chaos: setup ## one blackjack run in which everything dies, beside an undisturbed one
+chaos: setup ## blackjack runs in which everything dies, fails and breaks, beside undisturbed ones
 	@$(VENV)/python -m pytest -m chaos -s tests/chaos
 
 soak: setup ## twenty minutes of random faults on the environment plane (ARGS="--minutes 60 --seed 7")

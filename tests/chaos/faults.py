@@ -70,6 +70,7 @@ class Account:
     num_episodes: int
     num_scored: int
     num_lost: int
+    num_failed: int
     group_size: int
 
     def is_balanced(self) -> bool:
@@ -78,7 +79,7 @@ class Account:
         return (
             self.num_groups == gone
             and self.num_episodes == self.num_groups * self.group_size
-            and self.num_episodes == self.num_scored + self.num_lost
+            and self.num_episodes == self.num_scored + self.num_lost + self.num_failed
         )
 
 
@@ -105,5 +106,6 @@ def account_of(run: Run) -> Account:
         num_episodes=added(TrainMetric.NUM_EPISODES) + rest.num_episodes,
         num_scored=added(TrainMetric.NUM_EPISODES_SCORED) + rest.num_scored,
         num_lost=added(TrainMetric.NUM_EPISODES_LOST) + rest.num_lost,
+        num_failed=added(TrainMetric.NUM_EPISODES_FAILED) + rest.num_failed,
         group_size=config.rollout.group_size,
     )

@@ -144,25 +144,28 @@ def record(alone: Summary, disturbed: Summary, chaos: Chaos) -> None:
     low, high = alone.expected_return_ci95
     result = {
         "what": "examples/blackjack/tiny.toml, disturbed and left alone; `make chaos`",
-        "machine": {
-            "system": platform.platform(),
-            "cpu": _cpu(),
-            "num_cores": os.cpu_count(),
-        },
+        "machine": machine(),
         "versions": alone.versions,
         "settings": list(SETTINGS),
         "faults": chaos.faults,
-        "alone": _numbers(alone),
-        "disturbed": _numbers(disturbed),
+        "alone": numbers_of(alone),
+        "disturbed": numbers_of(disturbed),
         "disturbed_inside_interval_of_alone": low <= disturbed.expected_return <= high,
     }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _numbers(summary: Summary) -> dict[str, object]:
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    return {"system": platform.platform(), "cpu": _cpu(), "num_cores": os.cpu_count()}
+
+
+def numbers_of(summary: Summary) -> dict[str, object]:
+    """What is kept of a summary."""
     names = {
+        *("seed", "num_steps", "games_trained", "games_played", "episodes_lost", "episodes_failed"),
         *("expected_return", "expected_return_ci95", "win_rate", "gap_closed", "gap_closed_ci95"),
-        *("num_steps", "games_trained", "games_played", "episodes_lost", "environment_restarts"),
+        "environment_restarts",
         *("canary_failures", "canary_max_error", "max_staleness_seen", "weight_syncs"),
         *("wall_seconds_training", "wall_seconds_total"),
     }

@@ -18,6 +18,8 @@ from typing import IO
 from ludus.proto.runs import SUMMARY_FILE, MetricsRow, Summary, read_metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
+TRAIN = ("ludus.trainer", "train")
+"""The program, as a module and its first arguments."""
 SMALL = (
     "training.num_steps=6",
     "training.groups_per_step=16",
@@ -80,14 +82,18 @@ class Run:
 
 @contextmanager
 def start_run(
-    folder: Path, *overrides: str, flags: tuple[str, ...] = (), config: Path | None = None
+    folder: Path,
+    *overrides: str,
+    flags: tuple[str, ...] = (),
+    config: Path | None = None,
+    program: tuple[str, ...] = TRAIN,
 ) -> Iterator[Run]:
     """A run in `folder`, of a small blackjack example or of `config`; it ends with the block."""
     small = SMALL if config is None else ()
     settings = [f"output_dir={json.dumps(str(folder))}", "name=run", *small, *overrides]
     config = config or EXAMPLE
     command = [
-        *(sys.executable, "-m", "ludus.trainer", "train", "--config", str(config), *flags),
+        *(sys.executable, "-m", *program, "--config", str(config), *flags),
         *(part for setting in settings for part in ("--set", setting)),
     ]
     with tempfile.TemporaryFile("w+") as printed:
