@@ -303,3 +303,14 @@ def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) 
 def test_the_trainer_is_started_as_a_module_of_this_python() -> None:
     command = trainer_process.trainer_command(["train", "--config", "c.json"])
     assert command == [sys.executable, "-m", "ludus.trainer", "train", "--config", "c.json"]
+
+
+def test_a_number_of_workers_that_cannot_be_written_is_a_sentence(
+    ludus: RunCli, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "control.json").mkdir()
+    result = ludus("scale", str(tmp_path), "--workers", "2")
+    assert result.code == 2
+    assert "control.json' cannot be written (Is a directory)" in " ".join(result.err.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "control.json"]

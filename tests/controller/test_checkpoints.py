@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ def write(aside: Path) -> list[SavedFile]:
 async def save(folder: Path, step: int, keep: int = 2) -> Path:
     """Write a checkpoint of `step`."""
     checkpoints = CheckpointFolder(folder, keep)
-    aside = checkpoints.begin(step)
-    return await checkpoints.commit(aside, RunState(step=step), write(aside))
+    with checkpoints.writing(step) as aside:
+        return await checkpoints.commit(aside, RunState(step=step), write(aside))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -61,27 +63,48 @@ async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
     monkeypatch.setattr("ludus.trainer.checkpoint._APPEARS_TIMEOUT_S", 0.0)
     await save(tmp_path, 5, keep=1)
     checkpoints = CheckpointFolder(tmp_path, keep=1)
-    aside = checkpoints.begin(10)
-    written = write(aside)
-    damage(aside / name)
-    with pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"):
+    with (
+        pytest.raises(CheckpointError, match=rf"'{name}'.*output_dir"),
+        checkpoints.writing(10) as aside,
+    ):
+        written = write(aside)
+        damage(aside / name)
         await checkpoints.commit(aside, RunState(step=10), written)
     assert read_state(newest_checkpoint(tmp_path)).step == 5
+
+
+@pytest.mark.parametrize("before", [[], [5], [5, 7]], ids=str)
+async def test_what_does_not_fit_on_the_disk_leaves_nothing_and_names_the_newest_whole_one(
+    tmp_path: Path, before: list[int]
+) -> None:
+    for step in before:
+        await save(tmp_path, step)
+    if len(before) > 1:
+        truncate(tmp_path / f"step-{before[-1]:08d}" / NAMES[0])
+    there = sorted(tmp_path.iterdir())
+    newest = r"'.*/step-00000005'" if before else "there is none of an earlier step"
+    told = rf"step-00000010.*No space left on device; [\d,]+ bytes are free there; .*{newest}"
+    with (
+        pytest.raises(CheckpointError, match=told),
+        CheckpointFolder(tmp_path, keep=1).writing(10) as aside,
+    ):
+        write(aside)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert sorted(tmp_path.iterdir()) == there
 
 
 async def test_a_file_that_appears_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=1)
-    aside = checkpoints.begin(10)
-    written = write(aside)
-    late = aside / "learner" / "__1_0.distcp"
-    text = late.read_text()
-    late.unlink()
-    monkeypatch.setattr("ludus.trainer.checkpoint.time.sleep", lambda _: late.write_text(text))
-    assert await checkpoints.commit(aside, RunState(step=10), written) == newest_checkpoint(
-        tmp_path
-    )
+    with checkpoints.writing(10) as aside:
+        written = write(aside)
+        late = aside / "learner" / "__1_0.distcp"
+        text = late.read_text()
+        late.unlink()
+        monkeypatch.setattr("ludus.trainer.checkpoint.time.sleep", lambda _: late.write_text(text))
+        checkpoint = await checkpoints.commit(aside, RunState(step=10), written)
+    assert checkpoint == newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [remove, truncate])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ def test_a_full_disk_is_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def save(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/demo/checkpoints")
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "demo" / "state"))
 
     monkeypatch.setitem(command._VERBS, "train", save)
     config = tmp_path / "run.json"
     config.write_text("{}")
     assert command.main(["train", "--config", str(config)]) == 1
-    said = capsys.readouterr().err
-    assert said == "error: [Errno 28] No space left on device: 'runs/demo/checkpoints'\n"
+    place, told = re.escape(str(tmp_path / "demo" / "state")), capsys.readouterr().err
+    said = rf"error: '{place}' cannot be written: No space left on device; [\d,]+ bytes are free"
+    assert re.fullmatch(said + " there; make room\n", told)
 
 
 def test_a_checkpoint_is_named_by_its_path_or_within_the_run(tmp_path: Path) -> None:

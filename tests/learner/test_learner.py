@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ludus.proto.config import GrpoConfig
-from ludus.proto.errors import CheckpointError, NotFoundError
+from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.models.load import load_language_model, load_tokenizer
+from ludus.trainer.models.tiny import save
 from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
@@ -202,6 +212,47 @@ def test_an_exported_model_reads_and_answers_as_before_wherever_it_is_loaded(
     expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
     canary = CanaryPrompt(token_ids[:1], token_ids[1:])
     assert learner.answer_logprobs([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """What is longer fails for the process as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
+@pytest.mark.parametrize("part", ["save", "export_model"])
+def test_a_checkpoint_for_which_there_is_no_room_is_a_sentence(
+    model_path: str, tmp_path: Path, part: str, num_bytes: int
+) -> None:
+    learner = make_learner(model_path)
+    write = getattr(learner, part)
+    with (
+        pytest.raises(CheckpointError, match=r"/part' cannot be written: .+ bytes are free there"),
+        files_of_at_most(num_bytes),
+    ):
+        write(tmp_path / "part")
+
+
+@pytest.mark.parametrize("num_bytes", [100, 2000, 20_000])
+def test_a_first_model_for_which_there_is_no_room_is_a_sentence_and_leaves_nothing(
+    model_path: str, tmp_path: Path, num_bytes: int
+) -> None:
+    model = cast(LlamaForCausalLM, load_language_model(model_path))
+    tokenizer = cast(PreTrainedTokenizerFast, load_tokenizer(model_path))
+    with (
+        pytest.raises(ConfigError, match=r"/model' cannot be written: .+ bytes are free there"),
+        files_of_at_most(num_bytes),
+    ):
+        save(model, tokenizer, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    save(model, tokenizer, tmp_path / "model")
+    assert load_language_model(tmp_path / "model").num_parameters() == model.num_parameters()
 
 
 @pytest.mark.slow

@@ -271,7 +271,7 @@ class WorkerStartError(LudusError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be read."""
+    """A checkpoint that cannot be read, or written."""
 
 
 _CLASS_OF_CODE: dict[ErrorCode, type[EnvError]] = {

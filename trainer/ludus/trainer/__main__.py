@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from pathlib import Path
 from ludus.proto.config import RunConfig, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Resume
+from ludus.trainer.disk import why_unwritten
 
 _INTERRUPTED_EXIT_CODE = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +63,7 @@ def _check(run: RunConfig, args: argparse.Namespace) -> int:
 
 def _eval(run: RunConfig, args: argparse.Namespace) -> int:
     from ludus.trainer.main import evaluate
+    from ludus.trainer.run_folder import write_atomically
 
     if args.run_dir is not None:
         place = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
@@ -76,7 +80,7 @@ def _eval(run: RunConfig, args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text + "\n")
     else:
-        args.output.write_text(text, encoding="utf-8")
+        write_atomically(args.output, text)
     return 0
 
 
@@ -110,10 +114,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is not None:
+        return f"{why_unwritten(Path(error.filename), error)}; make room"
+    return str(error)
+
+
 def _fail(error: Exception, code: int) -> int:
     # An error that crossed a Ray actor carries its traceback in the text; people want the cause.
     cause = getattr(error, "cause", None) or error
-    text = "; ".join([str(cause), *getattr(error, "__notes__", [])])
+    text = "; ".join([_in_words(cause), *getattr(error, "__notes__", [])])
     sys.stderr.write(f"error: {text}\n")
     return code
 

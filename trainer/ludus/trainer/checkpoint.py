@@ -19,7 +19,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +29,7 @@ from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
+from ludus.trainer.disk import why_unwritten
 from ludus.trainer.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.types import GroupSpec, RolloutGroup, SavedFile
 
@@ -100,12 +102,26 @@ class CheckpointFolder:
         self._folder = folder
         self._keep = keep
 
-    def begin(self, step: int) -> Path:
-        """A folder to write the checkpoint of `step` into."""
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to write the checkpoint of `step` into; one that is not committed is removed.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         aside = self._folder / f"step-{step:08d}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+        except (CheckpointError, OSError) as error:
+            # An error that crossed a Ray actor carries its traceback in the text.
+            cause = getattr(error, "cause", None) or error
+            is_told = isinstance(cause, CheckpointError)
+            told = str(cause) if is_told else why_unwritten(aside, cause)
+            raise CheckpointError(f"{told}; {self._what_there_is()}") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     async def commit(self, aside: Path, state: RunState, files: Iterable[SavedFile]) -> Path:
         """The checkpoint, now whole; the oldest beyond those kept are gone.
@@ -127,6 +143,13 @@ class CheckpointFolder:
     def newest_first(self) -> list[Path]:
         """All checkpoints, whole or not."""
         return list_checkpoints(self._folder)[::-1]
+
+    def _what_there_is(self) -> str:
+        for checkpoint in self.newest_first():
+            with suppress(CheckpointError):
+                check_whole(checkpoint)
+                return f"the newest whole one is '{checkpoint}'"
+        return "there is none of an earlier step"
 
     def _remove_others(self, newest: Path) -> None:
         """Remove the oldest, and later ones, which the run has passed over."""

@@ -386,9 +386,9 @@ class Controller:
         parts.folder.phase(Phase.SAVE_CHECKPOINT, self.state.step)
         begun = time.monotonic()
         state = await self._state_to_save()
-        aside = parts.checkpoints.begin(state.step)
-        written = await parts.learners.save(learner_folder(aside), model_folder(aside))
-        await parts.checkpoints.commit(aside, state, written)
+        with parts.checkpoints.writing(state.step) as aside:
+            written = await parts.learners.save(learner_folder(aside), model_folder(aside))
+            await parts.checkpoints.commit(aside, state, written)
         self._saved_step = state.step
         parts.folder.saved(state.step, time.monotonic() - begun)
 

@@ -60,7 +60,18 @@ def _check(run: RunConfig, workers: int) -> None:
 
 
 def _write(path: Path, control: RunControl) -> None:
-    """Replace the file: a reader sees the old one or the new one, never a part."""
+    """Replace the file: a reader sees the old one or the new one, never a part.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    aside.write_text(control.model_dump_json(indent=2), encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(control.model_dump_json(indent=2), encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise ConfigError(
+            f"'{path}' cannot be written ({error.strerror or error}); the run has as many workers "
+            "as before"
+        ) from error

@@ -14,7 +14,8 @@ Every method is a collective: all ranks call it with equal arguments, or all of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from ludus.proto.errors import CheckpointError
+from ludus.trainer.disk import why_unwritten
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.device import take_device
@@ -192,32 +194,34 @@ class Learner:
         Raises:
             CheckpointError: they cannot be written.
         """
-        try:
-            dcp.save(self._state(), checkpoint_id=folder)
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"checkpoint '{folder}' cannot be written: {_reason(error)}; see that there is "
-                "room, and that every node can write there"
-            ) from error
+        state = self._state()
+        with _writing(folder):
+            dcp.save(state, checkpoint_id=folder)
         written = sorted(folder.glob(f"__{self._rank}_*"))
         return [SavedFile.of(path) for path in (*written, *self._of_rank_0(folder / ".metadata"))]
 
     def export_model(self, folder: Path) -> list[SavedFile]:
-        """Write the policy, from rank 0, as a Hugging Face folder: what it has written."""
+        """Write the policy, from rank 0, as a Hugging Face folder: what it has written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         state = self.full_state()
         value_head = self._value_head_state()
         lora = self._spec.lora
         if lora is not None:
             base = base_state(self._policy.language_model)
         if self._rank == 0:
-            if lora is not None:
-                save_adapters(folder / ADAPTER_FOLDER, state, lora, self._spec.model_path)
-                state = AdapterMerger(base, lora).merge(state)
-            self._policy.language_model.config.save_pretrained(folder)
-            load_tokenizer(self._spec.model_path).save_pretrained(folder)
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-            if value_head:
-                save_file(value_head, folder / _VALUE_HEAD_FILE)
+            tokenizer = load_tokenizer(self._spec.model_path)
+            with _writing(folder):
+                if lora is not None:
+                    save_adapters(folder / ADAPTER_FOLDER, state, lora, self._spec.model_path)
+                    state = AdapterMerger(base, lora).merge(state)
+                self._policy.language_model.config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+                if value_head:
+                    save_file(value_head, folder / _VALUE_HEAD_FILE)
         written = self._of_rank_0(*sorted(folder.rglob("*")))
         return [SavedFile.of(path) for path in written if path.is_file()]
 
@@ -403,8 +407,32 @@ def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:
 
 def _reason(error: BaseException) -> str:
     """What went wrong on the first rank on which anything did."""
+    first = _first_failure(error)
+    return str(error) if first is error else repr(first)
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """Of the ranks' failures the first one."""
     failures = getattr(error, "failures", {})
-    return next((repr(failure[0]) for failure in failures.values()), str(error))
+    return next((failure[0] for failure in failures.values()), error)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Says which folder cannot be written, and why.
+
+    What writes in Rust raises classes of its own, or none. Errors of torch.distributed are those
+    of ranks that no longer meet.
+    """
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"{why_unwritten(folder, _first_failure(error))}; make room, and see that every node "
+            "can write there"
+        ) from error
 
 
 def _as_sample(canary: CanaryPrompt) -> TrainingSample:

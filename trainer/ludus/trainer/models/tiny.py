@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
+from ludus.proto.errors import ConfigError
+from ludus.trainer.disk import why_unwritten, written_whole
 from ludus.trainer.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"
@@ -74,6 +76,17 @@ def make_model(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder that any Hugging Face loader reads."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """Write a folder that any Hugging Face loader reads, whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with written_whole(folder) as aside:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+    except Exception as error:  # what writes in Rust raises classes of its own, or none
+        raise ConfigError(
+            f"the model {why_unwritten(folder, error)}; make room, or set output_dir to a folder "
+            "that has it"
+        ) from error
