@@ -13,7 +13,7 @@ from ludus.trainer.actors import worker_process
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, groups_of, weights_of
-from tests.env.polling import eventually, turns_of_the_loop
+from tests.env.polling import eventually, move_loop_clock, turns_of_the_loop
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -273,3 +273,38 @@ async def test_a_worker_that_is_the_only_one_and_never_plays_ends_the_run(
     async with fleet.running(monkeypatch, ALONE) as workers:
         with pytest.raises(WorkerStartError, match=r"3 times in a row.*out of memory"):
             await play_on(workers)
+
+
+async def test_a_driver_that_stood_still_takes_no_worker_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
+    may_answer, num_asked = asyncio.Event(), 0
+
+    async def sign_of_life() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await may_answer.wait()
+
+    fleet = FakeFleet()
+    async with fleet.running(monkeypatch, ALONE) as workers:
+        fleet.actors[0]._sign_of_life = sign_of_life
+        await eventually(lambda: num_asked == 1)
+        move_loop_clock(1000.0)
+        await turns_of_the_loop()
+        may_answer.set()
+        await eventually(lambda: num_asked > 1)
+        assert (workers.num_ready, workers.num_restarts, len(fleet.actors)) == (1, 0, 1)
+
+
+async def test_a_worker_that_gives_no_sign_of_life_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_EVERY_S", 0.0)
+    monkeypatch.setattr(worker_process, "_SIGN_OF_LIFE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(worker_process, "_TICK_S", 0.001)
+    fleet = FakeFleet()
+    async with fleet.running(monkeypatch, ALONE) as workers:
+        fleet.actors[0]._sign_of_life = asyncio.Event().wait
+        await eventually(lambda: len(fleet.actors) == 2 and workers.num_ready == 1)
+        assert workers.num_restarts == 1
