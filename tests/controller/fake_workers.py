@@ -51,6 +51,8 @@ class FakeActor:
 
     place: int
     """How many were started before it."""
+    in_start: Callable[[], Awaitable[None]] = at_once
+    """Awaited in its start."""
     in_play: Callable[[FakeActor], Awaitable[None]] = at_once
     """Awaited in each call that plays."""
     in_load: Callable[[PublishedWeights], Awaitable[None]] = at_once
@@ -84,6 +86,7 @@ class FakeActor:
 
     async def _start(self, spec: RolloutWorkerSpec) -> str:
         self.number = spec.number
+        await self.in_start()
         return "this node"
 
     async def _play(self, groups: Sequence[GroupSpec]) -> list[RolloutGroup]:

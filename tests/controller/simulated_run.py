@@ -167,6 +167,9 @@ class SimulatedWorkers:
     """Every group with the version that began it."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(NUM_SLOTS))
 
+    def in_words(self) -> str:
+        return "1 of 1 rollout workers ready"
+
     async def slot(self) -> Slot:
         await self._slots.acquire()
         return Slot(None, size=1)

@@ -124,6 +124,31 @@ def test_one_group_in_fifty_that_fails_says_nothing() -> None:
         progress.observe({"a": counts}, float(second), taken=False)
 
 
+def test_a_wait_for_groups_that_do_not_end_is_told_each_minute_and_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    training = {"groups_per_step": 2, "idle_timeout_s": 600}
+    run = RunConfig.model_validate({"environments": {"a": {}}, "training": training})
+    progress = Progress(run, lambda: "2 groups are being played")
+    progress.observe({"a": SCORED + SCORED}, 0.0, taken=True)
+    for second in range(1000, 1100):  # the step was trained meanwhile
+        progress.observe({}, float(second), taken=False)
+    for second in range(1100, 1600):
+        progress.observe({"a": SCORED}, float(second), taken=False)
+    told = [record.message for record in caplog.records]
+    assert len(told) == 9
+    assert told[0] == (
+        "waiting for a batch of 2 groups, 60 s so far; 0 have ended since the last batch, the "
+        "newest 60 s ago; 2 groups are being played"
+    )
+    assert "1 have ended since the last batch, the newest 80 s ago" in told[2]
+    progress.observe({"a": SCORED + SCORED}, 1650.0, taken=False)
+    progress.observe({"a": SCORED + SCORED}, 2249.0, taken=False)
+    with pytest.raises(TrainingStalledError, match=r"ended for 600 s.*idle_timeout_s = 600.*2 gro"):
+        progress.observe({"a": SCORED + SCORED}, 2250.0, taken=False)
+
+
 def test_each_new_kind_of_reason_is_logged_once_and_few_of_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

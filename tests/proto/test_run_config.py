@@ -31,6 +31,10 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
         (["model.width=100", "model.num_heads=3"], ["model.width", "num_heads = 3", "96"]),
         (["rollout.max_tokens=4096"], ["rollout.max_tokens = 4096", "model.max_tokens = 512"]),
         (["rollout.num_workers=9"], ["4608 sessions", "environment.max_sessions = 4096"]),
+        (
+            ["rollout.group_timeout_s=3600"],
+            ["training.idle_timeout_s = 3600", "raise idle_timeout_s"],
+        ),
         (["algorithm.old_logprobs=rollout"], ["correction.kind = 'token_tis'", "twice"]),
         (["algorithm.loss.kind=gspo"], ["gspo", "aggregation = 'sequence_mean'"]),
         (["environment.render=a:b"], ["environment.parse"]),

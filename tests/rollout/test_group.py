@@ -140,6 +140,17 @@ async def test_a_group_that_takes_too_long_is_void_and_leaves_nothing(
     await emptied(server)
 
 
+async def test_a_game_of_an_evaluation_that_takes_too_long_is_void_and_leaves_nothing(
+    server: EnvServer, client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    limits = LIMITS.model_copy(update={"group_timeout_s": 0.2})
+    player = Player("game", client, never, chat, ServerRenderer(), limits, max_sessions=0)
+    rollout = await player.play(5, SAMPLING)
+    assert (rollout.seed, rollout.status, rollout.reward) == (5, RolloutStatus.LOST, None)
+    assert "rollout.group_timeout_s = 0.2" in rollout.failure
+    await emptied(server)
+
+
 async def test_a_group_that_never_finds_room_is_void_and_leaves_nothing(
     chat: ChatTokenizer,
 ) -> None:

@@ -28,7 +28,7 @@
     │   └── CanaryError
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
     ├── EpisodesFailedError       nearly all that is played is void, since code fails
-    ├── TrainingStalledError      nothing that is played teaches anything any more
+    ├── TrainingStalledError      nothing that is played comes to its end, or teaches anything
     ├── LearnerLostError          a learner rank died, or its ranks no longer meet
     ├── BufferLostError           the replay buffer died, with what waited in it
     ├── EngineLostError           the engine of a rollout worker failed; another worker takes over
@@ -243,7 +243,7 @@ class CanaryError(WeightSyncError):
 
 
 class TrainingStalledError(LudusError):
-    """Groups keep coming, but none of them can be trained on."""
+    """No groups come, or none that can be trained on."""
 
 
 class RewardFunctionError(LudusError):

@@ -220,7 +220,7 @@ class Controller:
 
     async def _training_loop(self, tasks: Tasks) -> None:
         training = self.parts.run.training
-        progress = Progress(self.parts.run)
+        progress = Progress(self.parts.run, self._sampling.in_words)
         while not self.finished:
             started = time.monotonic()
             taken = await self._take_batch(progress)

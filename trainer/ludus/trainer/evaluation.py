@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.env.client import AsyncEnvClient
@@ -19,6 +19,7 @@ from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import EpisodesFailedError
 from ludus.proto.runs import EvalReport
 from ludus.trainer.processes import Workers
+from ludus.trainer.tasks import TookTooLongError, limited
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Evaluator:
         """By environment: the policy on the first `num_games` seeds, beside the fixed policies.
 
         Raises:
-            EpisodesFailedError: in one of them all games are void.
+            EpisodesFailedError: in one of them all games are void, or they take too long.
         """
         return {name: await self._judge(name, num_games) for name in self.environments}
 
@@ -68,7 +69,11 @@ class Evaluator:
         missing = list(seeds)
         for _ in range(_MAX_ATTEMPTS):
             temperature = self.config.temperature
-            outcomes = await self.workers.evaluate(environment, missing, temperature)
+            outcomes = await _in_time(
+                self.workers.evaluate(environment, missing, temperature),
+                f"{len(missing)} games of the evaluation in '{environment}'",
+                self.config,
+            )
             played |= {outcome.seed: outcome for outcome in outcomes}
             missing = [seed for seed in seeds if played[seed].episode_return is None]
             if not missing:
@@ -103,14 +108,25 @@ async def play_baselines(
     They have as many turns as the trained policy has.
 
     Raises:
-        EpisodesFailedError: all games of one of them are void.
+        EpisodesFailedError: all games of one of them are void, or they take too long.
     """
     seeds = eval_seeds(config, max(config.num_games, config.num_games_during))
     played = {}
     for name in baselines:
-        played[name] = await play_policy(client, policies[name], seeds, max_turns=max_turns)
+        playing = play_policy(client, policies[name], seeds, max_turns=max_turns)
+        what = f"{len(seeds)} games of the fixed policy '{name}'"
+        played[name] = await _in_time(playing, what, config)
         _look_for_failures(played[name], f"the fixed policy '{name}'")
     return played
+
+
+async def _in_time(
+    playing: Awaitable[list[EpisodeOutcome]], what: str, config: EvalConfig
+) -> list[EpisodeOutcome]:
+    try:
+        return await limited(playing, what, timeout_s=config.timeout_s, setting="eval.timeout_s")
+    except TookTooLongError as error:
+        raise EpisodesFailedError(str(error)) from None
 
 
 def _are_all_void(outcomes: Sequence[EpisodeOutcome]) -> bool:

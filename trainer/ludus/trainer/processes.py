@@ -71,6 +71,9 @@ class Workers(Protocol):
     def num_breaches(self) -> int:
         """Canary prompts that a worker answered from other weights, all in all."""
 
+    def in_words(self) -> str:
+        """How many workers are ready, and what each does."""
+
     def resize(self, num_workers: int) -> None:
         """Want so many workers from now on."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +104,12 @@ class SamplingLoop:
         What is played gets new indices: some of it may have been trained on, unheard.
         """
         return [*map(self._mixture.renewed, self._playing.values()), *self._waiting]
+
+    def in_words(self) -> str:
+        """Which groups are being played, and by whom."""
+        playing = Counter(spec.environment for spec in self._playing.values())
+        groups = ", ".join(f"{number} in '{name}'" for name, number in sorted(playing.items()))
+        return f"groups being played: {groups or 'none'}; {self._workers.in_words()}"
 
     def take_idle_s(self) -> float:
         """Seconds, since the last call, in which no group was played."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,6 +16,10 @@ ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 _SAY_EVERY_S = 60.0
+
+
+class TookTooLongError(TimeoutError):
+    """What was waited for did not come within its limit."""
 
 
 class Tasks(asyncio.TaskGroup):
@@ -60,25 +64,32 @@ async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 async def limited(
-    waiting: Awaitable[ResultT], what: str, *, timeout_s: float, setting: str
+    waiting: Awaitable[ResultT], what: str | Callable[[], str], *, timeout_s: float, setting: str
 ) -> ResultT:
     """What `waiting` returns; meanwhile the log says now and then that `what` is waited for.
 
+    Args:
+        what: is asked each time where it may say how things stand.
+
     Raises:
-        TimeoutError: it took longer than `timeout_s`, which is set by `setting`.
+        TookTooLongError: it took longer than `timeout_s`, which is set by `setting`.
     """
     task = asyncio.ensure_future(waiting)
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
+
+    def said() -> str:
+        return what if isinstance(what, str) else what()
+
     try:
         while (left_s := begun_s + timeout_s - loop.time()) > 0:
             await asyncio.wait([task], timeout=min(left_s, _SAY_EVERY_S))
             if task.done():
                 return task.result()
-            _log.info("waiting for %s, %.0f s so far", what, loop.time() - begun_s)
+            _log.info("waiting for %s, %.0f s so far", said(), loop.time() - begun_s)
     finally:
         task.cancel()
-    raise TimeoutError(
-        f"waited for {what} longer than {setting} = {timeout_s:g} s; see trainer.log for what was "
-        "done last, and raise the limit if it needs longer"
+    raise TookTooLongError(
+        f"waited for {said()} longer than {setting} = {timeout_s:g} s; see trainer.log for what "
+        "was done last, and raise the limit if it needs longer"
     )

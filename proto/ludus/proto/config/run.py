@@ -64,6 +64,10 @@ class TrainingConfig(Section):
     learner_timeout_s: PositiveFloat = 3600.0
     """How long the learner may take for one call, such as a training step or a checkpoint, before
     its ranks are restarted."""
+    idle_timeout_s: PositiveFloat = 3600.0
+    """How long the run may stand still: no group comes to its end while a batch is waited for, no
+    rollout worker is ready, or the replay buffer does not answer. Longer than a worker takes to
+    start, and than rollout.group_timeout_s."""
     shuffle_rewards: bool = False
     """Negative control: shuffles the rewards of a batch, so that nothing is learned."""
 
@@ -79,6 +83,8 @@ class EvalConfig(Section):
     """Steps between evaluations while training."""
     temperature: NonNegativeFloat = 1.0
     """0 takes the likeliest token; 1 plays the policy as it was trained."""
+    timeout_s: PositiveFloat = 14_400.0
+    """How long the games of one evaluation, in one environment, may take before the run ends."""
     seed: int = FIRST_EVAL_SEED
     """First seed of the evaluation, at least 2**31; those of training and of the warm start are
     below."""
@@ -169,6 +175,7 @@ class RunConfig(Section):
         self._check_temperatures()
         self._check_sessions()
         self._check_algorithm()
+        self._check_limits()
         return self
 
     def _check_minibatches(self) -> None:
@@ -242,6 +249,14 @@ class RunConfig(Section):
                     f"but environment.max_sessions = {environment.max_sessions}; raise it to "
                     f"{wanted}"
                 )
+
+    def _check_limits(self) -> None:
+        group_s, idle_s = self.rollout.group_timeout_s, self.training.idle_timeout_s
+        if group_s >= idle_s:
+            raise ValueError(
+                f"rollout.group_timeout_s = {group_s:g} lets a group take as long as the run may "
+                f"stand still, training.idle_timeout_s = {idle_s:g}; raise idle_timeout_s above it"
+            )
 
     def _check_algorithm(self) -> None:
         if self.algorithm.kind == "ppo" and self.learner.value_head is False:

@@ -177,7 +177,7 @@ class RolloutConfig(Section):
     invalid_action_reward: float = -1.0
     """What an answer earns that was no action; it ends the episode (docs/rewards.md)."""
     group_timeout_s: PositiveFloat = 300.0
-    """How long a group may take before it is void."""
+    """How long a group, or a game of an evaluation, may take before it is void."""
 
 
 class LearnerConfig(Section):
@@ -334,7 +334,8 @@ class PlacementConfig(Section):
     """How long a run waits for nodes that it needs, and that no autoscaler is about to bring."""
     start_timeout_s: PositiveFloat = 1800.0
     """How long the learner's ranks may take to start: to get their room, to meet, and to load the
-    model."""
+    model. As long rollout.min_workers may take until they are ready, and each worker that has its
+    room to load the model and to build its engine."""
 
 
 class PrometheusSink(Section):

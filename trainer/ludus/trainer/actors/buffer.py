@@ -29,6 +29,7 @@ from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.streams import Stream, random_of
+from ludus.trainer.tasks import TookTooLongError, limited
 from ludus.trainer.types import Batch, RolloutGroup
 
 
@@ -100,14 +101,16 @@ class BufferActor:
 class RemoteBuffer:
     """A BufferActor in a process of its own.
 
-    When it dies, `take`, `state` and `restore` raise BufferLostError. They are what the training
-    loop calls between two steps, so the loss interrupts none, and the learner's state is one that
-    can be saved. What the sampling loop calls keeps still instead.
+    When it dies, or does not answer for training.idle_timeout_s, `take`, `state` and `restore`
+    raise BufferLostError. They are what the training loop calls between two steps, so the loss
+    interrupts none, and the learner's state is one that can be saved. What the sampling loop calls
+    keeps still instead.
     """
 
     def __init__(self, run: RunConfig, placement: Placement) -> None:
         actor_class = ray.remote(**placement.beside_driver())(BufferActor)
         self._actor: ActorHandle = actor_class.remote(run)
+        self._timeout_s = run.training.idle_timeout_s
 
     def close(self) -> None:
         """End the buffer, with what waits in it."""
@@ -116,7 +119,7 @@ class RemoteBuffer:
     async def begin(self, indices: Iterable[int], version: int) -> None:
         """See GroupBuffer.begin; without effect once the buffer is lost."""
         with suppress(BufferLostError):
-            await self._answer(self._actor.begin.remote(list(indices), version))
+            await self._prompt_answer("begin", list(indices), version)
 
     async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[int]:
         """See GroupBuffer.put; groups by reference come from where they were played.
@@ -132,18 +135,37 @@ class RemoteBuffer:
         """See BufferActor.take; the batch is a reference."""
         call = self._actor.take.options(num_returns=2)
         taken_reference, batch = call.remote(version, timeout_s)
-        taken: TakenBatch = await self._answer(taken_reference)
+        taken: TakenBatch = await self._in_time(taken_reference, "take")
         return replace(taken, batch=batch) if taken.groups else taken
 
     async def state(self) -> BufferState:
         """See GroupBuffer.state."""
-        return await self._answer(self._actor.state.remote())
+        return await self._prompt_answer("state")
 
     async def restore(
         self, groups: Iterable[RolloutGroup], counts: Mapping[str, RolloutCounts], version: int
     ) -> int:
         """See GroupBuffer.restore."""
-        return await self._answer(self._actor.restore.remote(list(groups), dict(counts), version))
+        return await self._prompt_answer("restore", list(groups), dict(counts), version)
+
+    async def _prompt_answer(self, method: str, *arguments: object) -> Any:
+        return await self._in_time(getattr(self._actor, method).remote(*arguments), method)
+
+    async def _in_time(self, reference: ray.ObjectRef, method: str) -> Any:
+        """The answer to a call that waits for nothing but the buffer.
+
+        Raises:
+            BufferLostError: the buffer has died, or does not answer.
+        """
+        try:
+            return await limited(
+                self._answer(reference),
+                f"the replay buffer's '{method}'",
+                timeout_s=self._timeout_s,
+                setting="training.idle_timeout_s",
+            )
+        except TookTooLongError as error:
+            raise BufferLostError(str(error)) from None
 
     async def _answer(self, reference: ray.ObjectRef) -> Any:
         """The answer to a call.

@@ -19,7 +19,7 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.tasks import limited, together
+from ludus.trainer.tasks import TookTooLongError, limited, together
 from ludus.trainer.types import CanaryPrompt, Coefficients, SavedFile
 
 _STARTS_WITH = {
@@ -123,7 +123,7 @@ class LearnerGroup:
                 raise
             self._end_ranks()
             raise error.cause from None
-        except TimeoutError as error:
+        except TookTooLongError as error:
             self._end_ranks()
             raise LearnerLostError(str(error)) from None
 

@@ -25,6 +25,9 @@ from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
 
+_MAX_TOLD = 4
+"""Workers that a sentence tells of."""
+
 
 @dataclass(slots=True)
 class Roster:
@@ -46,6 +49,8 @@ class Roster:
     num_breaches: int = 0
     breaches_in_a_row: Counter[int] = field(default_factory=Counter)
     """Of each worker by its number, the processes that took its place included."""
+    doing: dict[int, str] = field(default_factory=dict)
+    """What each worker that is wanted does before it is ready, by its number."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def publish(self, published: PublishedWeights) -> None:
@@ -73,6 +78,19 @@ class Roster:
         self.leave(worker)
         self.started = [other for other in self.started if other is not worker]
         worker.kill()
+
+    def in_words(self) -> str:
+        """How many workers are ready, and what each does; those that are not stand first."""
+        playing = {worker.number: worker.num_groups for worker in self.ready}
+        told = [
+            f"; worker {number} {what}"
+            for number, what in sorted(self.doing.items())
+            if number not in playing
+        ]
+        told += [f"; worker {number} plays {num} groups" for number, num in playing.items()]
+        rest = "; ..." if len(told) > _MAX_TOLD else ""
+        ready = f"{len(playing)} of {len(self.doing)} rollout workers ready"
+        return "".join([ready, *told[:_MAX_TOLD], rest])
 
     async def load(
         self, worker: WorkerProcess, published: PublishedWeights, timeout_s: float

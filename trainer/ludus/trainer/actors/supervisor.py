@@ -1,6 +1,6 @@
 """Keeps one rollout worker there, with the newest weights, and replaces its process when it ends.
 
-    start an actor      (waits for room in Ray, as long as it takes)
+    start an actor      (waits for room in Ray, as long as it takes; then there is a limit)
           |
     fetch the newest weights, canary  <------------------+
           |                                              |
@@ -36,6 +36,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.worker_process import WorkerProcess
 from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.tasks import TookTooLongError, limited
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _MAX_LOADS = 2
 
 
 class _UnfitError(Exception):
-    """A process that does not come to hold the weights that others hold."""
+    """A process that does not start in time, or does not come to hold what others hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,12 @@ class Supervisor:
             WorkerStartError: it does not start, and too few others are there.
             WeightSyncError: no worker comes to hold the newest weights.
         """
+        try:
+            await self._replace_until_closed()
+        finally:
+            self.roster.doing.pop(self.number, None)
+
+    async def _replace_until_closed(self) -> None:
         num_failed = 0
         while True:
             worker = WorkerProcess.start(self.spec, self.placement, self.number)
@@ -86,19 +93,14 @@ class Supervisor:
                     "memory for the model"
                 )
             self.roster.num_restarts += 1
+            self.roster.doing[self.number] = f"is about to start again: {reason}"
             _log.warning("rollout worker %d ended (%s); starting another", self.number, reason)
             await asyncio.sleep(_FIRST_PAUSE_S * (2 ** min(num_failed, _MAX_DOUBLINGS) - 1))
 
     async def _live(self, worker: WorkerProcess) -> str | None:
         """Why the process must be replaced; None when it was closed."""
-        spec = replace(self.spec, number=self.number)
         try:
-            starting = asyncio.ensure_future(worker.actor.start.remote(spec))
-            await asyncio.wait([starting], timeout=_SLOW_START_S)
-            if not starting.done():
-                _log.info("rollout worker %d still starts, or waits for room", self.number)
-            worker.node = await starting
-            self.roster.started.append(worker)
+            await self._start(worker)
             return await self._keep_ready(worker)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
@@ -107,6 +109,31 @@ class Supervisor:
             return reason_of(error)
         except (ray.exceptions.RayError, EngineLostError, _UnfitError) as error:
             return reason_of(error)
+
+    async def _start(self, worker: WorkerProcess) -> None:
+        """Start the process: its room may come as late as it will, the rest has a limit.
+
+        Raises:
+            _UnfitError: it takes too long.
+        """
+        doing, spec = self.roster.doing, replace(self.spec, number=self.number)
+        doing[self.number] = "waits for room"
+        has_room = asyncio.ensure_future(worker.actor.sign_of_life.remote())
+        await asyncio.wait([has_room], timeout=_SLOW_START_S)
+        if not has_room.done():
+            _log.info("rollout worker %d waits for room", self.number)
+        await has_room
+        doing[self.number] = "loads the model and builds its engine"
+        try:
+            worker.node = await limited(
+                worker.actor.start.remote(spec),
+                f"rollout worker {self.number} to load the model and to build its engine",
+                timeout_s=spec.run.placement.start_timeout_s,
+                setting="placement.start_timeout_s",
+            )
+        except TookTooLongError as error:
+            raise _UnfitError(str(error)) from None
+        self.roster.started.append(worker)
 
     async def _keep_ready(self, worker: WorkerProcess) -> str | None:
         """See to the worker's weights whenever it is refused, until `watch` tells of its end."""
@@ -126,7 +153,9 @@ class Supervisor:
         """Bring the newest weights to the worker, which is then ready."""
         timeout_s = self.spec.run.weights.timeout_s
         while (newest := self.roster.newest) is not None:
+            self.roster.doing[self.number] = "fetches the newest weights"
             if worker.refusals:
+                self.roster.doing[self.number] += f" once more: {worker.refusals[-1]}"
                 await self._allow_another_load(worker, newest)
             held = await self.roster.load(worker, newest, timeout_s)
             if held is not None and newest is self.roster.newest:

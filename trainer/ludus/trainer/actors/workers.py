@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ import ray
 
 from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import LOOK_EVERY_S, draining_nodes, while_waiting
 from ludus.trainer.actors.placement import Placement
@@ -38,6 +39,7 @@ from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import Slot
+from ludus.trainer.tasks import TookTooLongError, limited
 from ludus.trainer.types import GroupSpec, Sampling, lost_group
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
@@ -77,7 +79,12 @@ class RolloutWorkers:
         if not placement.is_one_machine:
             workers._keep(workers._follow_drains())
         try:
-            enough = workers._roster.until(lambda: workers.num_ready >= rollout.min_workers)
+            enough = workers._until(
+                lambda: workers.num_ready >= rollout.min_workers,
+                f"rollout.min_workers = {rollout.min_workers}",
+                spec.run.placement.start_timeout_s,
+                "placement.start_timeout_s",
+            )
             await while_waiting(placement, enough)
         except BaseException:
             await workers.close()
@@ -167,7 +174,7 @@ class RolloutWorkers:
         outcomes: dict[int, EpisodeOutcome] = {}
         missing = list(seeds)
         while missing:
-            await self._roster.until(lambda: bool(self._roster.ready))
+            await self._until_ready()
             workers = list(self._roster.ready)
             parts = [
                 self._evaluate_on(worker, environment, missing[index :: len(workers)], temperature)
@@ -206,9 +213,7 @@ class RolloutWorkers:
         """
         self._roster.publish(published)
         while True:
-            await self._roster.until(
-                lambda: bool(self._roster.ready) or self._roster.undelivered is not None
-            )
+            await self._until_ready(lambda: self._roster.undelivered is not None)
             if not self._roster.ready and self._roster.undelivered is not None:
                 raise self._roster.undelivered
             loads = [
@@ -228,6 +233,37 @@ class RolloutWorkers:
             self._roster.leave(worker)
             return None
 
+    def in_words(self) -> str:
+        """How many workers are ready, and what each does."""
+        return self._roster.in_words()
+
+    async def _until_ready(self, or_else: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a worker is ready, or something else holds."""
+        await self._until(
+            lambda: bool(self._roster.ready) or or_else(),
+            "a rollout worker",
+            self.spec.run.training.idle_timeout_s,
+            "training.idle_timeout_s",
+        )
+
+    async def _until(
+        self, condition: Callable[[], bool], what: str, timeout_s: float, setting: str
+    ) -> None:
+        """Wait until the condition holds, and say meanwhile what the workers do.
+
+        Raises:
+            WorkerStartError: it took too long.
+        """
+        try:
+            await limited(
+                self._roster.until(condition),
+                lambda: f"{what} ({self._roster.in_words()})",
+                timeout_s=timeout_s,
+                setting=setting,
+            )
+        except TookTooLongError as error:
+            raise WorkerStartError(str(error)) from None
+
     async def close(self) -> None:
         """End all workers, with what they play."""
         ready, self._roster.ready = self._roster.ready, []
@@ -242,6 +278,7 @@ class RolloutWorkers:
     def _add(self) -> None:
         """Want one more worker."""
         number = next(self._numbers)
+        self._roster.doing[number] = "is about to start"
         supervisor = asyncio.create_task(
             Supervisor(number, self.spec, self.placement, self._roster).run()
         )

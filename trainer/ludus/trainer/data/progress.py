@@ -1,11 +1,12 @@
-"""Ends a run that gets nowhere: groups come, but none that can be trained on.
+"""Ends a run that gets nowhere: no groups come, or none that can be trained on.
 
-Three ways to get nowhere, all seen in the counts since the last batch:
+Four ways to get nowhere, all seen in the counts since the last batch:
 
 - groups whose rewards are all equal are replaced without end: the policy is certain, or lost
 - groups whose episodes are void are replaced without end: an environment is away, or fails
 - nothing of an environment was ever scored, and two batches of it have failed: it never worked,
   and a few seconds have shown that it is not one worker's engine, or a judge that wakes up
+- no group comes to its end at all, for training.idle_timeout_s: whatever is waited for is named
 
 A reason for which episodes are void is logged when it is new, and named when it ends the run.
 """
@@ -13,7 +14,7 @@ A reason for which episodes are void is logged when it is new, and named when it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ludus.proto.config import RunConfig
@@ -28,6 +29,7 @@ _MAX_FAILED_BATCHES_AT_FIRST = 2
 _PATIENCE_AT_FIRST_S = 10.0
 _NEARLY_ALL = 0.9
 _MAX_LOGGED = 20
+_SAY_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -46,11 +48,27 @@ class _Environment:
     was_scored: bool = False
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A wait for a batch."""
+
+    since_s: float
+    told_s: float
+    """When it was last spoken of."""
+    num_groups: int
+    """That have ended since the batch before."""
+    newest_s: float
+    """When the newest of them ended, or the wait began."""
+
+
 class Progress:
     """Watches the counts of a run."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, in_words: Callable[[], str] = str) -> None:
+        """Watch a run; `in_words` says who plays what now."""
         self._run = run
+        self._in_words = in_words
+        self._wait: _Wait | None = None
         self._before: dict[str, RolloutCounts] = {}
         self._environments = {name: _Environment() for name in run.environments}
         self._logged: set[tuple[str, str]] = set()
@@ -60,7 +78,8 @@ class Progress:
         """Watch the counts since the last batch; `taken` says that this is the next.
 
         Raises:
-            TrainingStalledError: nothing that is played teaches anything any more.
+            TrainingStalledError: nothing that is played teaches anything any more, or nothing
+                comes to its end.
             EpisodesFailedError: nearly all that is played in an environment fails.
             UnavailableError: an environment stays unavailable for longer than it may.
         """
@@ -73,8 +92,34 @@ class Progress:
             self._refuse_what_never_worked(name, before, now, now_s)
             self._refuse_what_stays_void(name, before, now, now_s)
         self._before = {} if taken else dict(counts)
-        if not taken:
-            self._refuse_to_stall(total(counts.values()))
+        if taken:
+            self._wait = None
+            return
+        self._refuse_to_stall(total(counts.values()))
+        self._refuse_to_stand_still(total(counts.values()).num_groups, now_s)
+
+    def _refuse_to_stand_still(self, num_groups: int, now_s: float) -> None:
+        wait = self._wait = self._wait or _Wait(now_s, now_s, num_groups, now_s)
+        if num_groups != wait.num_groups:
+            wait.num_groups, wait.newest_s = num_groups, now_s
+        idle_s, training = now_s - wait.newest_s, self._run.training
+        if idle_s >= training.idle_timeout_s:
+            raise TrainingStalledError(
+                f"no group has ended for {idle_s:.0f} s, longer than training.idle_timeout_s = "
+                f"{training.idle_timeout_s:g}: {self._in_words()}; see trainer.log for what was "
+                "done last, and raise the limit if a group needs longer"
+            )
+        if now_s - wait.told_s >= _SAY_EVERY_S:
+            wait.told_s = now_s
+            _log.info(
+                "waiting for a batch of %d groups, %.0f s so far; %d have ended since the last "
+                "batch, the newest %.0f s ago; %s",
+                training.groups_per_step,
+                now_s - wait.since_s,
+                num_groups,
+                idle_s,
+                self._in_words(),
+            )
 
     def _log_new_failures(self, name: str, failures: Failures) -> None:
         for kind, count in failures.items():

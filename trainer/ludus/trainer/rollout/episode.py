@@ -26,6 +26,7 @@ from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import (
     ActionError,
+    CallTimeoutError,
     CapacityError,
     EnvError,
     InfrastructureError,
@@ -96,12 +97,20 @@ class Player:
     async def play(self, seed: int, sampling: Sampling) -> Rollout:
         """One episode of an evaluation; its reward is the environment's own return.
 
+        One that does not end within rollout.group_timeout_s is lost.
+
         Args:
             seed: played again, it samples the same answers.
             sampling: but for its `max_tokens`: that is the environment's.
         """
         key = key_of(self.run_seed, Stream.EVALUATION_SAMPLING, self.place, seed)
-        return (await self.play_alone(seed, sampling, key)).rollout
+        try:
+            async with asyncio.timeout(self.limits.group_timeout_s) as limit:
+                return (await self.play_alone(seed, sampling, key)).rollout
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return self.void(seed, self.late()).rollout
 
     async def play_alone(self, seed: int, sampling: Sampling, key: int) -> PlayedEpisode:
         """One episode, with all that reward functions may ask about it.
@@ -146,6 +155,14 @@ class Player:
             lambda: self.client.open_group(
                 size, seed=seed, close_when_done=True, resume=self.resumes
             )
+        )
+
+    def late(self) -> CallTimeoutError:
+        """Why an episode is void that did not end in time."""
+        return CallTimeoutError(
+            f"expected the episode to end within rollout.group_timeout_s = "
+            f"{self.limits.group_timeout_s:g}; raise it, or see what the environment or the engine "
+            "waits for"
         )
 
     def void(

@@ -21,7 +21,6 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from ludus.proto.errors import CallTimeoutError
 from ludus.proto.runs import Transcript
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
@@ -103,7 +102,7 @@ async def _play_together(
         async with asyncio.timeout_at(deadline_s) as limit:
             opened = await player.open_group(seeds[0], len(seeds))
     except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
-        reason = _late(player) if limit.expired() else error
+        reason = player.late() if limit.expired() else error
         return [player.void(seed, reason) for seed in seeds]
     episodes = [
         player.play_opened(one, seed, sampling, key)
@@ -136,17 +135,9 @@ async def _play_until(
         if late:
             await asyncio.wait(late)
     return [
-        task.result() if task in done else player.void(seed, _late(player))
+        task.result() if task in done else player.void(seed, player.late())
         for task, seed in zip(tasks, seeds, strict=True)
     ]
-
-
-def _late(player: Player) -> CallTimeoutError:
-    return CallTimeoutError(
-        f"expected the group to end within rollout.group_timeout_s = "
-        f"{player.limits.group_timeout_s:g}; raise it, or see what the environment or the engine "
-        "waits for"
-    )
 
 
 def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
