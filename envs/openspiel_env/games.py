@@ -59,6 +59,8 @@ class LoadedGame:
     """False where a player may not see what another one did."""
     has_random_seed: bool
     """True where OpenSpiel itself draws random numbers."""
+    can_be_won_and_lost: bool
+    """True where returns lie on both sides of 0: in other games their sign says nothing."""
 
     def reseeded(self, seed: int) -> pyspiel.Game:
         """The game with OpenSpiel's own random numbers fixed by a 31-bit seed."""
@@ -109,6 +111,7 @@ def _load_game(name: str, params_json: str) -> LoadedGame:
         has_perfect_information=has_perfect_information,
         shows_moves=has_perfect_information or short_name in PUBLIC_MOVE_GAMES,
         has_random_seed="rng_seed" in kind.parameter_specification,
+        can_be_won_and_lost=game.min_utility() < 0 < game.max_utility(),
     )
 
 

@@ -12,6 +12,9 @@ from .games import LoadedGame
 from .models import GamePhase, OpenSpielObservation
 from .snapshots import SnapshotTransition
 
+_EVEN = 1e-9
+"""A return that is no farther from 0 is a draw's."""
+
 
 class SeatView:
     """A seat's narrow window on states of one game: players and text renderers see only this."""
@@ -58,13 +61,20 @@ class SeatView:
     ) -> Transition[OpenSpielObservation]:
         """What a move of the seat's player, or a deal, has led to."""
         terminated = phase == "terminal"
+        success = self._has_won(state) if terminated else None
         snapshots = self._snapshots
         if snapshots is None:
             observation = self.observe(state, phase, opponent_last_action)
-            return Transition(observation, reward, terminated)
+            return Transition(observation, reward, terminated, success=success)
         rest = self._rest(state, phase, opponent_last_action)
         snapshot = snapshots.take(state, self.player)
-        return SnapshotTransition(snapshots, snapshot, rest, reward, terminated)
+        return SnapshotTransition(snapshots, snapshot, rest, reward, terminated, success)
+
+    def _has_won(self, state: pyspiel.State) -> bool | None:
+        """Whether the game that is over was won; None where it is none of winning and losing."""
+        if not self._loaded.can_be_won_and_lost:
+            return None
+        return bool(state.player_return(self.player) > _EVEN)
 
     def _rest(
         self, state: pyspiel.State, phase: GamePhase, opponent_last_action: int | None

@@ -75,6 +75,7 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         rest: dict[str, Any],
         reward: float | None,
         terminated: bool,
+        success: bool | None,
     ) -> None:
         self._snapshots = snapshots
         self._snapshot = snapshot
@@ -85,6 +86,7 @@ class SnapshotTransition(Transition[OpenSpielObservation]):
         self.truncated = False
         self.info = {}
         self.tensors = {}
+        self.success = success
 
     @property
     def observation(self) -> OpenSpielObservation:  # type: ignore[override]  # a field there

@@ -18,7 +18,7 @@ def test_a_sound_environment_passes_every_check(factory):
     report = check_environment(factory)
     report.raise_if_failed()
     assert report.ok
-    assert len(report.checks) == 19
+    assert len(report.checks) == 20
 
 
 class IgnoresItsSeed(CountingEnv):

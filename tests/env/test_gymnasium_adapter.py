@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import gymnasium
 import numpy as np
@@ -18,6 +19,7 @@ from ludus.env.encoding import decode_action
 from ludus.env.serving.loopback import PlayOptions, connected
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.targets.targets import environment_factory
+from ludus.env.types import Transition
 from ludus.proto.errors import (
     ActionParseError,
     ConfigError,
@@ -83,7 +85,28 @@ class CameraEnv(gymnasium.Env):
         return {"camera": picture, "speed": np.array([0.5], np.float32)}
 
 
+class RoboticEnv(CameraEnv):
+    """Says itself whether it succeeded, and pays nothing for it."""
+
+    def step(self, action):
+        return self._see(), -1.0, False, True, {"is_success": np.float32(action)}
+
+
+class StillEnv(CameraEnv):
+    """Pays a tenth for each of nine steps in which nothing is done; 0.9 is what is hoped for."""
+
+    def reset(self, *, seed=None, options=None):
+        self._num_steps = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self._num_steps += 1
+        return self._see(), 0.0 if action else 0.1, self._num_steps == 9, False, {}
+
+
 gymnasium.register("ludus-tests/Mirror-v0", MirrorEnv)
+gymnasium.register("ludus-tests/Still-v0", StillEnv, reward_threshold=0.9)
+gymnasium.register("ludus-tests/Robotic-v0", RoboticEnv, reward_threshold=0.0)
 gymnasium.register("ludus-tests/Camera-v0", CameraEnv)
 
 
@@ -190,6 +213,70 @@ def test_flags_stay_apart_and_a_step_after_the_end_is_refused():
     assert (last.terminated, last.truncated) == (False, True)
     with pytest.raises(EpisodeStateError):
         environment.step(left)
+
+
+def ending_of(env_id: str, actions: list, **options) -> Transition:
+    """The end of an episode in which the actions are taken over and over."""
+    environment = make(env_id, **options)()
+    environment.reset(seed=3)
+    for action in itertools.cycle(actions):
+        transition = environment.step(environment.action_type(action=action))
+        if transition.terminated or transition.truncated:
+            return transition
+        assert transition.success is None
+    raise AssertionError("an endless cycle has ended")
+
+
+LEFT, DOWN, RIGHT, UP = range(4)
+
+
+@pytest.mark.parametrize(
+    ("actions", "options", "success"),
+    [
+        ([DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT], {}, True),
+        ([DOWN, RIGHT], {}, False),
+        ([LEFT], {"max_episode_steps": 5}, False),
+        ([DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT], {"reward_schedule": [0, -1, 0]}, True),
+    ],
+)
+def test_who_reaches_the_goal_succeeds_whatever_it_pays(actions, options, success):
+    ended = ending_of("FrozenLake-v1", actions, is_slippery=False, **options)
+    assert ended.success is success
+
+
+def test_who_reaches_the_other_end_of_the_cliff_succeeds_though_it_only_costs():
+    up, right, down = 0, 1, 2
+    ended = ending_of("CliffWalking-v1", [up, *[right] * 11, down])
+    assert (ended.terminated, ended.success) == (True, True)
+    assert ending_of("CliffWalking-v1", [up], max_episode_steps=5).success is False
+
+
+def test_a_taxi_that_runs_out_of_time_has_not_succeeded():
+    assert ending_of("Taxi-v4", [0], max_episode_steps=5).success is False
+
+
+def test_an_episode_is_held_to_the_threshold_at_which_the_task_counts_as_solved():
+    assert ending_of("CartPole-v1", [0, 1]).success is False
+    assert ending_of("CartPole-v1", [0, 1], max_episode_steps=9).success is False
+    still = ending_of("ludus-tests/Still-v0", [0])
+    assert (still.reward, still.success) == (0.1, True)
+    assert ending_of("ludus-tests/Still-v0", [1]).success is False
+
+
+@pytest.mark.parametrize("action", [0, 1])
+def test_what_the_environment_says_itself_comes_first(action):
+    assert ending_of("ludus-tests/Robotic-v0", [action]).success is bool(action)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "action", "options"),
+    [
+        ("Pendulum-v1", [0.0], {}),
+        ("ludus-tests/Mirror-v0", 0, {"space": "Discrete"}),
+    ],
+)
+def test_where_nothing_says_what_success_is_none_is_made_up(env_id, action, options):
+    assert ending_of(env_id, [action], **options).success is None
 
 
 def test_no_seed_draws_a_fresh_episode_even_after_a_seeded_one():

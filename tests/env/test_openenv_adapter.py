@@ -44,6 +44,12 @@ def test_a_truncated_episode_is_told_apart_from_a_terminated_one(told, target):
     assert not any(step[2] for step in steps)
 
 
+@pytest.mark.parametrize("target", [GUESS, ASYNC_GUESS, APP])
+def test_the_end_succeeds_where_its_metadata_say_so(told, target):
+    first, *steps = told[target]["played"]
+    assert [step[5] for step in (first, *steps)] == [None] * 5 + [False]
+
+
 def test_schema_state_and_models_are_those_of_the_foreign_types(told):
     schema = told[GUESS]["action_schema"]
     assert schema["properties"]["number"]["maximum"] == 9

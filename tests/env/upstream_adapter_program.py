@@ -60,7 +60,9 @@ async def on_wire(factory: Any) -> tuple[dict[str, str], list[str], list[Any]]:
             action = {"type": "call_tool", "tool_name": "echo", "arguments": {"message": "hi"}}
         while not results[-1].done and len(results) < 6:
             results.append(await session.step(action))
-        played = [[r.observation, r.reward, r.terminated, r.truncated, r.info] for r in results]
+        played = [
+            [r.observation, r.reward, r.terminated, r.truncated, r.info, r.success] for r in results
+        ]
         return broken(report), offered, played
 
 

@@ -54,7 +54,7 @@ class GuessEnvironment(Environment):
             thread=threading.current_thread().name.rpartition("_")[0],
             done=found or out_of_tries,
             reward=1.0 if found else 0.0,
-            metadata={"truncated": out_of_tries and not found},
+            metadata={"truncated": out_of_tries and not found, "success": found},
         )
 
     @property

@@ -11,6 +11,7 @@ import websockets
 from ludus.env.client import AsyncEnvClient, Reset
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
+from tests.env.goal_env import MET, MISSED, GoalEnv
 from tests.env.polling import eventually
 from tests.gateway.gateways import (
     NAME,
@@ -50,6 +51,19 @@ async def test_an_episode_through_a_gateway_is_the_one_of_the_server_itself(wire
         direct = await episode_of(by_server[wire])
         assert str(through) == str(direct)
         await eventually(lambda: num_sessions(servers) == 0)
+
+
+@pytest.mark.parametrize("wire", ["grpc", "http"])
+async def test_a_gateway_passes_on_whether_an_episode_succeeded(wire):
+    async with served(factory=GoalEnv) as (gateway, _):
+        address = {"grpc": gateway.grpc_address, "http": f"{gateway.http_address}/envs/{NAME}"}
+        async with await AsyncEnvClient.connect(address[wire]) as client:
+            for actions, success in ((MET, True), (MISSED, False)):
+                session, first = await client.open(seed=7)
+                results = [first, *[await session.step(action) for action in actions]]
+                assert [one.success for one in results] == [*[None] * 5, success]
+                [reset] = await client.step_many([(session, Reset(seed=8))])
+                assert reset.success is None
 
 
 async def test_a_plain_websocket_client_plays_and_leaves_nothing_behind():

@@ -60,6 +60,7 @@ def test_the_solution_alone_is_rewarded_and_every_solution_is_a_legal_answer(ope
         answer = solution + seed % 3
         ended = environment.step(MathAction(answer=answer))
         assert (ended.reward, ended.terminated) == (float(answer == solution), True)
+        assert ended.success is (answer == solution)
         assert ended.observation.legal_actions == []
 
 

@@ -299,6 +299,25 @@ def test_the_state_says_what_is_played() -> None:
     }
 
 
+@pytest.mark.parametrize("game", ["blackjack", "catch", "kuhn_poker", "pig", "tic_tac_toe"])
+def test_who_ends_above_nothing_has_won_and_a_draw_is_no_success(game) -> None:
+    environment = make_environment(game=game)
+    said = set()
+    for seed in range(60):
+        *before, last = play(environment, seed)
+        total = sum(transition.reward or 0.0 for transition in (*before, last))
+        assert {transition.success for transition in before} == {None}
+        assert last.success is (total > 0)
+        said.add(last.success)
+    assert said == {True, False}
+
+
+@pytest.mark.parametrize("game", ["2048", "cliff_walking"])
+def test_a_game_without_losers_has_no_winners_either(game) -> None:
+    *_, last = episode({"game": game}, seed=0)
+    assert (last.terminated, last.success) == (True, None)
+
+
 def test_a_deal_in_which_the_agent_never_moves_is_dealt_again() -> None:
     environment = make_environment(game="euchre")  # all may pass, or one may play alone
     for seed in range(40):

@@ -93,7 +93,7 @@ class MathEnvironment(Environment[MathAction, MathObservation, MathState]):
         self._is_asked = False
         self._state.step_count += 1
         is_right = action.answer == self._state.solution
-        return Transition(self._observe(), float(is_right), terminated=True)
+        return Transition(self._observe(), float(is_right), terminated=True, success=is_right)
 
     @property
     def state(self) -> MathState:

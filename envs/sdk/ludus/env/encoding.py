@@ -16,6 +16,8 @@ from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.types import Action, JsonObject, Transition
 from ludus.proto.errors import ErrorCode, ExecutionError, InvalidCallError
 
+SUCCESS_KEY = "success"
+"""In the metadata of an episode's last observation, where OpenEnv has room for it."""
 MAX_SEED = 2**64 - 1
 _DRAWN_SEED_BITS = 32
 """Some environments take no larger seed."""
@@ -80,6 +82,7 @@ class EncodedResult:
     truncated: bool
     tensors: dict[str, np.ndarray]
     text: EncodedText | None
+    success: bool | None = None
 
     @property
     def done(self) -> bool:
@@ -114,7 +117,7 @@ def encode_transition(
             orjson.dumps(messages), _checked_answers(renderer.legal_answers(observation))
         )
     observation_json, metadata = transition.encoded_observation()
-    reward, info = transition.reward, transition.info
+    reward, info, success = transition.reward, transition.info, transition.success
     encoded = EncodedResult(
         step_index,
         observation_json,
@@ -125,9 +128,16 @@ def encode_transition(
         bool(transition.truncated),
         _checked_tensors(transition.tensors) if transition.tensors else {},
         text,
+        None if success is None else bool(success),
     )
     check_size("an observation with what belongs to it", encoded.num_bytes)
     return encoded
+
+
+def said_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
+    """Whether an episode succeeded, as the metadata that came with its end says in OpenEnv."""
+    success = metadata.get(SUCCESS_KEY)
+    return success if is_done and isinstance(success, bool) else None
 
 
 def check_size(what: str, num_bytes: int) -> None:

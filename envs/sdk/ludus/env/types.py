@@ -97,6 +97,9 @@ class Transition(Generic[ObservationT]):
     info: JsonObject = field(default_factory=dict)
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     """Arrays too large for JSON, by name."""
+    success: bool | None = None
+    """Said with the end of an episode: whether the player did what was asked, or won. None where
+    the environment has no such notion, and always before the end."""
 
     def encoded_observation(self) -> tuple[bytes, JsonObject]:
         """The observation as JSON, and its metadata."""
@@ -118,6 +121,9 @@ class StepResult:
     text: TextView | None = None
     """Present when the environment has a text renderer."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    success: bool | None = None
+    """Whether the episode that ended here succeeded, as its environment says; None where it does
+    not say."""
 
     @property
     def done(self) -> bool:

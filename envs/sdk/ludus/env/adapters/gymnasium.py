@@ -24,6 +24,7 @@ from pydantic import Field, create_model
 
 from ludus.env.adapters import GYMNASIUM
 from ludus.env.adapters.gymnasium_spaces import SpaceCodec, Tensors, codec_of, json_safe
+from ludus.env.adapters.gymnasium_success import Ending, success_of
 from ludus.env.adapters.gymnasium_text import KNOWN, GymnasiumRenderer, Play, without_colours
 from ludus.env.environment import AnyEnvironment, Builder, Environment
 from ludus.env.types import Action, JsonObject, Observation, State, Transition
@@ -103,7 +104,14 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         self._is_playing = not (terminated or truncated)
         self._state.step_count += 1
         self._state.episode_return += float(reward)
-        return self._transition(observed, info, float(reward), bool(terminated), bool(truncated))
+        success = None
+        if not self._is_playing:
+            total = self._state.episode_return
+            ending = Ending(self._gymnasium, bool(terminated), float(reward), total, info)
+            success = success_of(ending)
+        return self._transition(
+            observed, info, float(reward), bool(terminated), bool(truncated), success
+        )
 
     @property
     def state(self) -> GymnasiumState:
@@ -121,6 +129,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         reward: float | None = None,
         terminated: bool = False,
         truncated: bool = False,
+        success: bool | None = None,
     ) -> Transition[Observation]:
         tensors: Tensors = {}
         fields: JsonObject = {"observation": self.observation_codec.encode(element, tensors)}
@@ -138,6 +147,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
             truncated,
             info=json_safe(info),
             tensors=tensors,
+            success=success,
         )
 
 

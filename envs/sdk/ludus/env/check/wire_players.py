@@ -185,6 +185,7 @@ def record_of(result: StepResult) -> bytes:
             "reward": result.reward,
             "terminated": result.terminated,
             "truncated": result.truncated,
+            "success": result.success,
             "tensors": hash_of_observation(None, result.tensors) if result.tensors else None,
         },
         option=orjson.OPT_SORT_KEYS,

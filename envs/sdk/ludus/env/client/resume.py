@@ -287,6 +287,7 @@ def digest_of(outcome: StepResult | EnvError) -> bytes:
         outcome.terminated,
         outcome.truncated,
         outcome.step_index,
+        outcome.success,
     ]
     digest.update(orjson.dumps(seen, option=_DIGEST_OPTIONS))
     for name, array in sorted(outcome.tensors.items()):

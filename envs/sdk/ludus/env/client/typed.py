@@ -31,6 +31,8 @@ class TypedResult(Generic[ObservationT]):
     truncated: bool
     text: TextView | None
     """The same for language models; None from servers that have no text."""
+    success: bool | None = None
+    """Whether the episode that ended here succeeded; None where the environment does not say."""
 
     @property
     def done(self) -> bool:
@@ -99,4 +101,5 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             terminated=result.terminated,
             truncated=result.truncated,
             text=result.text,
+            success=result.success,
         )

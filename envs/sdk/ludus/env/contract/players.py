@@ -103,6 +103,7 @@ def record_of(transition: Transition) -> bytes:
             "reward": transition.reward,
             "terminated": transition.terminated,
             "truncated": transition.truncated,
+            "success": transition.success,
             "tensors": {name: array.tolist() for name, array in transition.tensors.items()},
         },
         option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS,

@@ -64,6 +64,17 @@ def flags_and_rewards_have_their_types(checked: CheckedEnvironment) -> None:
         expect(is_finite, "a reward that is a finite number or None", repr(reward))
 
 
+def success_is_said_at_the_end(checked: CheckedEnvironment) -> None:
+    """As a bool, or None where the environment does not say; before the end it is None."""
+    for seed in checked.seeds:
+        for transition in checked.play(seed, policy_seed=seed).transitions:
+            said = transition.success
+            is_flag = said is None or type(said) is bool
+            expect(is_flag, "success to be a bool or None", f"{said!r} ({type(said).__name__})")
+            over = transition.terminated or transition.truncated
+            expect(said is None or over, "success None before the end of an episode", said)
+
+
 def same_seed_and_actions_give_the_same_episode(checked: CheckedEnvironment) -> None:
     """Also whatever the process does to its global random state."""
     for seed in checked.seeds:
@@ -291,6 +302,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         reset_has_no_reward,
         flags_and_rewards_have_their_types,
+        success_is_said_at_the_end,
         same_seed_and_actions_give_the_same_episode,
         another_session_changes_nothing,
         a_second_reset_starts_again,

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
+from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, message_of
@@ -128,8 +128,8 @@ def observation_frame(result: EncodedResult) -> bytes:
     """The WebSocket frame for upstream clients, put together without a dictionary: the hot path."""
     reward = result.reward
     tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
-    if result.metadata_json:
-        tail += b',"metadata":' + result.metadata_json
+    if metadata_json := _metadata_of(result):
+        tail += b',"metadata":' + metadata_json
     return b"".join(
         (
             b'{"type":"observation","data":{"observation":',
@@ -149,8 +149,8 @@ def observation_payload(result: EncodedResult) -> JsonObject:
         "reward": result.reward,
         "done": result.terminated or result.truncated,
     }
-    if result.metadata_json:
-        payload["metadata"] = orjson.Fragment(result.metadata_json)
+    if metadata_json := _metadata_of(result):
+        payload["metadata"] = orjson.Fragment(metadata_json)
     return payload
 
 
@@ -160,6 +160,8 @@ def ludus_payload(result: EncodedResult) -> JsonObject:
     payload["terminated"] = result.terminated
     payload["truncated"] = result.truncated
     payload["step_index"] = result.step_index
+    if result.success is not None:
+        payload["success"] = result.success
     if result.info_json:
         payload["info"] = orjson.Fragment(result.info_json)
     if result.text is not None:
@@ -170,6 +172,14 @@ def ludus_payload(result: EncodedResult) -> JsonObject:
     if result.tensors:
         payload["tensors"] = [_tensor_json(name, a) for name, a in result.tensors.items()]
     return payload
+
+
+def upstream_metadata(data: JsonObject) -> JsonObject:
+    """The metadata in an upstream server's payload, wherever it put it."""
+    observation = data.get("observation")
+    inner = observation.get("metadata") if isinstance(observation, dict) else None
+    found = data.get("metadata") or inner
+    return found if isinstance(found, dict) else {}
 
 
 def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
@@ -240,6 +250,14 @@ def faults(error: ValidationError) -> list[JsonObject]:
     if not shown or len(shown) > MAX_FAULTS_BYTES:
         shown = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
     return orjson.loads(shown)
+
+
+def _metadata_of(result: EncodedResult) -> bytes:
+    """The metadata as JSON, with the success where there is one; empty when there is neither."""
+    if result.success is None:
+        return result.metadata_json
+    metadata = orjson.loads(result.metadata_json) if result.metadata_json else {}
+    return orjson.dumps({**metadata, SUCCESS_KEY: result.success})
 
 
 def _tensor_json(name: str, array: np.ndarray) -> JsonObject:

@@ -42,6 +42,8 @@ def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) 
         fill_tensors(message.tensors, result.tensors)
     if result.metadata_json:
         message.metadata_json = result.metadata_json
+    if result.success is not None:
+        message.success = result.success
 
 
 def read_encoded(message: pb.StepResult) -> EncodedResult:
@@ -57,6 +59,7 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
         truncated=message.truncated,
         tensors=read_tensors(message.tensors) if message.tensors else {},
         text=EncodedText(text.messages_json, list(text.legal_answers)) if text else None,
+        success=message.success if message.HasField("success") else None,
     )
 
 

@@ -70,5 +70,6 @@ def _recorded(result: StepResult) -> RecordedResult:
         reward=result.reward,
         terminated=result.terminated,
         truncated=result.truncated,
+        success=result.success,
         observation=result.observation,
     )

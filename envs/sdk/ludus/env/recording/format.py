@@ -47,6 +47,8 @@ class RecordedResult(_Line):
     reward: float | None = None
     terminated: bool = False
     truncated: bool = False
+    success: bool | None = None
+    """None where the environment did not say, and in recordings that did not note it."""
     observation: Any = None
 
 

@@ -120,6 +120,8 @@ def _difference(recorded: RecordedResult, result: StepResult) -> str:
         before, now = getattr(recorded, name), getattr(result, name)
         if before != now:
             return f"expected {name} {before}, got {now}"
+    if recorded.success not in (None, result.success):
+        return f"expected success {recorded.success}, got {result.success}"
     found = hash_of_observation(result.observation, result.tensors)
     if found == recorded.observation_hash:
         return ""

@@ -305,6 +305,7 @@ class RecordingSessions:
             reward=result.reward,
             terminated=result.terminated,
             truncated=result.truncated,
+            success=result.success,
             observation=observation if self._options.full else None,
         )
 

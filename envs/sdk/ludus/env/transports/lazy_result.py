@@ -61,6 +61,7 @@ _set_terminated = _SETTERS["terminated"]
 _set_truncated = _SETTERS["truncated"]
 _set_step_index = _SETTERS["step_index"]
 _set_tensors = _SETTERS["tensors"]
+_set_success = _SETTERS["success"]
 _new = LazyStepResult.__new__
 
 
@@ -76,6 +77,7 @@ def read_result(message: pb.StepResult) -> StepResult:
     _set_truncated(result, message.truncated)
     _set_step_index(result, message.step_index)
     _set_tensors(result, read_tensors(message.tensors) if message.tensors else {})
+    _set_success(result, message.success if message.HasField("success") else None)
     return result
 
 

@@ -20,7 +20,8 @@ from urllib.error import HTTPError
 
 import orjson
 
-from ludus.env.encoding import ResetArgs
+from ludus.env.encoding import ResetArgs, said_success
+from ludus.env.messages.openenv import upstream_metadata
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
@@ -234,4 +235,5 @@ class LegacyHttpSession:
             reward=None if reward is None else float(reward),
             terminated=is_done,
             step_index=step_index,
+            success=said_success(upstream_metadata(data), is_done=is_done),
         )

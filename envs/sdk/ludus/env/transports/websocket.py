@@ -17,9 +17,9 @@ import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ludus.env.encoding import DefaultSeeds, ResetArgs
+from ludus.env.encoding import DefaultSeeds, ResetArgs, said_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
-from ludus.env.messages.openenv import read_tensors_json
+from ludus.env.messages.openenv import read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
@@ -293,20 +293,20 @@ class WebSocketSession:
         """The result in a payload; upstream servers send neither flags nor numbers."""
         reward: Any = data.get("reward")
         text = data.get("text") if self._with_text else None
+        is_done = bool(data.get("done"))
+        if self._transport.has_extras:
+            info, success = data.get("info", {}), data.get("success")
+        else:
+            info = upstream_metadata(data)
+            success = said_success(info, is_done=is_done)
         return StepResult(
             observation=data["observation"],
             reward=None if reward is None else float(reward),
-            terminated=data["terminated"] if "terminated" in data else bool(data.get("done")),
+            terminated=data.get("terminated", is_done),
             truncated=data.get("truncated", False),
-            info=data.get("info", {}) if self._transport.has_extras else _upstream_info(data),
+            info=info,
             step_index=data.get("step_index", step_index),
             text=TextView(text["messages"], text["legal_answers"]) if text else None,
             tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
+            success=success,
         )
-
-
-def _upstream_info(data: JsonObject) -> JsonObject:
-    """What an upstream server tells beside the observation: its metadata, wherever it put that."""
-    observation = data["observation"]
-    inner = observation.get("metadata") if isinstance(observation, dict) else None
-    return data.get("metadata") or inner or {}

@@ -143,7 +143,7 @@ class StepRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., action_json: _Optional[bytes] = ..., action_text: _Optional[str] = ..., reset: _Optional[_Union[ResetArgs, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text", "metadata_json")
+    __slots__ = ("session_id", "step_index", "observation_json", "reward", "terminated", "truncated", "info_json", "tensors", "text", "metadata_json", "success")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class StepResult(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     METADATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     step_index: int
     observation_json: bytes
@@ -164,7 +165,8 @@ class StepResult(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     text: TextView
     metadata_json: bytes
-    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., observation_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., info_json: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., text: _Optional[_Union[TextView, _Mapping]] = ..., metadata_json: _Optional[bytes] = ...) -> None: ...
+    success: bool
+    def __init__(self, session_id: _Optional[str] = ..., step_index: _Optional[int] = ..., observation_json: _Optional[bytes] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., info_json: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., text: _Optional[_Union[TextView, _Mapping]] = ..., metadata_json: _Optional[bytes] = ..., success: _Optional[bool] = ...) -> None: ...
 
 class StepManyRequest(_message.Message):
     __slots__ = ("steps",)

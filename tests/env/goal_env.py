@@ -1,0 +1,25 @@
+"""Counting with an aim, which the environment itself says was met or missed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ludus.env import Transition
+from tests.env.counting_env import CountAction, CountingEnv, CountObservation
+
+GOAL = 10
+MET = [{"add": 2}] * 5
+MISSED = [{"add": 1}] * 5
+CUT_OFF = [{"add": 7}]
+
+
+class GoalEnv(CountingEnv):
+    """An episode succeeds when its five numbers make exactly ten."""
+
+    name = "goal"
+
+    def step(self, action: CountAction) -> Transition[CountObservation]:
+        transition = super().step(action)
+        if not transition.terminated and not transition.truncated:
+            return transition
+        return replace(transition, success=self.state.total == GOAL)

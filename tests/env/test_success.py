@@ -1,0 +1,166 @@
+"""Whether an episode succeeded is the environment's word, and every wire passes it on."""
+
+import json
+
+import httpx
+import orjson
+import pytest
+import websockets
+
+from ludus.env.check.check import check_environment
+from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.encoding import EncodedResult
+from ludus.env.messages.openenv import observation_frame, observation_payload
+from ludus.env.messages.protobuf import read_encoded
+from ludus.env.recording.format import read_recording
+from ludus.env.recording.verify import replay_episode
+from ludus.env.serving.loopback import connected
+from ludus.env.transports.lazy_result import read_result
+from ludus.env.transports.websocket import WebSocketTransport
+from ludus.proto.env.v1 import env_pb2 as pb
+from tests.env.counting_env import CountingEnv
+from tests.env.goal_env import CUT_OFF, MET, MISSED, GoalEnv
+from tests.env.served import WIRES, address_of, running
+
+pytestmark = pytest.mark.asyncio
+
+ENDINGS = [(MET, True), (MISSED, False), (CUT_OFF, False)]
+
+
+async def said_over(client: AsyncEnvClient, actions: list) -> list[bool | None]:
+    """What every result of an episode says."""
+    session, first = await client.open(seed=3)
+    results = [first, *[await session.step(action) for action in actions]]
+    await session.close()
+    return [result.success for result in results]
+
+
+@pytest.mark.parametrize("isolation", ["inline", pytest.param("pool", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wire", WIRES)
+async def test_the_end_of_an_episode_says_it_and_nothing_before_does(wire, isolation):
+    async with (
+        running(GoalEnv, isolation=isolation) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        for actions, success in ENDINGS:
+            assert await said_over(client, actions) == [None] * len(actions) + [success]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_an_environment_that_says_nothing_is_not_given_a_word(wire):
+    async with (
+        running(CountingEnv) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        assert set(await said_over(client, MET)) == {None}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_steps_of_many_sessions_say_it_each_for_itself(wire):
+    async with (
+        running(GoalEnv) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        sessions = [(await client.open(seed=1))[0] for _ in range(3)]
+        for number in range(5):
+            results = await client.step_many(
+                [(sessions[0], MET[number]), (sessions[1], MISSED[number])]
+            )
+        [reset] = await client.step_many([(sessions[2], Reset(seed=2))])
+        assert [result.success for result in (*results, reset)] == [True, False, None]
+
+
+async def test_upstream_clients_find_it_in_the_metadata_of_the_last_observation():
+    async with running(GoalEnv) as server:
+        address = server.http_address.replace("http", "ws")
+        async with websockets.connect(f"{address}/ws") as socket:
+            await socket.send(json.dumps({"type": "reset", "data": {"seed": 3, "note": "k"}}))
+            told = [json.loads(await socket.recv())["data"]]
+            for action in MET:
+                await socket.send(json.dumps({"type": "step", "data": action}))
+                told.append(json.loads(await socket.recv())["data"])
+        assert set(told[-1]) == {"observation", "reward", "done", "metadata"}
+        assert [data.get("metadata") for data in told] == [
+            {"note": "k"},
+            *[None] * 4,
+            {"success": True},
+        ]
+        assert told[-1]["observation"]["metadata"] == {}
+
+
+async def test_http_says_it_in_the_metadata_too():
+    async with (
+        running(GoalEnv) as server,
+        httpx.AsyncClient(base_url=server.http_address) as http,
+    ):
+        await http.post("/reset", json={"seed": 3})
+        answers = [(await http.post("/step", json={"action": add})).json() for add in MISSED]
+        assert [answer.get("metadata") for answer in answers] == [*[None] * 4, {"success": False}]
+
+
+async def test_a_client_that_knows_openenv_alone_reads_it_from_the_metadata(monkeypatch):
+    monkeypatch.setattr(WebSocketTransport, "has_extras", False)
+    async with (
+        running(GoalEnv) as server,
+        await AsyncEnvClient.connect(server.http_address) as client,
+    ):
+        for actions, success in ENDINGS:
+            assert await said_over(client, actions) == [None] * len(actions) + [success]
+
+
+async def test_metadata_of_the_environment_stay_beside_it():
+    result = EncodedResult(1, b"{}", b'{"note":"k"}', b"", 1.0, True, False, {}, None, success=True)
+    for data in (orjson.loads(observation_frame(result))["data"], observation_payload(result)):
+        told = orjson.loads(orjson.dumps(data))
+        assert told["metadata"] == {"note": "k", "success": True}
+
+
+async def test_a_peer_that_does_not_know_of_it_says_nothing():
+    old = pb.StepResult(observation_json=b"{}", terminated=True)
+    assert (read_result(old).success, read_encoded(old).success) == (None, None)
+
+
+async def test_a_recording_notes_it_and_a_replay_holds_the_environment_to_it(tmp_path):
+    path = tmp_path / "r.jsonl"
+    async with (
+        running(GoalEnv, record=path) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        for actions, _ in ENDINGS:
+            await said_over(client, actions)
+    episodes = list(read_recording(path))
+    assert [episode.steps[-1].result.success for episode in episodes] == [True, False, False]
+    async with connected(GoalEnv) as client:
+        replays = [await replay_episode(client, episode) for episode in episodes]
+        assert not any(replay.difference for replay in replays)
+    async with connected(CountingEnv) as client:
+        replay = await replay_episode(client, episodes[0])
+        assert replay.difference == "step 5: expected success True, got None"
+
+
+class SaysItTooEarly(GoalEnv):
+    def reset(self, *, seed=None):
+        transition = super().reset(seed=seed)
+        transition.success = False
+        return transition
+
+
+class SaysItWithANumber(GoalEnv):
+    def step(self, action):
+        transition = super().step(action)
+        transition.success = int(transition.success) if transition.success is not None else None
+        return transition
+
+
+@pytest.mark.parametrize(
+    ("factory", "broken"),
+    [
+        (GoalEnv, []),
+        (CountingEnv, []),
+        (SaysItTooEarly, ["success_is_said_at_the_end"]),
+        (SaysItWithANumber, ["success_is_said_at_the_end"]),
+    ],
+)
+async def test_the_check_finds_a_success_that_is_none(factory, broken):
+    report = check_environment(factory, num_steps=20)
+    assert [check.name for check in report.checks if not check.ok] == broken
