@@ -42,12 +42,15 @@ Measured = tuple[float, tuple[float, float]]
 
 def win_rate(report: EvalReport) -> Measured:
     """The share of games won."""
-    return report.policy.win_rate, report.policy.win_rate_ci95
+    policy = report.policy
+    assert policy.win_rate is not None and policy.win_rate_ci95 is not None
+    return policy.win_rate, policy.win_rate_ci95
 
 
 def not_lost(report: EvalReport) -> Measured:
     """The share of games won or drawn."""
     policy = report.policy
+    assert policy.win_rate is not None and policy.draw_rate is not None
     share = policy.win_rate + policy.draw_rate
     return share, wilson_interval(round(share * policy.num_games), policy.num_games)
 

@@ -45,7 +45,7 @@ def test_a_person_plays_to_the_end_and_sees_the_score(play: Play) -> None:
     assert "[S]FFF" in result.out
     assert "legal: LEFT, DOWN, RIGHT, UP" in result.out
     assert "reward 1, score 1" in result.out
-    assert "-- terminated after 6 steps, return 1" in result.out
+    assert "-- terminated after 6 steps, return 1, success" in result.out
     assert "1 episode, return 1, mean 1.000" in result.out
 
 

@@ -126,6 +126,19 @@ def test_progress_of_a_mixed_run_names_every_environment() -> None:
     assert "wins" not in facts
 
 
+def test_an_environment_without_wins_is_followed_by_its_return() -> None:
+    balanced = eval_row(0, 0.9, "pole")
+    values = {EvalMetric.RETURN_MEAN.value: 17.0}
+    progress = RunProgress(num_steps=100)
+    progress.update([eval_row(0, 0.28), balanced.model_copy(update={"values": values})])
+    facts = progress.facts()
+    assert (facts["wins in blackjack"], facts["return in pole"]) == (
+        "28.0% (26.0 to 30.0%)",
+        "17.000",
+    )
+    assert "wins in pole" not in facts
+
+
 def test_steps_are_averaged_by_what_they_hold_and_parts_of_a_step_are_not_steps() -> None:
     progress = RunProgress(num_steps=100)
     few = {"reward_mean": 1.0, "num_episodes_scored": 10.0, "canary_error": 0.25}

@@ -36,6 +36,7 @@ def make_rollout(
         terms=(ScoredTerm("environment", reward),),
         status=status,
         policy_version=version,
+        success=None if reward is None else reward > 0,
     )
 
 

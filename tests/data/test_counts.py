@@ -55,12 +55,29 @@ def test_calls_of_tools_are_counted_and_the_episodes_that_made_any() -> None:
     assert (both.num_tool_calls, both.num_tool_calls_failed, both.num_with_tool_calls) == (8, 4, 4)
 
 
-def test_wins_are_counted_by_what_the_environment_paid_not_by_the_reward() -> None:
+def test_wins_are_what_the_environment_says_not_what_it_paid_nor_the_reward() -> None:
     group = make_group(1, -1)
-    shaped = replace(
-        group, rollouts=tuple(replace(r, reward=(r.reward or 0) - 5) for r in group.rollouts)
+    dear, cheap = (
+        replace(r, reward=5.0, episode_return=paid, success=success)
+        for r, paid, success in zip(group.rollouts, (-13.0, 4.0), (True, False), strict=True)
     )
-    assert count_group(shaped).num_wins == 1
+    counts = count_group(replace(group, rollouts=(dear, cheap)))
+    assert (counts.num_judged, counts.num_wins, counts.num_losses) == (2, 1, 1)
+
+
+def test_a_return_that_is_nothing_but_for_rounding_is_a_draw() -> None:
+    [rollout] = make_group(1).rollouts
+    earned = sum([-0.1] * 9 + [0.9])
+    assert earned > 0
+    drawn = replace(rollout, episode_return=earned, success=False)
+    counts = count_group(replace(make_group(1), rollouts=(drawn,)))
+    assert (counts.num_wins, counts.num_draws, counts.num_losses) == (0, 1, 0)
+
+
+def test_episodes_of_an_environment_that_says_nothing_are_not_judged() -> None:
+    silent = [replace(r, success=None) for r in make_group(200, 17, 9).rollouts]
+    counts = count_group(replace(make_group(1, 1, 1), rollouts=tuple(silent)))
+    assert (counts.num_judged, counts.num_wins, counts.num_terminated) == (0, 0, 3)
 
 
 def test_terms_are_summed_by_name_and_unscored_ones_left_out() -> None:

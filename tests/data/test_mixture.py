@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.env.evaluation import EpisodeOutcome, summarise
 from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture, MixtureState
@@ -32,7 +34,13 @@ def play(mixture: Mixture, num_groups: int) -> Counter[str]:
 
 def won(num_wins: int, num_games: int, num_groups: int = 8) -> RolloutCounts:
     """Counts of groups with so many games won."""
-    return RolloutCounts(num_groups=num_groups, num_scored=num_games, num_wins=num_wins)
+    return RolloutCounts(
+        num_groups=num_groups,
+        num_scored=num_games,
+        num_terminated=num_games,
+        num_judged=num_games,
+        num_wins=num_wins,
+    )
 
 
 @pytest.mark.slow
@@ -163,3 +171,46 @@ def test_an_environment_without_wins_opens_nothing(num_scored: int) -> None:
     mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
     mixture.observe({"easy": won(0, num_scored, num_groups=32), "hard": won(64, 64)})
     assert list(mixture.weights) == ["easy"]
+
+
+def test_an_environment_that_never_says_what_succeeded_is_refused_at_once() -> None:
+    mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
+    silent = RolloutCounts(num_groups=1, num_episodes=4, num_scored=4, num_terminated=4)
+    with pytest.raises(ConfigError) as refused:
+        mixture.observe({"easy": silent})
+    assert str(refused.value) == (
+        "curriculum.unlock_at expected environment 'easy' to say whether its episodes succeed, got "
+        "4 that ended without a word; set success in its last transition (a rollout function "
+        "passes it on in Ended), or take section curriculum out"
+    )
+
+
+def test_an_environment_that_opens_nothing_need_not_say_what_succeeded() -> None:
+    silent = RolloutCounts(num_groups=8, num_scored=64, num_terminated=64)
+    alone = make_mixture(make_run({"easy": 1, "hard": 1}))
+    alone.observe({"easy": silent})
+    mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
+    mixture.observe({"easy": won(64, 64, num_groups=16)})
+    mixture.observe({"easy": silent, "hard": silent})
+    assert mixture.weights == {"easy": 0.25, "hard": 1}
+
+
+def test_episodes_that_did_not_come_to_their_end_say_nothing_about_their_environment() -> None:
+    mixture = make_mixture(make_run({"easy": 1, "hard": 1}, curriculum=CURRICULUM))
+    cut_off = RolloutCounts(num_groups=16, num_scored=64, num_truncated=32, num_invalid=32)
+    mixture.observe({"easy": cut_off})
+    assert list(mixture.weights) == ["easy"]
+
+
+def test_an_evaluation_without_a_single_verdict_is_told_before_training(caplog) -> None:
+    silent = summarise([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    judged = summarise([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
+    played = {"easy": judged, "middle": silent, "hard": silent}
+    weights = dict.fromkeys(played, 1.0)
+    make_mixture(make_run(weights)).expect_success(played)
+    assert not caplog.messages
+    make_mixture(make_run(weights, curriculum=CURRICULUM)).expect_success(played)
+    assert caplog.messages == [
+        "environment 'middle' said of none of 4 evaluated games whether it succeeded; "
+        "curriculum.unlock_at counts successes to open the next environment"
+    ]

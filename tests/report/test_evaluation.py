@@ -24,10 +24,16 @@ from ludus.proto.errors import (
 
 
 def outcomes(*returns: float | None, first_seed: int = 0) -> list[EpisodeOutcome]:
+    """Episodes of a game that is won by whoever ends above nothing."""
     return [
-        EpisodeOutcome(seed=seed, episode_return=value, num_steps=1)
+        EpisodeOutcome(seed, value, num_steps=1, success=None if value is None else value > 0)
         for seed, value in enumerate(returns, start=first_seed)
     ]
+
+
+def silent(*returns: float) -> list[EpisodeOutcome]:
+    """Episodes whose environment does not say whether they succeeded."""
+    return [EpisodeOutcome(seed, value, num_steps=1) for seed, value in enumerate(returns)]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,36 @@ def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_
     assert result.expected_return == pytest.approx(0.0)
     assert result.invalid_rate == pytest.approx(0.2)
     assert result.win_rate_ci95 == wilson_interval(2, 5)
+
+
+def test_an_environment_that_does_not_say_what_success_is_has_no_win_rate() -> None:
+    result = summarise(silent(200.0, 17.0, 9.0))  # as of a pole that was balanced for a while
+    assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
+    assert result.expected_return == pytest.approx(226 / 3)
+
+
+def test_success_is_what_the_environment_says_whatever_it_paid() -> None:
+    told = [
+        EpisodeOutcome(0, -13.0, 13, success=True),
+        EpisodeOutcome(1, 5.0, 20, success=False),
+        EpisodeOutcome(2, None, 3, failure="the server died"),
+    ]
+    result = summarise(told)
+    assert (result.win_rate, result.draw_rate, result.num_games) == (0.5, 0.0, 2)
+
+
+def test_rewards_that_add_up_to_nothing_but_for_rounding_are_no_win() -> None:
+    earned = sum([-0.1] * 9 + [0.9])
+    assert earned > 0
+    assert summarise([*silent(earned), *outcomes(1.0)]).win_rate == 0.5
+    failed = [EpisodeOutcome(0, value, 10, success=False) for value in (earned, -earned)]
+    assert summarise(failed).draw_rate == 1.0
+
+
+def test_an_episode_that_did_not_come_to_its_end_has_not_succeeded() -> None:
+    cut_off = EpisodeOutcome(seed=1, episode_return=0.5, num_steps=6)
+    result = summarise([*outcomes(1.0), cut_off])
+    assert (result.win_rate, result.win_rate_ci95) == (0.5, wilson_interval(1, 2))
 
 
 def test_summary_of_void_episodes_only_is_refused() -> None:
@@ -137,7 +173,7 @@ class CoinSession:
     def __init__(self, client: CoinClient, seed: int) -> None:
         self._client, self._seed = client, seed
         self._tosses = [random.Random(seed * 2 + toss).random() < 0.5 for toss in range(2)]
-        self._num_steps = 0
+        self._num_steps = self._num_right = 0
 
     async def step(self, action: JsonObject) -> StepResult:
         self._client.num_steps += 1
@@ -148,9 +184,13 @@ class CoinSession:
             raise IllegalActionError("expected heads to be true or false, got null")
         reward = float(action["heads"] == self._tosses[self._num_steps])
         self._num_steps += 1
+        self._num_right += int(reward)
         over = self._num_steps == 2
         self._client.num_open -= over
-        return StepResult({"toss": self._num_steps}, reward=reward, terminated=over)
+        success = self._num_right == 2 if over else None
+        return StepResult(
+            {"toss": self._num_steps}, reward=reward, terminated=over, success=success
+        )
 
     async def close(self) -> None:
         self._client.num_open -= 1
@@ -238,6 +278,17 @@ def test_a_limit_on_turns_ends_an_episode_with_what_it_has_earned() -> None:
     for of_two, of_one in zip(whole, cut, strict=True):
         assert of_one.episode_return in (0.0, 1.0)
         assert 0.0 <= (of_two.episode_return or 0.0) - (of_one.episode_return or 0.0) <= 1.0
+
+
+def test_outcomes_say_what_the_environment_said_of_their_end() -> None:
+    whole = play(CoinClient(lost_seeds=(3,)), range(50))
+    assert {(o.episode_return, o.success) for o in whole} == {
+        (0.0, False),
+        (1.0, False),
+        (2.0, True),
+        (None, None),
+    }
+    assert {o.success for o in play(CoinClient(), range(50), max_turns=1)} == {None}
 
 
 def test_episodes_wait_for_room_on_a_full_server() -> None:

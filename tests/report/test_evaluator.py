@@ -26,7 +26,7 @@ ENVIRONMENTS = {
 
 
 def outcomes(seeds: Sequence[int], value: float | None) -> list[EpisodeOutcome]:
-    return [EpisodeOutcome(seed, value, 1) for seed in seeds]
+    return [EpisodeOutcome(seed, value, 1, success=False) for seed in seeds]
 
 
 class Workers:
@@ -42,7 +42,7 @@ class Workers:
         self.calls.append((environment, tuple(seeds), temperature))
         if environment == "catch":
             return outcomes(seeds, 0.0)
-        played = [EpisodeOutcome(seed, float(seed % 2), 1) for seed in seeds]
+        played = [EpisodeOutcome(seed, seed % 2, 1, success=seed % 2 == 1) for seed in seeds]
         if len(self.calls) <= self._num_losing_calls:
             played[1:] = outcomes(seeds[1:], None)
         return played

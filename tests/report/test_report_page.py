@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -308,6 +310,44 @@ def test_the_figure_of_a_mixed_run_is_of_the_environment_that_has_a_chart(tmp_pa
     (run_dir / CHART_FILE).unlink()
     alone = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
     assert "hard hands" not in alone
+
+
+def without_wins(run_dir: Path) -> Path:
+    """The run, in an environment that does not say whether its episodes succeed."""
+
+    def silent(value: Any) -> Any:
+        if isinstance(value, dict):
+            unknown = {"win_rate", "win_rate_ci95", "draw_rate"} & value.keys()
+            return {name: silent(one) for name, one in value.items()} | dict.fromkeys(unknown)
+        return value
+
+    rows = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+    for row in rows:
+        values = {name: v for name, v in row["values"].items() if not re.match("win|draw", name)}
+        row["values"] = values
+    (run_dir / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if (run_dir / SUMMARY_FILE).exists():
+        summary = silent(json.loads((run_dir / SUMMARY_FILE).read_text()))
+        (run_dir / SUMMARY_FILE).write_text(json.dumps(summary))
+    return run_dir
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_where_nobody_says_what_a_win_is_the_report_shows_the_return(
+    tmp_path: Path, finished: bool
+) -> None:
+    run_dir = without_wins(build_run(tmp_path / "demo", finished=finished))
+    root = parse(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "Win rate" not in text_of(root)
+    assert "0.0%" not in text_of(by_class(root, "tiles")[0])
+    [main] = by_class(root, "main")
+    assert text_of(main).startswith("Expected return")
+    if finished:
+        row = next(text_of(node) for node in root.iter("tr") if "basic strategy" in text_of(node))
+        assert "– – –" in row
+    figure = text_of(ET.parse(write_figure(run_dir, tmp_path / "figure.svg")).getroot())
+    assert "Expected return over games trained" in figure
+    assert "wins" not in figure
 
 
 def test_a_figure_needs_an_evaluation(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ async def play_in_pairs(
         result = await session.step(text=move)
         conversation.add_reward(result.reward or 0.0)
         if result.done:
-            return Ended(RolloutStatus.TERMINATED, {"thoughts": thoughts})
+            fields = {"thoughts": thoughts}
+            return Ended(RolloutStatus.TERMINATED, fields, success=result.success)
         assert result.text is not None
         conversation.add(result.text.messages)
 

@@ -15,6 +15,7 @@ from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from openspiel_env import make_environment
 from tests.env.counting_env import CountingEnv
+from tests.env.goal_env import GoalEnv
 from tests.rollout.reward_functions import play_and_say_nothing, play_in_pairs
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, ScriptedPolicy, make_player
 
@@ -90,6 +91,42 @@ async def test_a_truncated_episode_ends_with_the_state_in_which_it_was_left(
             continue
         assert sequence.token_ids.tolist() == policy.prompts[1]
         assert sequence.turns == whole.sequences[0].turns[:1]
+
+
+async def test_a_rollout_says_what_the_environment_said_of_its_end(chat: ChatTokenizer) -> None:
+    async with (
+        EnvServer(GoalEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        said = {}
+        for name, script in {
+            "met": ["ADD 2"] * 5,
+            "missed": ["ADD 1"] * 5,
+            "truncated": ["ADD 7"],
+            "invalid": ["ADD 2", "no"],
+            "cut off": ["ADD 2"] * 4,
+        }.items():
+            limits = LIMITS.model_copy(update={"max_turns": len(script)})
+            player, _ = make_player(client, chat, iter(script), limits)
+            said[name] = (await player.play(3, SAMPLING)).success
+    assert said == {
+        "met": True,
+        "missed": False,
+        "truncated": False,
+        "invalid": None,
+        "cut off": None,
+    }
+
+
+async def test_a_rollout_function_passes_on_what_the_environment_said(chat: ChatTokenizer) -> None:
+    async with (
+        EnvServer(GoalEnv, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        script = itertools.cycle(["two is good", "ADD 2"])
+        limits = LIMITS.model_copy(update={"max_turns": 10})
+        player, _ = make_player(client, chat, script, limits, rollout_function=play_in_pairs)
+        assert (await player.play(3, SAMPLING)).success is True
 
 
 async def test_the_environments_own_truncation_shows_its_last_observation(

@@ -60,8 +60,8 @@ def tensorboard_steps(folder: RunFolder) -> list[int]:
 def test_a_step_an_evaluation_a_delivery_and_an_event_become_rows(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path), overwrite=False)
     train(folder, 1, 1)
-    won = [EpisodeOutcome(seed, 1.0, 1) for seed in range(4)]
-    lost = [EpisodeOutcome(seed, -1.0, 1) for seed in range(4)]
+    won = [EpisodeOutcome(seed, 1.0, 1, success=True) for seed in range(4)]
+    lost = [EpisodeOutcome(seed, -1.0, 1, success=False) for seed in range(4)]
     report = EvalReport(
         policy=summarise(won),
         baselines={"random": summarise(lost)},

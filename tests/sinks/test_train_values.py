@@ -46,6 +46,7 @@ def group(environment: str, rewards: list[float | None], version: int = 0) -> Ro
             terms=(ScoredTerm("game", reward), ScoredTerm("format", 0.5)),
             status=RolloutStatus.LOST if reward is None else RolloutStatus.TERMINATED,
             policy_version=version,
+            success=None if reward is None else reward > 0,
         )
         for reward in rewards
     )
@@ -67,6 +68,22 @@ MIXED = taken(
     group("catch", [1.0, -1.0], version=1),
     refused=(group("catch", [1.0, 1.0]),),
 )
+
+
+def test_an_environment_that_does_not_say_what_success_is_has_no_wins() -> None:
+    pole = group("pole", [200.0, 17.0])
+    silent = tuple(dataclasses.replace(rollout, success=None) for rollout in pole.rollouts)
+    values = train_values(
+        taken(dataclasses.replace(pole, rollouts=silent), group("catch", [1.0, -1.0])),
+        METRICS,
+        TIMES,
+        canary_error=0.0,
+    )
+    about_wins = {TrainMetric.WIN_RATE, "num_wins", "num_draws", "num_losses"}
+    assert not about_wins & values.environments["pole"].keys()
+    assert values.environments["pole"][TrainMetric.NUM_EPISODES_FINISHED] == 2
+    assert values.environments["catch"][TrainMetric.WIN_RATE] == 0.5
+    assert values.run[TrainMetric.WIN_RATE] == 0.5
 
 
 def test_values_of_the_run_are_those_of_all_its_episodes_wherever_they_were_played() -> None:

@@ -119,10 +119,10 @@ class TrainMetric(_Metric):
             "reward_mean",
         ),
     )
-    WIN_RATE = auto(), _per("num_episodes_finished", "share", "Episodes with a return above 0.")
-    NUM_WINS = auto(), _count("Episodes with a return above 0.")
-    NUM_DRAWS = auto(), _count("Episodes with a return of 0.")
-    NUM_LOSSES = auto(), _count("Episodes with a return below 0.")
+    WIN_RATE = auto(), _per("num_episodes_finished", "share", "Episodes that succeeded.")
+    NUM_WINS = auto(), _count("Episodes that succeeded, as the environment says.")
+    NUM_DRAWS = auto(), _count("Episodes that did not succeed, with a return of 0.")
+    NUM_LOSSES = auto(), _count("Episodes that did not succeed, with another return.")
     NUM_EPISODES = auto(), _count("Episodes played.")
     NUM_EPISODES_FINISHED = auto(), _count("Episodes that have a return.")
     NUM_EPISODES_SCORED = auto(), _count("Episodes that have a reward.")
@@ -250,7 +250,7 @@ class EvalMetric(_Metric):
 
     NUM_GAMES = auto(), _count("Games of the evaluation.")
     NUM_GAMES_VOID = auto(), _count("Games beside them that failed.")
-    WIN_RATE = auto(), _per_game("share", "Games with a return above 0.")
+    WIN_RATE = auto(), _per_game("share", "Games that succeeded, as the environment says.")
     WIN_RATE_CI95_LOW = (
         auto(),
         _end_of_interval("share", "Lower end of the win rate's Wilson interval."),
@@ -259,7 +259,7 @@ class EvalMetric(_Metric):
         auto(),
         _end_of_interval("share", "Upper end of the win rate's Wilson interval."),
     )
-    DRAW_RATE = auto(), _per_game("share", "Games with a return of 0.")
+    DRAW_RATE = auto(), _per_game("share", "Games that did not succeed, with a return of 0.")
     RETURN_MEAN = auto(), _per_game("reward", "Return of a game.")
     RETURN_CI95_LOW = auto(), _end_of_interval("reward", "Lower end of the mean's 95 % interval.")
     RETURN_CI95_HIGH = auto(), _end_of_interval("reward", "Upper end of the mean's 95 % interval.")

@@ -188,10 +188,12 @@ class PolicyResult(_Record):
     """How one policy did on the evaluation's seeds."""
 
     num_games: int
-    win_rate: float
-    win_rate_ci95: tuple[float, float]
+    win_rate: float | None
+    """Share of games that succeeded, or were won; None where the environment never said so."""
+    win_rate_ci95: tuple[float, float] | None
     """Wilson interval."""
-    draw_rate: float
+    draw_rate: float | None
+    """Share of games without success and with a return of 0; None as for the win rate."""
     expected_return: float
     expected_return_ci95: tuple[float, float]
     """Normal interval of the mean."""
@@ -246,9 +248,10 @@ class Summary(_Record):
     generator: str
     num_learner_ranks: int
     num_rollout_workers: int
-    win_rate: float
-    win_rate_ci95: tuple[float, float]
-    draw_rate: float
+    win_rate: float | None
+    """None where the environment never said whether a game succeeded."""
+    win_rate_ci95: tuple[float, float] | None
+    draw_rate: float | None
     expected_return: float
     expected_return_ci95: tuple[float, float]
     invalid_rate: float

@@ -10,13 +10,17 @@ NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def percent(share: float, decimals: int = 1) -> str:
-    """A share as "42.9%"."""
+def percent(share: float | None, decimals: int = 1) -> str:
+    """A share as "42.9%"; a dash where there is none."""
+    if share is None:
+        return NONE
     return f"{fixed(share * 100, decimals)}%"
 
 
-def percent_interval(interval: tuple[float, float], decimals: int = 1) -> str:
-    """An interval of shares as "41.9 to 43.9%"."""
+def percent_interval(interval: tuple[float, float] | None, decimals: int = 1) -> str:
+    """An interval of shares as "41.9 to 43.9%"; a dash where there is none."""
+    if interval is None:
+        return NONE
     low, high = (fixed(end * 100, decimals) for end in interval)
     return f"{low} to {high}%"
 

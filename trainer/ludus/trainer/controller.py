@@ -312,6 +312,7 @@ class Controller:
         reports = await self.parts.evaluator.judge(run.eval.num_games_during)
         if state.step == 0:
             state.start = {name: report.policy for name, report in reports.items()}
+            self._mixture.expect_success(state.start)
         for name, report in reports.items():
             folder.evaluated(state.step, state.games_trained, name, report)
         folder.phase(Phase.TRAIN, state.step)

@@ -97,15 +97,17 @@ def eval_values(result: PolicyResult, gap_closed: float | None = None) -> Mappin
     values: dict[str, float] = {
         EvalMetric.NUM_GAMES: result.num_games,
         EvalMetric.NUM_GAMES_VOID: result.num_void,
-        EvalMetric.WIN_RATE: result.win_rate,
-        EvalMetric.WIN_RATE_CI95_LOW: result.win_rate_ci95[0],
-        EvalMetric.WIN_RATE_CI95_HIGH: result.win_rate_ci95[1],
-        EvalMetric.DRAW_RATE: result.draw_rate,
         EvalMetric.RETURN_MEAN: result.expected_return,
         EvalMetric.RETURN_CI95_LOW: result.expected_return_ci95[0],
         EvalMetric.RETURN_CI95_HIGH: result.expected_return_ci95[1],
         EvalMetric.INVALID_RATE: result.invalid_rate,
     }
+    if result.win_rate is not None and result.win_rate_ci95 is not None:
+        values[EvalMetric.WIN_RATE] = result.win_rate
+        low, high = result.win_rate_ci95
+        values |= {EvalMetric.WIN_RATE_CI95_LOW: low, EvalMetric.WIN_RATE_CI95_HIGH: high}
+    if result.draw_rate is not None:
+        values[EvalMetric.DRAW_RATE] = result.draw_rate
     if gap_closed is not None:
         values[EvalMetric.GAP_CLOSED] = gap_closed
     return values
@@ -146,9 +148,6 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_TOOL_CALLS: counts.num_tool_calls,
         TrainMetric.NUM_TOOL_CALLS_FAILED: counts.num_tool_calls_failed,
         TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS: counts.num_with_tool_calls,
-        TrainMetric.NUM_WINS: counts.num_wins,
-        TrainMetric.NUM_DRAWS: counts.num_draws,
-        TrainMetric.NUM_LOSSES: counts.num_losses,
         TrainMetric.NUM_GROUPS: counts.num_groups,
         TrainMetric.NUM_GROUPS_DEAD: counts.num_zero_variance_groups,
         TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
@@ -157,7 +156,10 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_GROUPS_TRAINED: len(ages),
         TrainMetric.NUM_TOKENS_GENERATED: counts.num_tokens_generated,
     }
-    if num_finished:
+    if counts.num_judged:
+        values[TrainMetric.NUM_WINS] = counts.num_wins
+        values[TrainMetric.NUM_DRAWS] = counts.num_draws
+        values[TrainMetric.NUM_LOSSES] = counts.num_losses
         values[TrainMetric.WIN_RATE] = counts.num_wins / num_finished
     if counts.num_episodes:
         values[TrainMetric.NUM_TURNS_MEAN] = counts.num_turns / counts.num_episodes

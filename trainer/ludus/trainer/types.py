@@ -186,7 +186,7 @@ class Rollout(_Travels):
     reward: float | None
     """What is learned from: the weighted sum of the terms; None = it could not be scored."""
     episode_return: float | None
-    """What the environment paid in all, by which wins are counted; None when that is unknown."""
+    """What the environment paid in all; None when that is unknown."""
     terms: tuple[ScoredTerm, ...]
     status: RolloutStatus
     policy_version: int
@@ -197,6 +197,8 @@ class Rollout(_Travels):
     """The failed ones included."""
     num_tool_calls_failed: int = 0
     """That returned an error, or that could not be read or made."""
+    success: bool | None = None
+    """What the environment said of it, by which wins are counted; None where it said nothing."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:

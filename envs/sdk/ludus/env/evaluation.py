@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ from ludus.proto.runs import PolicyResult
 Z95 = 1.959963984540054
 """The standard normal quantile of a two-sided 95 % interval."""
 
+_EVEN = 1e-9
+"""A return that is no farther from 0 is 0: rewards are rounded while they are added up."""
 _MAX_REASON_CHARACTERS = 400
 _FULL_SERVER_PAUSE_S = 0.05
 _FULL_SERVER_TIMEOUT_S = 60.0
@@ -44,10 +47,21 @@ class EpisodeOutcome:
     episode_return: float | None
     """Sum of the episode's rewards; None where the episode is void."""
     num_steps: int
+    success: bool | None = None
+    """What the environment said of it; None where it said nothing, or did not end the episode."""
     invalid: bool = False
     """True where the episode ended because the text was no action."""
     failure: str = ""
     """Why it is void; empty where it is not."""
+
+
+class Standing(StrEnum):
+    """How an episode went, in an environment that says whether episodes succeed."""
+
+    WON = "won"
+    DRAWN = "drawn"
+    """It did not succeed, and earned nothing and cost nothing."""
+    LOST = "lost"
 
 
 class FixedPolicy(Protocol):
@@ -103,32 +117,43 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return mean - half_width, mean + half_width
 
 
-def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
-    """The result of a policy over its valid episodes: a return above 0 won, 0 drew.
+def standing_of(episode_return: float, success: bool | None) -> Standing:
+    """How an episode went; one that the environment did not end has not succeeded."""
+    if success:
+        return Standing.WON
+    return Standing.DRAWN if abs(episode_return) < _EVEN else Standing.LOST
 
-    The void ones are counted beside them.
+
+def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
+    """The result of a policy over its valid episodes; the void ones are counted beside them.
+
+    Wins and draws are known where the environment said of at least one whether it succeeded.
 
     Raises:
         ValueError: no episode is valid.
     """
     outcomes = list(outcomes)
-    returns = [o.episode_return for o in outcomes if o.episode_return is not None]
+    valid = [o for o in outcomes if o.episode_return is not None]
+    returns = [o.episode_return for o in valid if o.episode_return is not None]
     if not returns:
         raise ValueError(
             f"expected at least one valid episode, got {len(outcomes)} that are all void: "
             f"{commonest_failure(outcomes)}"
         )
     num_games = len(returns)
-    num_wins = sum(value > 0 for value in returns)
-    num_invalid = sum(o.invalid for o in outcomes if o.episode_return is not None)
+    is_judged = any(o.success is not None for o in valid)
+    standings = Counter(
+        standing_of(value, o.success) for value, o in zip(returns, valid, strict=True)
+    )
+    num_wins = standings[Standing.WON]
     return PolicyResult(
         num_games=num_games,
-        win_rate=num_wins / num_games,
-        win_rate_ci95=wilson_interval(num_wins, num_games),
-        draw_rate=sum(value == 0 for value in returns) / num_games,
+        win_rate=num_wins / num_games if is_judged else None,
+        win_rate_ci95=wilson_interval(num_wins, num_games) if is_judged else None,
+        draw_rate=standings[Standing.DRAWN] / num_games if is_judged else None,
         expected_return=float(np.mean(returns)),
         expected_return_ci95=mean_interval(returns),
-        invalid_rate=num_invalid / num_games,
+        invalid_rate=sum(o.invalid for o in valid) / num_games,
         num_void=len(outcomes) - num_games,
     )
 
@@ -242,7 +267,7 @@ async def _play_episode(
     except Exception as error:  # noqa: BLE001 - the boundary to environments and policies
         reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
         return EpisodeOutcome(seed, episode_return=None, num_steps=num_steps, failure=reason)
-    return EpisodeOutcome(seed=seed, episode_return=episode_return, num_steps=num_steps)
+    return EpisodeOutcome(seed, episode_return, num_steps, success=result.success)
 
 
 async def _open(client: EvaluationClient, seed: int) -> tuple[EvaluationSession, StepResult]:

@@ -189,7 +189,8 @@ class Curriculum(Section):
     """Environments from easy to hard, in the order in which they stand."""
 
     unlock_at: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Win rate of the hardest open environment at which the next one opens."""
+    """Win rate of the hardest open environment at which the next one opens; every environment but
+    the last has to say whether its episodes succeed (docs/environments.md)."""
     window_groups: PositiveInt = 64
     """Newest groups of an environment that its win rate is taken over."""
     mastered_weight: Annotated[float, Field(gt=0, le=1)] = 0.25

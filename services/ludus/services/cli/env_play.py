@@ -116,7 +116,8 @@ class _Table:
         if result.done:
             how = "terminated" if result.terminated else "truncated"
             after = _counted(result.step_index, "step")
-            self._say(f"-- {how} after {after}, return {score:g}", "cyan")
+            verdict = {True: ", success", False: ", no success", None: ""}[result.success]
+            self._say(f"-- {how} after {after}, return {score:g}{verdict}", "cyan")
             self._returns.append(score)
         if self._writer is not None:
             self._writer.end(how if result.done else "the player left")

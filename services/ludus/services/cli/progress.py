@@ -147,9 +147,16 @@ class RunProgress:
 
     def _eval_facts(self) -> dict[str, str | None]:
         if len(self._evals) != 1:
-            return {f"wins in {name}": _wins(values) for name, values in self._evals.items()}
+            return dict(_judged(name, values) for name, values in self._evals.items())
         (values,) = self._evals.values()
         return {"wins": _wins(values), "return": _decimal(values.get(EvalMetric.RETURN_MEAN))}
+
+
+def _judged(environment: str, values: Mapping[str, float]) -> tuple[str, str | None]:
+    """What is said of one environment of several: its wins, or its return where it has none."""
+    if EvalMetric.WIN_RATE in values:
+        return f"wins in {environment}", _wins(values)
+    return f"return in {environment}", _decimal(values.get(EvalMetric.RETURN_MEAN))
 
 
 def _wins(values: Mapping[str, float]) -> str | None:

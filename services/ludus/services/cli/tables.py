@@ -73,11 +73,14 @@ def bench_table(results: Sequence[BenchResult]) -> Table:
 
 
 def result_cells(result: PolicyResult) -> list[str]:
-    """Games, wins, draws and return of a policy, as a table shows them."""
+    """Games, wins, draws and return of a policy, as a table shows them.
+
+    A dash stands for wins and draws that the environment does not know.
+    """
     return [
         f"{result.num_games:,}",
         percent(result.win_rate),
-        percent(half_width(result.win_rate_ci95)),
+        percent(half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
         percent(result.draw_rate),
         fixed(result.expected_return, 3),
         fixed(half_width(result.expected_return_ci95), 3),

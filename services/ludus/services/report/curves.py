@@ -30,7 +30,8 @@ class Measure:
     value: EvalMetric
     low: EvalMetric
     high: EvalMetric
-    of_result: Callable[[PolicyResult], tuple[float, tuple[float, float]]]
+    of_result: Callable[[PolicyResult], tuple[float | None, tuple[float, float] | None]]
+    """None where the environment has no such thing."""
     format: Callable[[float], str]
     format_tick: Callable[[float], str]
     format_interval: Callable[[tuple[float, float]], str]
@@ -227,7 +228,8 @@ def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
     goal = config.optimal_policy if config is not None else None
     if run.summary is not None:
         results = run.summary.results[environment].report.baselines
-        values = {name: measure.of_result(result)[0] for name, result in results.items()}
+        found = {name: measure.of_result(result)[0] for name, result in results.items()}
+        values = {name: value for name, value in found.items() if value is not None}
     else:
         rows = run.baseline_rows(environment)
         values = {
@@ -250,7 +252,8 @@ def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Poin
     if summary is not None:
         policy = summary.results[environment].report.policy
         value, interval = measure.of_result(policy)
-        points.append(_point(summary.games_trained, value, interval, measure))
+        if value is not None:
+            points.append(_point(summary.games_trained, value, interval, measure))
     return sorted(points, key=lambda point: point.x)
 
 

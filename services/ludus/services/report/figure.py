@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyChart
-from ludus.services.numbers import percent
-from ludus.services.report.curves import WIN_RATE, learning_curve
+from ludus.services.numbers import fixed, percent
+from ludus.services.report.curves import EXPECTED_RETURN, WIN_RATE, learning_curve
 from ludus.services.report.drawing import Drawing, text
 from ludus.services.report.line_chart import Frame
 from ludus.services.report.markup import Markup, element, join
@@ -42,13 +42,17 @@ def render_figure(run: RunFiles) -> str:
     """The SVG as text; of several environments it shows the one that has a chart, or the first."""
     chart = run.chart if run.chart is not None and run.chart.cells else None
     environment = chart.environment if chart is not None else next(iter(run.environments), "")
-    curve = learning_curve(run, environment, WIN_RATE, CURVE)
+    measure = WIN_RATE
+    curve = learning_curve(run, environment, measure, CURVE)
+    if curve is None:  # the environment does not say what a win is
+        measure = EXPECTED_RETURN
+        curve = learning_curve(run, environment, measure, CURVE)
     if curve is None:
         raise ConfigError(
             f"expected a run with at least one evaluation, got '{run.run_dir}' without; "
             "train it first with `ludus train`"
         )
-    parts = [_titled("Win rate over games trained", curve)]
+    parts = [_titled(f"{measure.name} over games trained", curve)]
     if chart is not None:
         agreement = f"{num_agreeing(chart)} of {len(chart.cells)}"
         title = f"What it learned: {agreement} answers as {run.reference_name(environment)}"
@@ -96,7 +100,11 @@ def _card(run: RunFiles, environment: str, parts: list[Drawing]) -> str:
     sheet = element("rect", x=0.5, y=0.5, width=x - 1, height=height - 1, rx=14, class_="paper")
     title = run.name
     if run.summary is not None:
-        title += f", {percent(run.summary.results[environment].report.policy.win_rate)} wins"
+        policy = run.summary.results[environment].report.policy
+        if policy.win_rate is not None:
+            title += f", {percent(policy.win_rate)} wins"
+        else:
+            title += f", return {fixed(policy.expected_return, 3)}"
     return element(
         "svg",
         element("title", title),

@@ -92,19 +92,19 @@ def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) ->
     start, policy = result.start, result.report.policy
     before = [f"{percent(start.win_rate)} before training"] if start else []
     return_before = [f"{fixed(start.expected_return, 3)} before training"] if start else []
-    tiles = [
-        _tile(
-            "Win rate",
-            percent(policy.win_rate),
-            [f"{percent_interval(policy.win_rate_ci95)} (95%)", *before],
-            main=True,
-        ),
+    has_wins = policy.win_rate is not None
+    tiles = []
+    if has_wins:
+        interval = f"{percent_interval(policy.win_rate_ci95)} (95%)"
+        tiles.append(_tile("Win rate", percent(policy.win_rate), [interval, *before], main=True))
+    tiles.append(
         _tile(
             "Expected return",
             fixed(policy.expected_return, 3),
             [f"{fixed_interval(policy.expected_return_ci95)} (95%)", *return_before],
-        ),
-    ]
+            main=not has_wins,
+        )
+    )
     if result.report.gap_closed is not None:
         tiles.append(_gap_tile(run, environment, result.report, result.report.gap_closed))
     return tiles
@@ -124,12 +124,13 @@ def _gap_tile(run: RunFiles, environment: str, report: EvalReport, gap: float) -
 
 def _latest_tiles(row: MetricsRow) -> list[Markup]:
     values = row.values
+    note = f"at step {row.step}, the latest evaluation"
     tiles = []
     if EvalMetric.WIN_RATE in values:
-        note = f"at step {row.step}, the latest evaluation"
         tiles.append(_tile("Win rate", percent(values[EvalMetric.WIN_RATE]), [note], main=True))
     if EvalMetric.RETURN_MEAN in values:
-        tiles.append(_tile("Expected return", fixed(values[EvalMetric.RETURN_MEAN], 3), []))
+        mean, is_first = fixed(values[EvalMetric.RETURN_MEAN], 3), not tiles
+        tiles.append(_tile("Expected return", mean, [note] * is_first, main=is_first))
     if EvalMetric.GAP_CLOSED in values:
         tiles.append(_tile("Gap closed", percent(values[EvalMetric.GAP_CLOSED]), []))
     return tiles

@@ -228,6 +228,7 @@ def _outcome(rollout: Rollout) -> EpisodeOutcome:
         rollout.seed,
         rollout.episode_return,
         len(rollout.turns),
+        success=rollout.success,
         invalid=rollout.status is RolloutStatus.INVALID_ACTION,
         failure=rollout.failure,
     )

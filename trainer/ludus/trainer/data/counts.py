@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ludus.env.evaluation import Standing, standing_of
 from ludus.trainer.data.failures import Failures, add_failures, count_failures
 from ludus.trainer.types import RolloutGroup, RolloutStatus
 
@@ -36,8 +38,12 @@ class RolloutCounts:
     num_tool_calls_failed: int = 0
     num_with_tool_calls: int = 0
     """Episodes with at least one, failed or not."""
+    num_terminated: int = 0
+    num_judged: int = 0
+    """Episodes of which the environment said whether they succeeded: with none of them, wins,
+    draws and losses say nothing."""
     num_wins: int = 0
-    """Episodes whose return was above 0; draws had 0, losses less."""
+    """Episodes that succeeded; of the others, draws had a return of 0."""
     num_draws: int = 0
     num_losses: int = 0
     num_groups: int = 0
@@ -79,7 +85,8 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
     """The counts of one finished group."""
     scored = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
-    paid = [r.episode_return for r in group.rollouts if r.episode_return is not None]
+    finished = [r for r in group.rollouts if r.episode_return is not None]
+    standings = Counter(standing_of(r.episode_return or 0.0, r.success) for r in finished)
     return RolloutCounts(
         num_episodes=len(statuses),
         num_scored=len(scored),
@@ -90,9 +97,11 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_tool_calls=sum(rollout.num_tool_calls for rollout in group.rollouts),
         num_tool_calls_failed=sum(rollout.num_tool_calls_failed for rollout in group.rollouts),
         num_with_tool_calls=sum(rollout.num_tool_calls > 0 for rollout in group.rollouts),
-        num_wins=sum(value > 0 for value in paid),
-        num_draws=sum(value == 0 for value in paid),
-        num_losses=sum(value < 0 for value in paid),
+        num_terminated=statuses.count(RolloutStatus.TERMINATED),
+        num_judged=sum(r.success is not None for r in finished),
+        num_wins=standings[Standing.WON],
+        num_draws=standings[Standing.DRAWN],
+        num_losses=standings[Standing.LOST],
         num_groups=1,
         num_zero_variance_groups=int(len(scored) >= 2 and group.has_zero_variance),
         num_void_groups=int(len(scored) < 2),

@@ -13,17 +13,23 @@ must be replaced is replaced by the next one of the same environment.
 
 With a curriculum the environments are opened one by one: the next when the win rate of the
 hardest open one, over its newest groups, reaches unlock_at; those below it keep part of their
-weight, so that they are not forgotten.
+weight, so that they are not forgotten. What a win is, the environment says; one that does not say
+it cannot open another.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import PolicyResult
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.types import GroupSpec
+
+_log = logging.getLogger(__name__)
 
 _MAX_REPLACED = 8
 """Groups in a row that may teach nothing before their place goes to any environment: one that
@@ -52,6 +58,14 @@ class MixtureState:
     """Environments that the curriculum has opened."""
     wins: list[WinCount] = field(default_factory=list)
     """Of the hardest open environment, oldest first: no more than window_groups groups take."""
+
+
+def _says_no_success(name: str, num_episodes: int) -> str:
+    return (
+        f"curriculum.unlock_at expected environment '{name}' to say whether its episodes succeed, "
+        f"got {num_episodes} that ended without a word; set success in its last transition (a "
+        "rollout function passes it on in Ended), or take section curriculum out"
+    )
 
 
 class Mixture:
@@ -115,11 +129,18 @@ class Mixture:
         return replace(self._make(spec.environment), num_replaced=spec.num_replaced)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
-        """The environment that is opened now, since the hardest open one is mastered; or None."""
+        """The environment that is opened now, since the hardest open one is mastered; or None.
+
+        Raises:
+            ConfigError: its episodes end without a word on whether they succeeded.
+        """
         curriculum, state = self._run.curriculum, self._state
         if curriculum is None or state.num_open == len(state.names):
             return None
-        of_hardest = counts.get(state.names[state.num_open - 1], RolloutCounts())
+        hardest = state.names[state.num_open - 1]
+        of_hardest = counts.get(hardest, RolloutCounts())
+        if of_hardest.num_terminated and not of_hardest.num_judged:
+            raise ConfigError(_says_no_success(hardest, of_hardest.num_terminated))
         state.wins.append(
             WinCount(of_hardest.num_groups, of_hardest.num_scored, of_hardest.num_wins)
         )
@@ -133,6 +154,22 @@ class Mixture:
             state.wins.clear()
             return state.names[state.num_open - 1]
         return None
+
+    def expect_success(self, judged: Mapping[str, PolicyResult]) -> None:
+        """Log which environments said of none of their evaluated games whether it succeeded.
+
+        An untrained policy may have come to the end of none, so this is no reason to stop.
+        """
+        needed = self._state.names[:-1] if self._run.curriculum is not None else []
+        for name in needed:
+            result = judged.get(name)
+            if result is not None and result.win_rate is None:
+                _log.warning(
+                    "environment '%s' said of none of %d evaluated games whether it succeeded; "
+                    "curriculum.unlock_at counts successes to open the next environment",
+                    name,
+                    result.num_games,
+                )
 
     def go_back_to(self, earlier: MixtureState) -> None:
         """Go back to where it stood, but for the indices, which are given once only."""

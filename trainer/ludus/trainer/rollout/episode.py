@@ -62,6 +62,8 @@ class Ended:
     """What reward functions may ask for beside what they always get."""
     failure: str = ""
     """Why it is void, where it is."""
+    success: bool | None = None
+    """What the last result of the environment says of the episode: `result.success`."""
 
 
 RolloutFunction: TypeAlias = Callable[[AsyncSession, StepResult, Conversation], Awaitable[Ended]]
@@ -256,6 +258,7 @@ class Player:
             policy_version=min(turn.completion.policy_version for turn in turns),
             num_tool_calls=conversation.num_tool_calls,
             num_tool_calls_failed=conversation.num_tool_calls_failed,
+            success=ended.success,
         )
         messages, answered = conversation.messages, conversation.answered
         return PlayedEpisode(
@@ -284,7 +287,7 @@ async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -
         conversation.add_reward(reply.reward)
         conversation.add(reply.messages)
         status = reply.status
-    return Ended(status, _LastResult(adapter.result))
+    return Ended(status, _LastResult(adapter.result), success=adapter.result.success)
 
 
 class _LastResult(Mapping[str, Any]):
