@@ -496,3 +496,13 @@ async def test_a_server_says_whether_its_environment_was_seen_to_be_deterministi
             client_of(server) as client,
         ):
             assert (await client.describe()).is_deterministic is seen
+
+
+@pytest.mark.parametrize("where", ["inline", *ISOLATIONS])
+async def test_an_environment_that_is_said_to_be_deterministic_is_not_tried(where):
+    chosen = {"check_determinism": True, "deterministic": True}
+    async with (
+        running(GloballyRandomEnv, isolation=where, **chosen) as server,
+        client_of(server) as client,
+    ):
+        assert (await client.describe()).is_deterministic

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.types import Transition
 from ludus.proto.config import LocalEnvironment, RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.environments import Environment
@@ -23,6 +25,12 @@ class Wordless(CountingEnv):
 
 class ListedObservation(CountObservation):
     legal_actions: list[int] = [1, 2]  # noqa: RUF012 - pydantic copies defaults
+
+
+class Pictured(Wordless):
+    def reset(self, *, seed: int | None = None) -> Transition[CountObservation]:
+        picture = np.zeros((4, 4), np.uint8)
+        return Transition(super().reset(seed=seed).observation, tensors={"picture": picture})
 
 
 class Unlisted(CountingRenderer):
@@ -42,6 +50,7 @@ class ListsActionsAlone(CountingEnv):
     ("factory", "said"),
     [
         (Wordless, "'counting' has no text_renderer; give it one"),
+        (Pictured, "policies read text alone; give it a text_renderer"),
         (CalculatorEnv, "'calculator' has a text_renderer whose legal_answers() lists none; list"),
         (ListsActionsAlone, "lists none, though the observation has legal_actions; list them"),
     ],
@@ -61,3 +70,13 @@ async def test_an_environment_without_legal_answers_is_told_what_is_missing(
             await prepare_model(RunConfig(), {"counting": environment}, tmp_path)
     assert said in str(refused.value)
     assert "model.kind = 'pretrained'" in str(refused.value)
+
+
+async def test_a_picture_is_told_apart_from_an_environment_that_shows_nothing() -> None:
+    async with (
+        EnvServer(Pictured, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        _, first = await client.open(seed=1)
+    with pytest.raises(ConfigError, match="option picture_columns"):
+        ServerRenderer().messages(first, first=True)

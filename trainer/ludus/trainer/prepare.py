@@ -34,6 +34,7 @@ from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.player import limits_of
+from ludus.trainer.rollout.renderer import NO_PICTURES
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.streams import Stream, random_of, warm_start_seed
 from ludus.trainer.types import CanaryPrompt
@@ -277,6 +278,8 @@ async def _answered_at_random(
 
 def _why_none(result: StepResult) -> str:
     """Why there are no legal answers, and what gives some."""
+    if result.text is None and result.tensors:
+        return f"has no text_renderer, {NO_PICTURES}"
     if result.text is None:
         return "has no text_renderer; give it one, with render, parse and legal_answers"
     listed = result.observation.get("legal_actions")

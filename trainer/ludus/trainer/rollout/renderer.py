@@ -10,6 +10,13 @@ from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
 from ludus.trainer.data.failures import describe
 from ludus.trainer.functions import import_object
 
+NO_PICTURES = (
+    "and of its observation's arrays no policy sees anything: policies read text alone; give it a"
+    " text_renderer (of Gymnasium's pictures, option picture_columns draws one; of Atari's,"
+    " obs_type = 'ram' gives numbers)"
+)
+"""Why an environment of pictures cannot be trained on as it is, and the way out."""
+
 
 class RendererError(LudusError):
     """The run's own `render` or `parse` raised, or returned no messages."""
@@ -35,9 +42,10 @@ class ServerRenderer:
     def messages(self, result: StepResult, *, first: bool) -> list[Message]:
         """The messages that came with the result."""
         if result.text is None:
+            why = f", {NO_PICTURES}" if result.tensors else ""
             raise ConfigError(
-                "the environment shows no text to language models; set environment.render and "
-                "environment.parse to 'module:callable'"
+                f"the environment shows no text to language models{why}; set environment.render"
+                " and environment.parse to 'module:callable'"
             )
         return result.text.messages
 

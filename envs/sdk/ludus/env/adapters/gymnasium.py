@@ -4,7 +4,8 @@
                                                        --()--> environment
 
 Action and observation types follow from the spaces. Options go to `gymnasium.make`, but for
-`action_names` and `instructions`, which say how language models see the environment.
+`action_names`, `instructions` and `picture_columns`, which say how language models see the
+environment. One that shows nothing but a picture has no text renderer without the last.
 """
 
 from __future__ import annotations
@@ -14,18 +15,32 @@ import importlib
 import inspect
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 import orjson
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 from pydantic import Field, create_model
 
 from ludus.env.adapters import GYMNASIUM
-from ludus.env.adapters.gymnasium_spaces import SpaceCodec, Tensors, codec_of, json_safe
+from ludus.env.adapters.gymnasium_known import Play, known_of
+from ludus.env.adapters.gymnasium_pictures import picture_rows, require_picture
+from ludus.env.adapters.gymnasium_spaces import (
+    AnySpace,
+    SpaceCodec,
+    Tensors,
+    codec_of,
+    json_safe,
+)
 from ludus.env.adapters.gymnasium_success import Ending, success_of
-from ludus.env.adapters.gymnasium_text import KNOWN, GymnasiumRenderer, Play, without_colours
+from ludus.env.adapters.gymnasium_text import (
+    MAX_LISTED_ACTIONS,
+    GymnasiumRenderer,
+    without_colours,
+)
 from ludus.env.environment import AnyEnvironment, Builder, Environment
 from ludus.env.types import Action, JsonObject, Observation, State, Transition
 from ludus.proto.errors import (
@@ -58,6 +73,8 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
     renderer: ClassVar[GymnasiumRenderer]
     action_codec: ClassVar[SpaceCodec]
     observation_codec: ClassVar[SpaceCodec]
+    picture_columns: ClassVar[int]
+    """How wide the picture is drawn in digits; 0 draws none."""
 
     def __init__(self) -> None:
         self._gymnasium = _make(self.env_id, self.make_options)
@@ -65,7 +82,8 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         self._is_text = self._gymnasium.render_mode == _ANSI
         self._is_playing = False
         self._state = GymnasiumState()
-        self.text_renderer = self.renderer
+        is_seen = self._is_text or self.picture_columns or not self.observation_codec.is_tensor
+        self.text_renderer = self.renderer if is_seen else None
 
     @property
     def options(self) -> JsonObject:
@@ -134,8 +152,9 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
         tensors: Tensors = {}
         fields: JsonObject = {"observation": self.observation_codec.encode(element, tensors)}
         if isinstance(self._space, spaces.Discrete):
-            is_over = terminated or truncated
-            fields["legal_actions"] = [] if is_over else _legal_actions(self._space, info)
+            fields |= _legal_fields(self._space, info, terminated or truncated)
+        if self.picture_columns:
+            fields["picture"] = picture_rows(np.asarray(element), self.picture_columns)
         if self._is_text:
             fields["rendered"] = without_colours(
                 str(self._gymnasium.render()), self.renderer.play.marks
@@ -176,6 +195,7 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
     options: JsonObject = orjson.loads(options_json)
     names: Sequence[str] = options.pop("action_names", ())
     instructions: str = options.pop("instructions", "")
+    picture_columns: int = options.pop("picture_columns", 0)
     options = _with_text_rendering(env_id, options)
     sample = _make(env_id, options)
     try:
@@ -183,16 +203,17 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         action_codec = codec_of(space, "action")
         observation_codec = codec_of(sample.observation_space, "observation")
         base_name = env_id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0]
-        known = KNOWN.get(base_name.removesuffix("8x8"), Play())
-        play = Play(
-            tuple(names) or known.names or _own_names(sample),
-            instructions or _instructions(known, sample),
-            marks=known.marks,
+        known = known_of(base_name)
+        play = replace(
+            known,
+            names=tuple(names) or known.names or _own_names(sample),
+            instructions=instructions or _instructions(known, sample),
         )
+        if picture_columns:
+            require_picture(sample.observation_space, picture_columns)
     finally:
         sample.close()
     action_type = create_model("GymnasiumAction", __base__=Action, action=action_codec.annotation)
-    is_discrete = isinstance(space, spaces.Discrete)
     renderer = GymnasiumRenderer(
         env_id,
         action_type,
@@ -207,34 +228,54 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
         "version": f"{gymnasium.__version__}",
         "action_type": action_type,
         "observation_type": _observation_type(
-            observation_codec, is_discrete, options.get("render_mode") == _ANSI
+            observation_codec, space, options.get("render_mode") == _ANSI, bool(picture_columns)
         ),
         "env_id": env_id,
         "make_options": options,
         "renderer": renderer,
         "action_codec": action_codec,
         "observation_codec": observation_codec,
+        "picture_columns": picture_columns,
     }
     return type("GymnasiumEnvironment", (GymnasiumEnvironment,), attributes)
 
 
-def _observation_type(codec: SpaceCodec, is_discrete: bool, is_text: bool) -> type[Observation]:
+def _observation_type(
+    codec: SpaceCodec, space: AnySpace, is_text: bool, has_picture: bool
+) -> type[Observation]:
     fields: dict[str, Any] = {"observation": codec.annotation}
-    if is_discrete:
+    if isinstance(space, spaces.Discrete):
         said = "The actions that may be taken; those that `action_mask` allows where there is one."
         fields["legal_actions"] = (list[int], Field(description=said))
+        if space.n > MAX_LISTED_ACTIONS:
+            limits = f"out of {int(space.start)} to {int(space.start + space.n - 1)}"
+            many = f"{said} Null where these are more than {MAX_LISTED_ACTIONS}."
+            fields["legal_actions"] = (list[int] | None, Field(description=many))
+            said = f"How many actions may be taken, {limits}."
+            fields["num_legal_actions"] = (int, Field(description=said))
     if is_text:
         fields["rendered"] = (str, Field(description="The environment drawn as text."))
+    if has_picture:
+        said = "The picture in rows of digits, from 0 for black to 9 for white."
+        fields["picture"] = (str, Field(description=said))
     return create_model("GymnasiumObservation", __base__=Observation, **fields)
 
 
 def _make(env_id: str, options: JsonObject) -> AnyGymnasium:
     try:
         return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {error}") from error
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        raise _lacking(env_id, error) from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"'{GYMNASIUM}:{env_id}' cannot be made: {error}") from error
+
+
+def _lacking(env_id: str, error: Exception) -> ConfigError:
+    """The sentence for a library that is not there; Gymnasium's own names what to install."""
+    said = str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        said += f"; pip install {error.name.partition('.')[0]}"
+    return ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {said}")
 
 
 def _spec_of(env_id: str) -> gymnasium.envs.registration.EnvSpec:
@@ -259,8 +300,8 @@ def _with_text_rendering(env_id: str, options: JsonObject) -> JsonObject:
         return options
     try:
         creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    except ImportError as error:
-        raise ConfigError(f"'{GYMNASIUM}:{env_id}' needs a library: {error}") from error
+    except (gymnasium.error.Error, ImportError) as error:
+        raise _lacking(env_id, error) from error
     modes = getattr(creator, "metadata", {}).get("render_modes", ())
     return {**options, "render_mode": _ANSI} if _ANSI in modes else options
 
@@ -280,7 +321,16 @@ def _own_names(environment: AnyGymnasium) -> tuple[str, ...]:
     return tuple(meanings()) if meanings is not None else ()
 
 
-def _legal_actions(space: spaces.Discrete, info: JsonObject) -> list[int]:
-    mask = info.get("action_mask")
-    first = int(space.start)
-    return [first + index for index in range(int(space.n)) if mask is None or mask[index]]
+def _legal_fields(space: spaces.Discrete, info: JsonObject, is_over: bool) -> JsonObject:
+    """The legal actions, or how many they are where a list would be long."""
+    mask, first, size = info.get("action_mask"), int(space.start), int(space.n)
+    if is_over:
+        legal: Sequence[int] = ()
+    elif mask is None:
+        legal = range(first, first + size)
+    else:
+        legal = [first + int(index) for index in np.flatnonzero(mask)]
+    if size <= MAX_LISTED_ACTIONS:
+        return {"legal_actions": list(legal)}
+    listed = list(legal) if len(legal) <= MAX_LISTED_ACTIONS else None
+    return {"legal_actions": listed, "num_legal_actions": len(legal)}

@@ -4,7 +4,9 @@
                                     decode (JSON to an element), encode (an element to JSON)
 
 Boxes with more than `MAX_LISTED_ELEMENTS` elements, such as images, are no JSON: their
-field is null, and the array travels beside the observation under the field's path.
+field is null, and the array travels beside the observation under the field's path. Where a
+client knows nothing of such arrays, the field is an object with shape, dtype and data.
+A kind of space that is not Gymnasium's own is text where its samples are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from ludus.env.types import JsonObject
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ConfigError, IllegalActionError
 
 MAX_LISTED_ELEMENTS = 1024
 """Larger boxes travel as tensors."""
@@ -27,6 +29,17 @@ _MAX_SEPARATE_BOUNDS = 64
 _MAX_REPR = 200
 
 Tensors = dict[str, np.ndarray]
+
+
+class _Tensor(TypedDict):
+    """An array as JSON."""
+
+    dtype: str
+    shape: list[int]
+    data: str
+    """Its bytes in C order, little endian, in base64."""
+
+
 AnySpace = spaces.Space[Any]
 
 
@@ -39,6 +52,8 @@ class SpaceCodec:
     """An element of what JSON gave; whether it lies in the space is for the space to say."""
     encode: Callable[[Any, Tensors], Any]
     """JSON of an element; what is too large for it is put into the tensors."""
+    is_tensor: bool = False
+    """True where nothing of an element is in the JSON."""
 
 
 def codec_of(space: AnySpace, path: str) -> SpaceCodec:
@@ -53,10 +68,20 @@ def codec_of(space: AnySpace, path: str) -> SpaceCodec:
     for kind, make in _CODECS.items():
         if isinstance(space, kind):
             return make(space, path)
+    if _is_text(space):
+        return SpaceCodec(str, str, lambda element, tensors: str(element))
     raise ConfigError(
-        f"expected spaces out of {', '.join(kind.__name__ for kind in _CODECS)}, got {space} for"
+        f"expected spaces out of {', '.join(kind.__name__ for kind in _CODECS)}, or of text, got"
+        f" {space} for"
         f" '{path}'; wrap the environment so that it has one of these"
     )
+
+
+def _is_text(space: AnySpace) -> bool:
+    try:
+        return isinstance(space.sample(), str)
+    except Exception:  # noqa: BLE001 - foreign code: then it is no text that could be had
+        return False
 
 
 def json_safe(value: Any) -> Any:
@@ -97,11 +122,11 @@ def _tensor(space: spaces.Box, path: str) -> SpaceCodec:
     def encode(element: Any, tensors: Tensors) -> None:
         tensors[path] = np.asarray(element, dtype=space.dtype)
 
-    return SpaceCodec(
-        Annotated[None, Field(description=said)],
-        lambda value: np.asarray(value, dtype=space.dtype),
-        encode,
-    )
+    def refuse(value: Any) -> Any:
+        raise IllegalActionError(f"expected no value for {space}, which is too large for JSON")
+
+    annotation = Annotated[_Tensor | None, Field(description=said)]
+    return SpaceCodec(annotation, refuse, encode, is_tensor=True)
 
 
 def _multi_discrete(space: spaces.MultiDiscrete, path: str) -> SpaceCodec:

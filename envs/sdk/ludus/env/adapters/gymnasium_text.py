@@ -1,7 +1,8 @@
 """How a language model sees any Gymnasium environment, and what it may answer.
 
 Discrete actions are answered by name where names are known, else by number; all others
-as JSON. Where the environment can draw itself as text (`render_mode="ansi"`), that is shown.
+as JSON. Numbers of observations have names where the environment is a known one. Where the
+environment can draw itself as text (`render_mode="ansi"`), that is shown.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from ludus.env.adapters.gymnasium_known import Play
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 
@@ -23,64 +24,9 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 scripts' digits, nothing longer than it will convert."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
 
-
-@dataclass(frozen=True, slots=True)
-class Play:
-    """What is known of an environment beyond its spaces."""
-
-    names: tuple[str, ...] = ()
-    """One for each discrete action, in order."""
-    instructions: str = ""
-    when_slippery: str = ""
-    """Said after the instructions where the option `is_slippery` is on."""
-    marks: Mapping[str, str] = field(default_factory=dict)
-    """What a colour in the picture means, by its code in the terminal."""
-
-
-KNOWN: dict[str, Play] = {
-    "FrozenLake": Play(
-        ("LEFT", "DOWN", "RIGHT", "UP"),
-        "Cross the frozen lake from the start S to the goal G. F is ice, and a hole H ends the"
-        " game. [ ] marks where you are.",
-        "You may slip sideways.",
-    ),
-    "CliffWalking": Play(
-        ("UP", "RIGHT", "DOWN", "LEFT"),
-        "Walk from the lower left to the goal T in few steps. x is you; the cliff C costs 100"
-        " and sends you back.",
-        "You may slip sideways.",
-    ),
-    "Taxi": Play(
-        ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
-        "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Both are"
-        " among R, G, Y, B; | is a wall.",
-        marks={"34;1": "passenger", "35": "destination", "43": "taxi", "42": "taxi with passenger"},
-    ),
-    "Blackjack": Play(
-        ("STICK", "HIT"),
-        "You play blackjack. The observation is your sum, the dealer's open card (1 is an ace),"
-        " and whether you hold an ace that counts 11 (1) or not (0).",
-    ),
-    "CartPole": Play(
-        ("LEFT", "RIGHT"),
-        "Push the cart so that the pole stays up. The observation is the cart's position and"
-        " speed, and the pole's angle (radians, right is positive) and angular speed.",
-    ),
-    "MountainCar": Play(
-        ("LEFT", "COAST", "RIGHT"),
-        "Get the car out of the valley to position 0.5. The observation is position and speed.",
-    ),
-    "Acrobot": Play(
-        ("NEGATIVE", "NONE", "POSITIVE"),
-        "Swing the lower link above the line by torque on the joint between the links.",
-    ),
-    "LunarLander": Play(
-        ("NOTHING", "LEFT", "MAIN", "RIGHT"),
-        "Land at (0, 0) by firing engines. The observation is x, y, their speeds, angle, angular"
-        " speed, and whether each leg touches the ground.",
-    ),
-}
-"""By the environment's name without version."""
+MAX_LISTED_ACTIONS = 256
+"""More discrete actions than these are told by their range."""
+_DIGITS = "You see it as rows of digits, from 0 for black to 9 for white."
 
 
 class GymnasiumRenderer:
@@ -113,10 +59,11 @@ class GymnasiumRenderer:
         """One message: the picture where there is one, the numbers, and what to answer."""
         shown: JsonObject = dict(observation)
         parts = [self._intro, self._ask()] if first else []
-        if shown.get("rendered"):
-            parts.append(shown["rendered"])
+        if first and shown.get("picture"):
+            parts.insert(1, _DIGITS)
+        parts += [shown[drawn] for drawn in ("rendered", "picture") if shown.get(drawn)]
         if shown.get("observation") is not None:
-            parts.append(f"Observation: {_short(shown['observation'])}")
+            parts.append(f"Observation: {self._told(shown['observation'])}")
         return [{"role": "user", "content": "\n".join(parts) or "No observation."}]
 
     def parse(self, text: str, observation: Observation) -> Action:
@@ -132,20 +79,39 @@ class GymnasiumRenderer:
         if number is None:
             number = self._only_mention(said)
         if number is None:
-            offered = ", ".join(self._name_of.values())
-            raise ActionParseError(f"expected one of {offered}; got {text[-200:]!r}")
+            raise ActionParseError(f"expected one of {self._offered()}; got {text[-200:]!r}")
         return self._action_type.model_validate({"action": number})
 
     def legal_answers(self, observation: Observation) -> list[str]:
         """The names of the legal actions; empty where they cannot be listed."""
-        legal: Sequence[int] = getattr(observation, "legal_actions", ())
+        legal: Sequence[int] = getattr(observation, "legal_actions", None) or ()
         return [self._name_of[number] for number in legal]
 
     def _ask(self) -> str:
         if self._name_of:
-            return f"Answer with one of: {', '.join(self._name_of.values())}."
+            return f"Answer with one of: {self._offered()}."
         schema = self._action_type.model_json_schema()["properties"]["action"]
-        return f"Answer with JSON that fits this schema: {json.dumps(schema)}"
+        controls = ", ".join(self.play.controls)
+        said = f" Its numbers are: {controls}." if controls else ""
+        return f"Answer with JSON that fits this schema: {json.dumps(schema)}{said}"
+
+    def _offered(self) -> str:
+        if len(self._name_of) <= MAX_LISTED_ACTIONS:
+            return ", ".join(self._name_of.values())
+        return f"the numbers from {min(self._name_of)} to {max(self._name_of)}"
+
+    def _told(self, observation: Any) -> str:
+        """The observation, its numbers by name where they have names."""
+        names: Sequence[str] = ()
+        if isinstance(observation, list | tuple):
+            names = self.play.names_of(len(observation))
+        if not names:
+            return _short(observation)
+        told = ", ".join(
+            f"{name}: {_short(value)}" for name, value in zip(names, observation, strict=False)
+        )
+        more = observation[len(names) :]
+        return f"{told}, and {len(more)} more: {_short(more)}" if more else told
 
     def _only_mention(self, text: str) -> int | None:
         """The action whose name the text holds, where it holds no other."""

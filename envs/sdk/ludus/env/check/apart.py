@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -60,7 +60,7 @@ class Outcome:
     """False where it took too long."""
 
 
-def outcomes(rules: Sequence[Rule], timeout_s: float) -> Iterator[Outcome]:
+def outcomes(rules: Sequence[Rule], timeout_s: float) -> Generator[Outcome, None, None]:
     """How each rule went, as it comes; one that takes longer than the limit is ended."""
     child: _Child | None = None
     try:

@@ -34,11 +34,14 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     longer than the budget, which is looked at between steps.
     """
     deadline_s = time.monotonic() + budget_s
+    num_steps = 0
 
     def choose(
         environment: AnyEnvironment, observation: Observation, generator: random.Random
     ) -> Action:
+        nonlocal num_steps
         _stop_after(deadline_s)
+        num_steps += 1
         return random_legal_action(environment, observation, generator)
 
     def make() -> AnyEnvironment:
@@ -50,8 +53,15 @@ def is_deterministic(factory: EnvironmentFactory, budget_s: float = 2.0) -> bool
     try:
         same_seed_and_actions_give_the_same_episode(checked)
         another_session_changes_nothing(checked)
-    except (BrokenRuleError, _OutOfTimeError) as error:
+    except BrokenRuleError as error:
         _log.warning("taken for not deterministic: %s", error)
+        return False
+    except _OutOfTimeError as error:
+        _log.warning(
+            "taken for not deterministic: %s after %d steps; if it is, serve with --deterministic",
+            error,
+            num_steps,
+        )
         return False
     except Exception as error:  # noqa: BLE001 - foreign code: what it raises is the finding
         _log.info("could not see whether it is deterministic: %s", error)

@@ -133,7 +133,7 @@ def observation_frame(result: EncodedResult) -> bytes:
     return b"".join(
         (
             b'{"type":"observation","data":{"observation":',
-            result.observation_json,
+            _whole_observation(result),
             b',"reward":',
             b"null" if reward is None else orjson.dumps(reward),
             tail,
@@ -144,19 +144,12 @@ def observation_frame(result: EncodedResult) -> bytes:
 
 def observation_payload(result: EncodedResult) -> JsonObject:
     """What upstream clients get for a reset or step; holds JSON fragments."""
-    payload: JsonObject = {
-        "observation": orjson.Fragment(result.observation_json),
-        "reward": result.reward,
-        "done": result.terminated or result.truncated,
-    }
-    if metadata_json := _metadata_of(result):
-        payload["metadata"] = orjson.Fragment(metadata_json)
-    return payload
+    return _payload(result, _whole_observation(result))
 
 
 def ludus_payload(result: EncodedResult) -> JsonObject:
     """The upstream payload and beside it all that OpenEnv has no key for."""
-    payload = observation_payload(result)
+    payload = _payload(result, result.observation_json)
     payload["terminated"] = result.terminated
     payload["truncated"] = result.truncated
     payload["step_index"] = result.step_index
@@ -180,6 +173,41 @@ def upstream_metadata(data: JsonObject) -> JsonObject:
     inner = observation.get("metadata") if isinstance(observation, dict) else None
     found = data.get("metadata") or inner
     return found if isinstance(found, dict) else {}
+
+
+def _payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
+    payload: JsonObject = {
+        "observation": orjson.Fragment(observation_json),
+        "reward": result.reward,
+        "done": result.terminated or result.truncated,
+    }
+    if metadata_json := _metadata_of(result):
+        payload["metadata"] = orjson.Fragment(metadata_json)
+    return payload
+
+
+def _whole_observation(result: EncodedResult) -> bytes:
+    """The observation; arrays that travel beside it elsewhere are in it, in place of a null."""
+    if not result.tensors:
+        return result.observation_json
+    observation = orjson.loads(result.observation_json)
+    for path, array in result.tensors.items():
+        *parents, last = path.split(".")
+        place: Any = observation
+        for name in parents:
+            place = _part(place, name)
+        if isinstance(place, dict) and last in place and place[last] is None:
+            place[last] = _array_json(array)
+        elif isinstance(place, list) and last.isdecimal() and _part(place, last) is None:
+            place[int(last)] = _array_json(array)
+    return orjson.dumps(observation)
+
+
+def _part(place: Any, name: str) -> Any:
+    if isinstance(place, dict):
+        return place.get(name)
+    is_index = isinstance(place, list) and name.isdecimal() and int(name) < len(place)
+    return place[int(name)] if is_index else ()
 
 
 def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
@@ -261,9 +289,12 @@ def _metadata_of(result: EncodedResult) -> bytes:
 
 
 def _tensor_json(name: str, array: np.ndarray) -> JsonObject:
+    return {"name": name, **_array_json(array)}
+
+
+def _array_json(array: np.ndarray) -> JsonObject:
     little_endian = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     return {
-        "name": name,
         "dtype": array.dtype.name,
         "shape": array.shape,
         "data": base64.b64encode(little_endian.tobytes()).decode(),

@@ -99,6 +99,8 @@ class ServerOptions(BaseModel):
     """Resets without a seed take this one, then the next; else seeds are drawn."""
     check_determinism: bool = False
     """Try at the start, for about two seconds, whether same seeds give same episodes."""
+    deterministic: bool = False
+    """Take same seeds to give same episodes, untried: for environments too slow to be tried."""
     token: str | None = Field(None, repr=False)
     """What callers must show; the variable `token_env` has precedence."""
     token_env: str = ""

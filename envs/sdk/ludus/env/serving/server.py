@@ -199,8 +199,8 @@ class EnvServer:
     def _core_options(self, host: SessionHost) -> CoreOptions:
         options = self.options
         # Workers have tried it themselves: this process never builds what they isolate.
-        seen = host.description.is_deterministic
-        if options.isolation == "inline" and options.check_determinism:
+        seen = options.deterministic or host.description.is_deterministic
+        if not seen and options.isolation == "inline" and options.check_determinism:
             seen = is_deterministic(self._factory)
         return CoreOptions(
             max_sessions=options.max_sessions,
@@ -319,7 +319,7 @@ def _worker_options(options: ServerOptions) -> WorkerOptions:
         num_threads=options.num_threads,
         step_timeout_s=options.step_timeout_s,
         limits=WorkerLimits(options.memory_limit_mb, options.cpu_limit_s, options.disk_limit_mb),
-        check_determinism=options.check_determinism,
+        check_determinism=options.check_determinism and not options.deterministic,
         pass_env=options.pass_env,
         readable=options.allow_read,
         writable=options.allow_write,

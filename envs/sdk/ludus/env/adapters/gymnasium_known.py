@@ -1,0 +1,286 @@
+"""What Gymnasium's documentation says of environments beyond their spaces, for language models.
+
+Names are in the order of the numbers that they stand for. Where options change how many numbers
+there are, nothing is said of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is known of an environment beyond its spaces."""
+
+    names: tuple[str, ...] = ()
+    """One for each discrete action, in order."""
+    instructions: str = ""
+    when_slippery: str = ""
+    """Said after the instructions where the option `is_slippery` is on."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """What a colour in the picture means, by its code in the terminal."""
+    numbers: tuple[str, ...] = ()
+    """What the numbers of an observation are; the last of more may have no names."""
+    num_numbers: int = 0
+    """How many there are; 0 is as many as have names."""
+    controls: tuple[str, ...] = ()
+    """What the numbers of an action are."""
+
+    def names_of(self, num_numbers: int) -> tuple[str, ...]:
+        """The names of so many numbers of an observation; none where they are others."""
+        return self.numbers if num_numbers == (self.num_numbers or len(self.numbers)) else ()
+
+
+def known_of(base_name: str) -> Play:
+    """What is known of an environment, by its name without module, namespace and version."""
+    if base_name.partition("-")[0] in ("MiniGrid", "BabyAI"):
+        return _GRID
+    return KNOWN.get(base_name.removesuffix("8x8"), Play())
+
+
+def _each(form: str, *parts: str) -> tuple[str, ...]:
+    return tuple(form.format(part) for part in parts)
+
+
+_GRID = Play(
+    ("LEFT", "RIGHT", "FORWARD", "PICKUP", "DROP", "TOGGLE", "DONE"),
+    "You walk through rooms of square cells and do what `mission` says. LEFT and RIGHT turn you;"
+    " TOGGLE opens what is in front of you. `direction` is where you look: 0 right, 1 down, 2"
+    " left, 3 up. `image` is what you see of 7 columns, from your left to your right, each of 7"
+    " cells, from far to near; you stand in the last cell of the fourth. A cell is [object,"
+    " colour, state]. Objects: 0 unseen, 1 empty, 2 wall, 3 floor, 4 door, 5 key, 6 ball, 7 box,"
+    " 8 goal, 9 lava. Colours: 0 red, 1 green, 2 blue, 3 purple, 4 yellow, 5 grey. States of"
+    " doors: 0 open, 1 closed, 2 locked.",
+)
+
+_CHEETAH = ("back thigh", "back shin", "back foot", "front thigh", "front shin", "front foot")
+_HOPPER = ("thigh", "leg", "foot")
+_WALKER = ("right thigh", "right leg", "right foot", "left thigh", "left leg", "left foot")
+_ANT = (
+    *("front left hip", "front left ankle", "front right hip", "front right ankle"),
+    *("back left hip", "back left ankle", "back right hip", "back right ankle"),
+)
+_LIMBS = (
+    *("right hip x", "right hip z", "right hip y", "right knee"),
+    *("left hip x", "left hip z", "left hip y", "left knee"),
+    *("right shoulder 1", "right shoulder 2", "right elbow"),
+    *("left shoulder 1", "left shoulder 2", "left elbow"),
+)
+_HUMANOID = ("abdomen z", "abdomen y", "abdomen x", *_LIMBS)
+_ARM = (
+    *("shoulder pan", "shoulder lift", "upper arm roll", "elbow flex"),
+    *("forearm roll", "wrist flex", "wrist roll"),
+)
+_TORSO = ("height of the torso", *_each("{} of the torso's orientation", "w", "x", "y", "z"))
+_TORSO_SPEEDS = (
+    *_each("speed of the torso in {}", "x", "y", "z"),
+    *_each("angular speed of the torso about {}", "x", "y", "z"),
+)
+_HUMANOID_NUMBERS = (
+    *(*_TORSO, *_each("angle of {}", *_HUMANOID)),
+    *(*_TORSO_SPEEDS, *_each("angular speed of {}", *_HUMANOID)),
+)
+_HUMANOID_TORQUES = _each("torque of {}", "abdomen y", "abdomen z", "abdomen x", *_LIMBS)
+
+_CLASSIC_CONTROL = {
+    "CartPole": Play(
+        ("LEFT", "RIGHT"),
+        "Push the cart so that the pole stays up.",
+        numbers=(
+            *("position of the cart", "speed of the cart"),
+            *("angle of the pole (radians, right is positive)", "angular speed of the pole"),
+        ),
+    ),
+    "MountainCar": Play(
+        ("LEFT", "COAST", "RIGHT"),
+        "Get the car out of the valley to position 0.5: swing back and forth to gain speed.",
+        numbers=("position", "speed"),
+    ),
+    "MountainCarContinuous": Play(
+        instructions="Get the car out of the valley to position 0.45 with little force: swing back"
+        " and forth to gain speed.",
+        numbers=("position", "speed"),
+        controls=("force, negative to the left",),
+    ),
+    "Acrobot": Play(
+        ("NEGATIVE", "NONE", "POSITIVE"),
+        "Swing the lower link above the line by torque on the joint between the links. The first"
+        " angle is 0 where the first link hangs down, the second is relative to the first link.",
+        numbers=(
+            *("cosine of the first angle", "sine of the first angle"),
+            *("cosine of the second angle", "sine of the second angle"),
+            *("angular speed of the first link", "angular speed of the second link"),
+        ),
+    ),
+    "Pendulum": Play(
+        instructions="Swing the pendulum up and keep it upright, where its angle is 0, with little"
+        " torque.",
+        numbers=("cosine of the angle", "sine of the angle", "angular speed"),
+        controls=("torque, positive counterclockwise",),
+    ),
+}
+
+_BOX2D = {
+    "LunarLander": Play(
+        ("NOTHING", "LEFT", "MAIN", "RIGHT"),
+        "Land at (0, 0) by firing engines.",
+        numbers=(
+            *("x", "y", "speed in x", "speed in y", "angle", "angular speed"),
+            *("left leg touches the ground (1)", "right leg touches the ground (1)"),
+        ),
+    ),
+    "BipedalWalker": Play(
+        instructions="Walk to the right with two legs and do not fall. An action is how fast each"
+        " joint is driven, from -1 to 1.",
+        numbers=(
+            *("angle of the hull", "angular speed of the hull", "speed in x", "speed in y"),
+            *("angle of hip 1", "speed of hip 1", "angle of knee 1", "speed of knee 1"),
+            "leg 1 touches the ground (1)",
+            *("angle of hip 2", "speed of hip 2", "angle of knee 2", "speed of knee 2"),
+            "leg 2 touches the ground (1)",
+            *_each("lidar {}", *map(str, range(1, 11))),
+        ),
+        controls=("hip 1", "knee 1", "hip 2", "knee 2"),
+    ),
+    "CarRacing": Play(
+        ("NOTHING", "RIGHT", "LEFT", "GAS", "BRAKE"),
+        "Drive round the track, which is seen from above.",
+        controls=("steering, -1 left to 1 right", "gas", "brake"),
+    ),
+}
+
+_MUJOCO = {
+    "HalfCheetah": Play(
+        instructions="Make the two-legged cheetah run forward, fast.",
+        numbers=(
+            *(
+                "height of the front tip",
+                "angle of the front tip",
+                *_each("angle of {}", *_CHEETAH),
+            ),
+            *("speed in x", "speed in z", "angular speed of the front tip"),
+            *_each("angular speed of {}", *_CHEETAH),
+        ),
+        controls=_each("torque of {}", *_CHEETAH),
+    ),
+    "Hopper": Play(
+        instructions="Make the one-legged body hop forward and do not fall.",
+        numbers=(
+            *("height of the torso", "angle of the torso", *_each("angle of {}", *_HOPPER)),
+            *("speed in x", "speed in z", "angular speed of the torso"),
+            *_each("angular speed of {}", *_HOPPER),
+        ),
+        controls=_each("torque of {}", *_HOPPER),
+    ),
+    "Walker2d": Play(
+        instructions="Make the two-legged body walk forward and do not fall.",
+        numbers=(
+            *("height of the torso", "angle of the torso", *_each("angle of {}", *_WALKER)),
+            *("speed in x", "speed in z", "angular speed of the torso"),
+            *_each("angular speed of {}", *_WALKER),
+        ),
+        controls=_each("torque of {}", *_WALKER),
+    ),
+    "Swimmer": Play(
+        instructions="Make the chain of three links swim to the right, fast.",
+        numbers=(
+            *("angle of the front link", "angle of joint 1", "angle of joint 2"),
+            *("speed of the tip in x", "speed of the tip in y"),
+            *_each("angular speed of {}", "the front link", "joint 1", "joint 2"),
+        ),
+        controls=("torque of joint 1", "torque of joint 2"),
+    ),
+    "Ant": Play(
+        instructions="Make the four-legged body walk forward, in x, and do not fall.",
+        numbers=(
+            *(*_TORSO, *_each("angle of {}", *_ANT)),
+            *(*_TORSO_SPEEDS, *_each("angular speed of {}", *_ANT)),
+        ),
+        num_numbers=105,
+        controls=_each("torque of {}", *_ANT[-2:], *_ANT[:-2]),
+    ),
+    "Humanoid": Play(
+        instructions="Make the two-legged body walk forward and do not fall.",
+        numbers=_HUMANOID_NUMBERS,
+        num_numbers=348,
+        controls=_HUMANOID_TORQUES,
+    ),
+    "HumanoidStandup": Play(
+        instructions="Make the body that lies on the ground stand up.",
+        numbers=_HUMANOID_NUMBERS,
+        num_numbers=348,
+        controls=_HUMANOID_TORQUES,
+    ),
+    "InvertedPendulum": Play(
+        instructions="Push the cart so that the pole stays up.",
+        numbers=(
+            *("position of the cart", "angle of the pole"),
+            *("speed of the cart", "angular speed of the pole"),
+        ),
+        controls=("force on the cart",),
+    ),
+    "InvertedDoublePendulum": Play(
+        instructions="Push the cart so that the two poles, one on the other, stay up.",
+        numbers=(
+            "position of the cart",
+            *("sine of the first pole's angle", "sine of the second pole's angle"),
+            *("cosine of the first pole's angle", "cosine of the second pole's angle"),
+            *("speed of the cart", "angular speed of the first pole"),
+            *("angular speed of the second pole", "constraint force in x"),
+        ),
+        controls=("force on the cart",),
+    ),
+    "Reacher": Play(
+        instructions="Move the tip of the two-jointed arm to the target.",
+        numbers=(
+            *("cosine of the first angle", "cosine of the second angle"),
+            *("sine of the first angle", "sine of the second angle"),
+            *("x of the target", "y of the target"),
+            *("angular speed of the first arm", "angular speed of the second arm"),
+            *("x from target to tip", "y from target to tip"),
+        ),
+        controls=("torque of the first joint", "torque of the second joint"),
+    ),
+    "Pusher": Play(
+        instructions="Push the object to the goal with the tip of the arm.",
+        numbers=(
+            *(*_each("angle of {}", *_ARM), *_each("angular speed of {}", *_ARM)),
+            *_each("{} of the tip", "x", "y", "z"),
+            *_each("{} of the object", "x", "y", "z"),
+            *_each("{} of the goal", "x", "y", "z"),
+        ),
+        controls=_each("torque of {}", *_ARM),
+    ),
+}
+
+KNOWN: dict[str, Play] = {
+    "FrozenLake": Play(
+        ("LEFT", "DOWN", "RIGHT", "UP"),
+        "Cross the frozen lake from the start S to the goal G. F is ice, and a hole H ends the"
+        " game. [ ] marks where you are.",
+        "You may slip sideways.",
+    ),
+    "CliffWalking": Play(
+        ("UP", "RIGHT", "DOWN", "LEFT"),
+        "Walk from the lower left to the goal T in few steps. x is you; the cliff C costs 100"
+        " and sends you back.",
+        "You may slip sideways.",
+    ),
+    "Taxi": Play(
+        ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
+        "Drive the taxi to the passenger, PICKUP, drive to the destination, DROPOFF. Both are"
+        " among R, G, Y, B; | is a wall.",
+        marks={"34;1": "passenger", "35": "destination", "43": "taxi", "42": "taxi with passenger"},
+    ),
+    "Blackjack": Play(
+        ("STICK", "HIT"),
+        "You play blackjack. The observation is your sum, the dealer's open card (1 is an ace),"
+        " and whether you hold an ace that counts 11 (1) or not (0).",
+    ),
+    **_CLASSIC_CONTROL,
+    **_BOX2D,
+    **_MUJOCO,
+}
+"""By the environment's name without version."""

@@ -1,0 +1,296 @@
+"""What players are shown of Gymnasium: pictures, named numbers, missions, many actions."""
+
+from __future__ import annotations
+
+import base64
+
+import gymnasium
+import httpx
+import numpy as np
+import orjson
+import pytest
+from gymnasium import spaces
+
+from ludus.env.adapters.gymnasium_known import KNOWN, Play, known_of
+from ludus.env.adapters.gymnasium_pictures import picture_rows
+from ludus.env.adapters.gymnasium_text import MAX_LISTED_ACTIONS, GymnasiumRenderer
+from ludus.env.contract.determinism import is_deterministic
+from ludus.env.contract.schema import fault_of
+from ludus.env.encoding import encode_transition
+from ludus.env.messages.openenv import observation_frame
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.sessions.hosts import describe_environment
+from ludus.env.targets.targets import environment_factory
+from ludus.env.types import Action, Observation
+from ludus.proto.errors import ActionParseError, ConfigError
+
+PICTURE = np.arange(32 * 40 * 3, dtype=np.uint8).reshape(32, 40, 3)
+
+
+class Mission(spaces.Space):
+    """Text of a kind of its own, as MiniGrid has it."""
+
+    def sample(self, mask=None, probability=None):
+        return "go to the red ball"
+
+    def contains(self, x):
+        return x == "go to the red ball"
+
+
+class ShownEnv(gymnasium.Env):
+    """Shows a fixed element of a space."""
+
+    def __init__(self, space, element, num_actions=2, mask=None, missing=""):
+        self.observation_space = space
+        self.action_space = spaces.Discrete(num_actions, start=3)
+        self._element, self._mask = element, mask
+        if missing:
+            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._element, {} if self._mask is None else {"action_mask": self._mask}
+
+    def step(self, action):
+        return self._element, 0.0, True, False, {}
+
+
+class PictureEnv(ShownEnv):
+    def __init__(self, **options):
+        super().__init__(spaces.Box(0, 255, PICTURE.shape, np.uint8), PICTURE, **options)
+
+
+class PairOfPicturesEnv(ShownEnv):
+    def __init__(self):
+        box = spaces.Box(0, 255, PICTURE.shape, np.uint8)
+        both = spaces.Dict({"eyes": spaces.Tuple((box, box)), "speed": spaces.Discrete(3)})
+        super().__init__(both, {"eyes": (PICTURE, PICTURE), "speed": 1})
+
+
+class MissionEnv(ShownEnv):
+    def __init__(self):
+        space = spaces.Dict({"mission": Mission(), "direction": spaces.Discrete(4)})
+        super().__init__(space, {"mission": "go to the red ball", "direction": 2})
+
+
+class ManyActionsEnv(ShownEnv):
+    def __init__(self, mask=None, **options):
+        kept = None if mask is None else np.isin(np.arange(50_257), mask).astype(np.int8)
+        super().__init__(spaces.Discrete(2), 1, 50_257, kept, **options)
+
+
+for env in (PictureEnv, PairOfPicturesEnv, MissionEnv, ManyActionsEnv):
+    gymnasium.register(f"ludus-families/{env.__name__}-v0", env)
+
+
+def make(name, **options):
+    return environment_factory(f"gymnasium:{name}", options)
+
+
+def make_own(env, **options):
+    return make(f"ludus-families/{env.__name__}-v0", **options)
+
+
+def test_an_environment_of_pictures_has_no_text_and_says_so():
+    environment = make_own(PictureEnv)()
+    assert environment.text_renderer is None
+    assert not describe_environment(environment).has_text_view
+    assert describe_environment(make_own(PairOfPicturesEnv)()).has_text_view
+
+
+def test_a_picture_is_drawn_in_digits_where_that_is_asked_for():
+    environment = make_own(PictureEnv, picture_columns=10)()
+    observation = environment.reset(seed=1).observation
+    (beginning,) = environment.text_renderer.render(observation, first=True)
+    assert "from 0 for black to 9 for white" in beginning["content"]
+    (message,) = environment.text_renderer.render(observation, first=False)
+    rows = message["content"].splitlines()
+    assert [len(row) for row in rows] == [10] * 8
+    assert rows == observation.picture.splitlines()
+
+
+def test_a_digit_is_the_mean_brightness_of_its_part():
+    picture = np.zeros((4, 6, 3), np.uint8)
+    picture[:2, 2:4] = 255
+    picture[2:, 4:] = 128
+    assert picture_rows(picture, 3) == "090\n005"
+    assert picture_rows(picture[:, :, 0], 1) == "2"
+
+
+@pytest.mark.parametrize(
+    ("target", "num_columns", "said"),
+    [
+        ("ludus-families/PictureEnv-v0", 41, "from 1 to the picture's 40, got 41"),
+        ("ludus-families/PictureEnv-v0", "many", "from 1 to the picture's 40, got 'many'"),
+        ("CartPole-v1", 8, "pictures of height x width"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(target, num_columns, said):
+    with pytest.raises(ConfigError, match=said):
+        make(target, picture_columns=num_columns)()
+
+
+async def test_upstream_clients_get_the_picture_in_the_observation():
+    async with (
+        EnvServer(make_own(PictureEnv), ServerOptions(port=0)) as server,
+        httpx.AsyncClient(base_url=server.http_address) as client,
+    ):
+        observation = (await client.post("/reset", json={"seed": 1})).json()["observation"]
+        schema = (await client.get("/schema")).json()["observation"]
+    shown = observation["observation"]
+    pixels = np.frombuffer(base64.b64decode(shown["data"]), shown["dtype"])
+    assert np.array_equal(pixels.reshape(shown["shape"]), PICTURE)
+    assert fault_of(observation, schema) == ""
+
+
+def test_pictures_within_an_observation_are_in_upstream_frames_too():
+    environment = make_own(PairOfPicturesEnv)()
+    encoded = encode_transition(environment.reset(seed=1), None, 0)
+    eyes = orjson.loads(observation_frame(encoded))["data"]["observation"]["observation"]["eyes"]
+    assert [eye["shape"] for eye in eyes] == [[32, 40, 3]] * 2
+    assert orjson.loads(encoded.observation_json)["observation"]["eyes"] == [None, None]
+
+
+IDS = {
+    "Acrobot-v1": (6, ()),
+    "Ant-v5": (105, (8,)),
+    "BipedalWalker-v3": (24, (4,)),
+    "CartPole-v1": (4, ()),
+    "HalfCheetah-v5": (17, (6,)),
+    "Hopper-v5": (11, (3,)),
+    "Humanoid-v5": (348, (17,)),
+    "HumanoidStandup-v5": (348, (17,)),
+    "InvertedDoublePendulum-v5": (9, (1,)),
+    "InvertedPendulum-v5": (4, (1,)),
+    "LunarLander-v3": (8, ()),
+    "MountainCar-v0": (2, ()),
+    "MountainCarContinuous-v0": (2, (1,)),
+    "Pendulum-v1": (3, (1,)),
+    "Pusher-v5": (23, (7,)),
+    "Reacher-v5": (10, (2,)),
+    "Swimmer-v5": (8, (2,)),
+    "Walker2d-v5": (17, (6,)),
+}
+"""How many numbers an observation has, and an action, by Gymnasium's documentation."""
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_all_numbers_of_a_known_environment_have_names(env_id):
+    num_numbers, action_shape = IDS[env_id]
+    known = KNOWN[env_id.rpartition("-")[0]]
+    assert known.instructions
+    assert len(known.names_of(num_numbers)) == min(num_numbers, len(known.numbers)) > 0
+    assert len(set(known.numbers)) == len(known.numbers)
+    assert len(known.controls) == (action_shape[0] if action_shape else 0)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_the_documented_numbers_are_those_of_the_installed_environment(env_id):
+    try:
+        environment = gymnasium.make(env_id)
+    except gymnasium.error.DependencyNotInstalled:
+        pytest.skip("its library is not installed")
+    with environment:
+        shapes = (environment.observation_space.shape[0], environment.action_space.shape)
+    assert shapes == IDS[env_id]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "instructions", "shown"),
+    [
+        (
+            "Pendulum-v1",
+            "Its numbers are: torque, positive counterclockwise.",
+            "sine of the angle: ",
+        ),
+        ("MountainCarContinuous-v0", "Its numbers are: force, negative to", "position: -0."),
+        ("Acrobot-v1", "Answer with one of: NEGATIVE, NONE", "cosine of the first angle: "),
+    ],
+)
+def test_numbers_are_shown_with_their_names(env_id, instructions, shown):
+    environment = make(env_id)()
+    observation = environment.reset(seed=1).observation
+    (first,) = environment.text_renderer.render(observation, first=True)
+    (later,) = environment.text_renderer.render(observation, first=False)
+    assert instructions in first["content"]
+    assert shown in later["content"]
+
+
+def test_of_many_numbers_the_first_have_names_and_of_other_numbers_none():
+    class Seen(Observation):
+        observation: list[float]
+
+    play = Play(numbers=("height", "speed"), num_numbers=4)
+    renderer = GymnasiumRenderer("Own-v0", Action, None, 0, play)
+
+    def shown(*numbers):
+        (message,) = renderer.render(Seen(observation=list(numbers)), first=False)
+        return message["content"]
+
+    assert shown(1, 2, 3, 4) == "Observation: height: 1, speed: 2, and 2 more: [3, 4]"
+    assert shown(1, 2, 3) == "Observation: [1, 2, 3]"
+
+
+def test_all_of_minigrid_is_explained_and_what_only_begins_like_another_is_not():
+    for name in ("MiniGrid-Empty-5x5", "BabyAI-GoToRedBall"):
+        assert known_of(name).names[:3] == ("LEFT", "RIGHT", "FORWARD")
+    assert known_of("Ant-Own") == Play()
+
+
+def test_a_space_of_its_own_kind_is_text_where_its_samples_are():
+    environment = make_own(MissionEnv)()
+    observation = environment.reset(seed=1).observation
+    assert observation.model_dump()["observation"]["mission"] == "go to the red ball"
+    (message,) = environment.text_renderer.render(observation, first=False)
+    assert message["content"] == "Observation: direction: 2, mission: go to the red ball"
+
+
+def test_many_actions_are_told_by_their_range():
+    environment = make_own(ManyActionsEnv)()
+    first = environment.reset(seed=1).observation
+    assert (first.legal_actions, first.num_legal_actions) == (None, 50_257)
+    assert environment.text_renderer.legal_answers(first) == []
+    (message,) = environment.text_renderer.render(first, first=True)
+    assert "Answer with one of: the numbers from 3 to 50259." in message["content"]
+    assert len(message["content"]) < 500
+    fields = environment.observation_type.model_json_schema()["properties"]
+    assert "out of 3 to 50259" in fields["num_legal_actions"]["description"]
+    action = environment.text_renderer.parse("50259", first)
+    with pytest.raises(ActionParseError) as refused:
+        environment.text_renderer.parse("2", first)
+    assert len(str(refused.value)) < 500
+    last = environment.step(action).observation
+    assert (last.legal_actions, last.num_legal_actions) == ([], 0)
+
+
+def test_of_many_actions_the_few_that_a_mask_allows_are_listed():
+    environment = make_own(ManyActionsEnv, mask=[0, 50_256])()
+    first = environment.reset(seed=1).observation
+    assert (first.legal_actions, first.num_legal_actions) == ([3, 50_259], 2)
+    assert environment.text_renderer.legal_answers(first) == ["3", "50259"]
+    environment = make_own(ManyActionsEnv, mask=list(range(MAX_LISTED_ACTIONS + 1)))()
+    first = environment.reset(seed=1).observation
+    assert (first.legal_actions, first.num_legal_actions) == (None, MAX_LISTED_ACTIONS + 1)
+
+
+LACKING = """
+from gymnasium.error import DependencyNotInstalled
+
+raise DependencyNotInstalled('Box2D is not installed, run `pip install "gymnasium[box2d]"`')
+"""
+
+
+def test_a_missing_library_is_a_sentence_that_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "lacks_a_library.py").write_text(LACKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
+    gymnasium.register("ludus-families/Lacking-v0", "lacks_a_library:Env")
+    with pytest.raises(ConfigError, match=r"needs a library: .*gymnasium\[box2d\]"):
+        make("ludus-families/Lacking-v0")()
+    with pytest.raises(ConfigError, match=r"needs a library: No module.*; pip install mujoco"):
+        make_own(PictureEnv, missing="mujoco.bindings")()
+
+
+def test_an_environment_too_slow_to_be_tried_is_told_the_way_out(caplog):
+    assert not is_deterministic(make("CartPole-v1"), budget_s=0.0)
+    assert "if it is, serve with --deterministic" in caplog.text
