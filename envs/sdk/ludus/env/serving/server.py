@@ -31,6 +31,7 @@ from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.tls import TlsFiles
+from ludus.env.serving import forks
 from ludus.env.serving.cli import options_of, server_parser
 from ludus.env.serving.listeners import (
     HttpListener,
@@ -114,6 +115,8 @@ class EnvServer:
         await asyncio.gather(*(listener.start() for listener in self._listeners))
         self._sweeping = asyncio.create_task(self.core.close_idle_forever())
         self._addresses = self._find_addresses(grpc_port)
+        self._ports = [grpc_port, *(listener.port for listener in self._listeners)]
+        forks.withhold(self._ports)
 
     @property
     def addresses(self) -> ServerAddresses:
@@ -133,6 +136,7 @@ class EnvServer:
     async def stop(self) -> None:
         """Close everything within a few seconds; no worker is left."""
         self._sweeping.cancel()
+        forks.release(self._ports)
         await asyncio.gather(
             stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
         )

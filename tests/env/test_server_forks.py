@@ -1,0 +1,49 @@
+"""What an environment forks from its server keeps none of the server's ports."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.listeners import bind
+from ludus.env.serving.server import EnvServer, ServerOptions
+from tests.env.counting_env import CountingEnv
+from tests.env.served import WIRES
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_forked_child_keeps_no_port_of_its_server(wire):
+    reader, writer = os.pipe()
+    children = []
+
+    class ForkingEnv(CountingEnv):
+        def step(self, action):
+            child = os.fork()
+            if child == 0:
+                os.close(writer)
+                os.read(reader, 1)  # until the test is over
+                os._exit(0)
+            children.append(child)
+            return super().step(action)
+
+    try:
+        options = ServerOptions(port=0, admin_port=0)
+        async with EnvServer(ForkingEnv, options) as server:
+            address = server.grpc_address if wire == "grpc" else server.http_address
+            async with await AsyncEnvClient.connect(address) as client:
+                session, _ = await client.open(seed=1)
+                result = await session.step({"add": 1})
+                assert (await session.step({"add": 2})).step_index == result.step_index + 1
+            found = server.addresses
+        for place in (found.http, found.grpc, found.admin):
+            bind("127.0.0.1", urlsplit(place).port, "port").close()
+        assert len(children) == 2
+        assert [os.waitpid(child, os.WNOHANG) for child in children] == [(0, 0)] * 2
+    finally:
+        os.close(writer)
+        os.close(reader)
+        for child in children:
+            os.waitpid(child, 0)
