@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -89,4 +90,42 @@ async def test_when_every_thread_hangs_nothing_waits_and_it_heals_when_one_comes
     await eventually(lambda: not threads.trouble)
     assert await answer_of(threads) == "well"
     held.go.set()
+    threads.shut_down()
+
+
+class HeldAndFailing(Held):
+    """Raises when it is told to."""
+
+    def __call__(self) -> str:
+        super().__call__()
+        raise ValueError("unlucky")
+
+
+async def abandoned(threads: StepThreads, held: Held) -> None:
+    """Returns once the call has ended that nobody waits for any more."""
+    waiting = asyncio.create_task(threads.run(held, held.let_go.append, 0.0))
+    await eventually(held.entered.is_set)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    held.go.set()
+    assert await answer_of(threads) == "well"  # in the same thread, so after it
+
+
+async def test_what_nobody_waits_for_any_more_is_let_go():
+    threads, held = StepThreads(1), Held()
+    await abandoned(threads, held)
+    await eventually(lambda: held.let_go == ["late"])
+    threads.shut_down()
+
+
+async def test_the_failure_that_nobody_waits_for_is_no_complaint():
+    unheard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unheard.append(context["message"])
+    )
+    threads = StepThreads(1)
+    await abandoned(threads, HeldAndFailing())
+    gc.collect()
+    assert unheard == []
     threads.shut_down()

@@ -134,18 +134,22 @@ class StepThreads:
         let_go: Callable[[ResultT | None], None],
         limit_s: float,
     ) -> ResultT:
-        """The call's value.
+        """The call's value; where nobody waits for it any more, it is let go.
 
         Raises:
             TimeoutError: it has run for longer than the limit, and was given up; 0 is none.
         """
         job = self.start(call, let_go)
         left_s = limit_s or None
-        while not (await asyncio.wait({job.future}, timeout=left_s))[0]:
-            left_s = job.left_s(limit_s)
-            if left_s <= 0:
-                self.give_up(job)
-                raise TimeoutError
+        try:
+            while not (await asyncio.wait({job.future}, timeout=left_s))[0]:
+                left_s = job.left_s(limit_s)
+                if left_s <= 0:
+                    self.give_up(job)
+                    raise TimeoutError
+        except asyncio.CancelledError:
+            job.future.add_done_callback(lambda done: self._let_go(done, let_go))
+            raise
         return await job.future
 
     def give_up(self, job: Job[Any]) -> bool:
@@ -173,6 +177,14 @@ class StepThreads:
     @property
     def _num_allowed(self) -> int:
         return min(self._num_threads, 2 * self._num_threads - self._num_lost)
+
+    def _let_go(
+        self, done: asyncio.Future[ResultT], let_go: Callable[[ResultT | None], None]
+    ) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        with contextlib.suppress(UnavailableError):  # then the process is about to end
+            self.start(lambda: let_go(done.result()), lambda _: None)
 
     def _grow(self) -> None:
         while self._num_live < min(self._num_wanted, self._num_allowed):
