@@ -324,22 +324,18 @@ async def test_no_signal_reaches_another_process(target):
     ],
 )
 async def test_no_limit_nor_priority_of_another_process_can_be_set(target, deed):
-    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        async with a_session(target) as session:
-            told = await run(session, f"import resource; {deed}", pid=bystander.pid)
-            assert told.get("error") in DENIED, told
-            own = """
-                import resource
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                os.nice(0)
-                os.sched_setaffinity(0, os.sched_getaffinity(0))
-                result = 1
-            """
-            await result_of(session, own)
-    finally:
-        bystander.kill()
-        bystander.communicate()
+    own = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(0)
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+        result = 1
+    """
+    async with sessions_on(target, 2) as (session, other):
+        neighbour = await worker_pid(other)
+        told = await run(session, f"import resource; {deed}", pid=neighbour)
+        assert told.get("error") in DENIED, told
+        await result_of(session, own)
 
 
 async def test_what_a_worker_leaves_behind_in_a_session_of_its_own_ends_with_it(target):
