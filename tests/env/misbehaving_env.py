@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -65,6 +69,50 @@ RAISES: dict[str, Callable[[], Any]] = {
     "recursion": lambda: RAISES["recursion"](),
 }
 HANG = "hang"
+FILL_DISK = "fill the disk"
+EXIT = "exit"
+CRASH = "crash"
+
+
+def _fill_disk() -> None:
+    for number in range(2048):
+        Path(tempfile.gettempdir(), f"filled-{number}").write_bytes(b"x" * 8192)
+    threading.Event().wait()
+
+
+def _print() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write("said by an environment\n" * 10_000)
+        stream.flush()
+
+
+def _fork(in_copy: Callable[[], Any]) -> None:
+    """Return in a copy, too; in the process itself once the copy has ended."""
+    pid = os.fork()
+    if pid == 0:
+        in_copy()
+        return
+    for _ in range(1000):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise RuntimeError("a copy has gone on")
+
+
+FATAL: dict[str, Callable[[], Any]] = {
+    EXIT: lambda: os._exit(7),
+    CRASH: lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    FILL_DISK: _fill_disk,
+}
+"""What ends a process, at once or by its limit."""
+HARMLESS: dict[str, Callable[[], Any]] = {
+    "fork": lambda: _fork(lambda: None),
+    "fork, and raise in the copy": lambda: _fork(RAISES["SystemExit"]),
+    "print": _print,
+}
+"""What is nobody's business."""
 _STRANGE_RESULTS: dict[str, Callable[[Transition[Any]], Any]] = {
     "None": lambda good: None,
     "a reward of NaN": lambda good: Transition(good.observation, reward=float("nan")),
@@ -166,7 +214,11 @@ class MisbehavingEnv(Environment[MoveAction, MoveObservation, MoveState]):
             threading.Event().wait()
         if deed in RAISES:
             RAISES[deed]()
-        if not deed:
+        if deed in FATAL:
+            FATAL[deed]()
+        if deed in HARMLESS:
+            HARMLESS[deed]()
+        if not deed or deed in HARMLESS:
             return good
         strange = STRANGE[phase][deed]
         return strange(good) if callable(strange) else strange

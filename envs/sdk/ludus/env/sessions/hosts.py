@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment
 from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.metrics import WorkerCounts
-from ludus.env.sessions.session import Session, declared_options
+from ludus.env.sessions.session import Session, declared_options, end_copy
 from ludus.env.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, failure
@@ -299,6 +300,7 @@ def build_session(
         ExecutionError: the factory failed (code FACTORY_ERROR).
         CapacityError: the environment is one of those that a process holds one at a time.
     """
+    pid = os.getpid()
     try:
         return Session(session_id, factory(), with_text=with_text)
     except CapacityError:
@@ -310,3 +312,5 @@ def build_session(
             error,
             ErrorCode.FACTORY_ERROR,
         ) from error
+    finally:
+        end_copy(pid)

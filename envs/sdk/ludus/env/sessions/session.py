@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -46,6 +47,7 @@ class Session:
         "_environment",
         "_episode_id",
         "_last",
+        "_pid",
         "_renderer",
         "_transition",
         "id",
@@ -55,6 +57,7 @@ class Session:
         self, session_id: str, environment: AnyEnvironment, *, with_text: bool = True
     ) -> None:
         self.id = session_id
+        self._pid = os.getpid()
         self._environment = environment
         self._renderer: TextRenderer[Any, Any] | None = (
             environment.text_renderer if with_text else None
@@ -132,6 +135,8 @@ class Session:
             self._environment.close()
         except BaseException:  # noqa: BLE001 - foreign code; the session is gone either way
             _log.exception("close of %s failed", type(self._environment).__name__)
+        finally:
+            end_copy(self._pid)
 
     def _returned(self, name: str, arguments: JsonObject) -> bytes:
         result = orjson.dumps(self._environment.call_tool(name, arguments))
@@ -181,6 +186,7 @@ class Session:
         except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
             told = self._told("encoding", error)
             raise told from told.__cause__
+        end_copy(self._pid)
         return encoded
 
     def _guarded(self, what: str, call: Callable[[], ResultT]) -> ResultT:
@@ -189,6 +195,8 @@ class Session:
         except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
             told = self._told(what, error)
             raise told from told.__cause__
+        finally:
+            end_copy(self._pid)
 
     def _built_with(self) -> str:
         """The options that a failed reset may come from."""
@@ -201,10 +209,20 @@ class Session:
 
     def _told(self, what: str, error: BaseException, more: str = "") -> EnvError:
         """What the caller is told; an EnvError that was raised on purpose stays as it is."""
+        end_copy(self._pid)
         if is_whole(error):
             return error
         _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
         return failure(f"{what} failed with ", error, more=more)
+
+
+def end_copy(pid: int) -> None:
+    """End this process where it is a copy of that one, which foreign code has forked.
+
+    It would go on as a second server, on the same sockets.
+    """
+    if os.getpid() != pid:
+        os._exit(0)
 
 
 @functools.cache
