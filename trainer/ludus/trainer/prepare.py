@@ -30,6 +30,7 @@ from ludus.trainer.learner.warm_start import (
     warm_start,
 )
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import check_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
@@ -67,7 +68,6 @@ async def prepare_model(
     """
     match run.model:
         case PretrainedModel(path=path, lora=lora):
-            check_model_path(path)
             if lora is not None:
                 await asyncio.to_thread(check_targets, path, lora)
             return path
@@ -321,7 +321,7 @@ def is_folder(model_path: str) -> bool:
 
 
 def check_model_path(path: str) -> None:
-    """Refuse a folder that is meant but not there, before anything heavy starts.
+    """Refuse a model that is not there, before anything heavy starts.
 
     Raises:
         NotFoundError: there is no model in it.
@@ -331,3 +331,4 @@ def check_model_path(path: str) -> None:
             f"model.path = '{path}': no model there; expected a folder with config.json, or a "
             "Hugging Face id like 'Qwen/Qwen3-1.7B'"
         )
+    check_language_model(str(Path(path).expanduser()) if is_folder(path) else path)

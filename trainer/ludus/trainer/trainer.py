@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ludus.env import Message
-from ludus.proto.config import RunConfig, load_run_config, run_config_from
+from ludus.proto.config import PretrainedModel, RunConfig, load_run_config, run_config_from
 from ludus.proto.config.changes import Change, in_words
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
@@ -37,6 +37,7 @@ from ludus.trainer.controller import Controller
 from ludus.trainer.environments import chart_prompts, check_names
 from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
+from ludus.trainer.prepare import check_model_path
 from ludus.trainer.processes import Workers
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
 from ludus.trainer.streams import Stream, key_of
@@ -135,6 +136,8 @@ class Trainer:
         """
         self._begun_s = time.monotonic()
         check_names(self.run)
+        if isinstance(self.run.model, PretrainedModel):
+            await asyncio.to_thread(check_model_path, self.run.model.path)
         checkpoint = starting_point(self.run, self._resume)
         state = RunState()
         changes: list[Change] = []

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from huggingface_hub import constants as hub
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,8 +31,21 @@ from ludus.proto.errors import NotFoundError
 # In the log of a job, each refresh of a bar is a line.
 disable_progress_bar()
 
+_log = logging.getLogger(__name__)
+
+_HUB_ANSWERS_WITHIN_S = 5.0
 _SELF_CONTAINED = "TokenizersBackend"
 """What transformers names a tokenizer whose tokenizer.json says all there is to know."""
+
+
+def check_language_model(path: str | Path) -> None:
+    """Check that there is a model; of one at Hugging Face, a small file is loaded.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    with _refusing(path) as is_local:
+        AutoConfig.from_pretrained(path, local_files_only=is_local)
 
 
 def load_language_model(
@@ -39,8 +59,14 @@ def load_language_model(
     Raises:
         NotFoundError: there is none.
     """
-    with _refusing(path):
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    with _refusing(path) as is_local:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=is_local,
+            adapter_kwargs={"local_files_only": is_local},
+        )
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
@@ -49,8 +75,10 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     Raises:
         NotFoundError: there is none.
     """
-    with _refusing(path), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    with _refusing(path) as is_local:
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -59,18 +87,58 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     For some model types AutoTokenizer takes a class of its own in place of the saved one. A tiny
     model of type qwen2, as older runs have made them, would see every number cut into digits:
     other tokens than those that it was warm-started on.
+
+    Raises:
+        NotFoundError: there is none.
     """
     file = Path(path) / "tokenizer_config.json"
     saved = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     is_self_contained = saved.get("tokenizer_class") == _SELF_CONTAINED
-    return (PreTrainedTokenizerFast if is_self_contained else AutoTokenizer).from_pretrained(path)
+    loader = PreTrainedTokenizerFast if is_self_contained else AutoTokenizer
+    with _refusing(path) as is_local:
+        return loader.from_pretrained(path, local_files_only=is_local)
+
+
+def _minute() -> int:
+    """The minute that it is, by a number."""
+    return int(time.monotonic() // 60)
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(minute: int) -> bool:
+    """Whether Hugging Face does; its own client asks six times for each file, half a minute long.
+
+    That holds for a `minute`: the network may come back.
+    """
+    try:
+        with urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=_HUB_ANSWERS_WITHIN_S):
+            return True
+    except HTTPError:
+        return True
+    except OSError as error:
+        # The client may know the certificate.
+        answers = isinstance(getattr(error, "reason", None), ssl.SSLError)
+        if not answers:
+            _log.warning("%s does not answer (%s): models come from the cache", hub.ENDPOINT, error)
+        return answers
 
 
 @contextmanager
-def _refusing(path: str | Path) -> Iterator[None]:
+def _refusing(path: str | Path) -> Iterator[bool]:
+    """Whether all there is lies on this machine; what cannot be loaded is said in one sentence."""
+    is_local = Path(path).is_dir() or hub.HF_HUB_OFFLINE or not _hub_answers(_minute())
     try:
-        yield
+        yield is_local
     except (OSError, ValueError) as error:
+        if is_local and not Path(path).is_dir():
+            why = "is switched off (HF_HUB_OFFLINE)"
+            if not hub.HF_HUB_OFFLINE:
+                why = f"does not answer within {_HUB_ANSWERS_WITHIN_S:g} s"
+            raise NotFoundError(
+                f"model.path = '{path}': Hugging Face ({hub.ENDPOINT}) {why}, and the cache "
+                f"'{hub.HF_HUB_CACHE}' does not hold all of it; see the network, set HF_ENDPOINT "
+                "to a mirror, or give a folder"
+            ) from error
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(
             f"model.path = '{path}': no model can be loaded from there ({reason}); expected a "

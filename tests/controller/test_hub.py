@@ -1,0 +1,119 @@
+"""Models of Hugging Face where it does not answer: from the cache, or refused in one sentence."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import NotFoundError
+from ludus.proto.runs import Resume
+from ludus.trainer.models import load
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.preflight import preflight
+from ludus.trainer.prepare import check_model_path
+
+MODEL = "nobody/model"
+
+
+class SilentHub:
+    """A hub that takes connections and never answers; it counts them."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._connections: list[socket.socket] = []
+        self.address = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._take, daemon=True).start()
+
+    @property
+    def num_asked(self) -> int:
+        return len(self._connections)
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self._connections.append(self._listening.accept()[0])
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        for one in (self._listening, *self._connections):
+            one.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
+    """The hub of this process, whose cache is empty."""
+    silent = SilentHub()
+    monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
+    monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(load, "_HUB_ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(load, "_minute", lambda: 0)
+    load._hub_answers.cache_clear()
+    yield silent
+    silent.close()
+    load._hub_answers.cache_clear()
+
+
+def put_in_cache(cache: Path, folder: Path) -> None:
+    """Put a model into a cache, as one that was loaded before."""
+    place = cache / f"models--{MODEL.replace('/', '--')}"
+    shutil.copytree(folder, place / "snapshots" / "abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("abc")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> None:
+    told = rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not answer.*HF_ENDPOINT"
+    for loads in (
+        check_model_path,
+        load.load_tokenizer,
+        load.load_skeleton,
+        load.load_language_model,
+    ):
+        with pytest.raises(NotFoundError, match=told):
+            loads(MODEL)
+    assert hub.num_asked == 1
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
+    model = {"kind": "pretrained", "path": MODEL}
+    run = RunConfig.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
+    with pytest.raises(NotFoundError, match="does not answer"):
+        preflight(run, Resume.NEVER)
+
+
+def test_a_hub_that_comes_back_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, hub: SilentHub
+) -> None:
+    for minute in (0, 0, 1):
+        monkeypatch.setattr(load, "_minute", lambda minute=minute: minute)
+        with pytest.raises(NotFoundError):
+            check_model_path(MODEL)
+    assert hub.num_asked == 2
+
+
+def test_a_model_in_the_cache_needs_no_hub(hub: SilentHub, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(["HIT or STAND"], 300)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    put_in_cache(tmp_path / "cache", tmp_path / "model")
+    check_model_path(MODEL)
+    assert load.load_tokenizer(MODEL).encode("HIT") == tokenizer.encode("HIT")
+    assert load.load_language_model(MODEL).config.hidden_size == 32
+    assert hub.num_asked == 1
