@@ -120,7 +120,8 @@ class FakeActor:
         await asyncio.shield(self.ended)
 
     async def _sign_of_life(self) -> None:
-        assert self.is_alive
+        if not self.is_alive:
+            self.ended.result()
 
     async def _close(self) -> None:
         if not self.ended.done():

@@ -30,7 +30,8 @@ async def test_a_run_does_not_go_on_with_other_random_numbers(
 ) -> None:
     run = RunConfig(output_dir=str(tmp_path))
     checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
-    saved = await checkpoints.commit(checkpoints.begin(5), RunState(step=5), [])
+    with checkpoints.writing(5) as aside:
+        saved = await checkpoints.commit(aside, RunState(step=5), [])
     before = sorted(path for path in tmp_path.rglob("*"))
     monkeypatch.setattr(checkpoint, "STREAMS_VERSION", 2)
     with pytest.raises(CheckpointError, match="streams of version 2, got 1; continue with"):

@@ -70,7 +70,8 @@ async def test_a_resume_with_other_random_numbers_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
-    await checkpoints.commit(checkpoints.begin(5), RunState(step=5), [])
+    with checkpoints.writing(5) as aside:
+        await checkpoints.commit(aside, RunState(step=5), [])
     monkeypatch.setattr("ludus.trainer.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 2, got 1"):
         await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)

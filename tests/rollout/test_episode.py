@@ -124,7 +124,7 @@ async def test_a_rollout_function_passes_on_what_the_environment_said(chat: Chat
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
         script = itertools.cycle(["two is good", "ADD 2"])
-        limits = LIMITS.model_copy(update={"max_turns": 10})
+        limits = LIMITS.model_copy(update={"max_turns": 10, "max_tokens": 4096})
         player, _ = make_player(client, chat, script, limits, rollout_function=play_in_pairs)
         assert (await player.play(3, SAMPLING)).success is True
 
