@@ -120,8 +120,9 @@ class FakeActor:
         await asyncio.shield(self.ended)
 
     async def _sign_of_life(self) -> None:
-        if not self.is_alive:
-            self.ended.result()
+        # An engine that has failed leaves a process that answers.
+        if self.ended.done() and isinstance(self.ended.exception(), ray.exceptions.RayError):
+            await self.ended
 
     async def _close(self) -> None:
         if not self.ended.done():

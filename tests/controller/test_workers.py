@@ -270,8 +270,8 @@ async def test_a_worker_that_is_the_only_one_and_never_plays_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fleet = FakeFleet(lambda actor: actor.end(EngineLostError("out of memory")))
-    with pytest.raises(WorkerStartError, match=r"3 times in a row.*out of memory"):
-        async with fleet.running(monkeypatch, ALONE) as workers:
+    async with fleet.running(monkeypatch, ALONE) as workers:
+        with pytest.raises(WorkerStartError, match=r"3 times in a row.*out of memory"):
             await play_on(workers)
 
 
