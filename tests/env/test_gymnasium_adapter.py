@@ -11,8 +11,8 @@ import pytest
 from gymnasium import spaces
 from pydantic import ValidationError
 
-from ludus.env.adapters.gymnasium_spaces import codec_of, json_safe
-from ludus.env.adapters.gymnasium_text import without_colours
+from ludus.env.adapters.gymnasium.spaces import codec_of, json_safe
+from ludus.env.adapters.gymnasium.text import without_colours
 from ludus.env.check import check_environment, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import decode_action

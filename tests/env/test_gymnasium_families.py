@@ -11,9 +11,9 @@ import orjson
 import pytest
 from gymnasium import spaces
 
-from ludus.env.adapters.gymnasium_known import KNOWN, Play, known_of
-from ludus.env.adapters.gymnasium_pictures import picture_rows
-from ludus.env.adapters.gymnasium_text import MAX_LISTED_ACTIONS, GymnasiumRenderer
+from ludus.env.adapters.gymnasium.known import KNOWN, Play, known_of
+from ludus.env.adapters.gymnasium.pictures import picture_rows
+from ludus.env.adapters.gymnasium.text import MAX_LISTED_ACTIONS, GymnasiumRenderer
 from ludus.env.contract.determinism import is_deterministic
 from ludus.env.contract.schema import fault_of
 from ludus.env.encoding import encode_transition

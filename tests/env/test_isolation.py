@@ -489,20 +489,12 @@ async def test_workers_see_no_secrets_and_load_no_server(isolation, monkeypatch)
 
 
 @pytest.mark.parametrize("where", ["inline", *ISOLATIONS])
-async def test_a_server_says_whether_its_environment_was_seen_to_be_deterministic(where):
-    for factory, seen in ((CountingEnv, True), (GloballyRandomEnv, False)):
+async def test_a_server_says_whether_its_environment_was_seen_or_said_to_be_deterministic(where):
+    unruly = GloballyRandomEnv
+    cases = (CountingEnv, False, True), (unruly, False, False), (unruly, True, True)
+    for factory, said, seen in cases:
         async with (
-            running(factory, isolation=where, check_determinism=True) as server,
+            running(factory, isolation=where, check_determinism=True, deterministic=said) as server,
             client_of(server) as client,
         ):
             assert (await client.describe()).is_deterministic is seen
-
-
-@pytest.mark.parametrize("where", ["inline", *ISOLATIONS])
-async def test_an_environment_that_is_said_to_be_deterministic_is_not_tried(where):
-    chosen = {"check_determinism": True, "deterministic": True}
-    async with (
-        running(GloballyRandomEnv, isolation=where, **chosen) as server,
-        client_of(server) as client,
-    ):
-        assert (await client.describe()).is_deterministic

@@ -156,7 +156,7 @@ def _builder_of(target: str) -> Builder:
     if kind == GYMNASIUM and rest:
         return _gymnasium_builder(rest)
     if kind == OPENENV and rest:
-        from ludus.env.adapters.openenv import openenv_builder
+        from ludus.env.adapters.openenv.environment import openenv_builder
 
         return openenv_builder(target, load_object(target, rest))
     if rest:
@@ -189,7 +189,7 @@ def _object_builder(target: str) -> Builder:
 
 def _gymnasium_builder(env_id: str) -> Builder:
     try:
-        from ludus.env.adapters.gymnasium import gymnasium_builder
+        from ludus.env.adapters.gymnasium.environment import gymnasium_builder
     except ModuleNotFoundError as error:
         if error.name != GYMNASIUM:
             raise

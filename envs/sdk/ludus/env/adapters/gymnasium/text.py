@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludus.env.adapters.gymnasium_known import Play
+from ludus.env.adapters.gymnasium.known import Play
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 

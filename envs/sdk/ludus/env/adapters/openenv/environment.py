@@ -19,16 +19,16 @@ import inspect
 import threading
 from typing import Any, ClassVar
 
-from ludus.env.adapters.openenv_models import (
+from ludus.env.adapters.openenv.models import (
     ForeignAction,
     ForeignModel,
     ForeignObservation,
     ForeignState,
     fields_of,
 )
-from ludus.env.adapters.openenv_source import OpenEnvSource, source_of
-from ludus.env.adapters.openenv_text import OpenEnvRenderer
-from ludus.env.adapters.openenv_thread import EnvironmentThread
+from ludus.env.adapters.openenv.source import OpenEnvSource, source_of
+from ludus.env.adapters.openenv.text import OpenEnvRenderer
+from ludus.env.adapters.openenv.thread import EnvironmentThread
 from ludus.env.encoding import said_success
 from ludus.env.environment import Builder, Environment
 from ludus.env.types import JsonObject, Tool, Transition

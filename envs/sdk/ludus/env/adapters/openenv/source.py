@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.env.adapters.openenv_models import (
+from ludus.env.adapters.openenv.models import (
     ForeignModel,
     foreign_model,
     is_model,

@@ -26,17 +26,17 @@ from gymnasium.envs.registration import load_env_creator
 from pydantic import Field, create_model
 
 from ludus.env.adapters import GYMNASIUM
-from ludus.env.adapters.gymnasium_known import Play, known_of
-from ludus.env.adapters.gymnasium_pictures import picture_rows, require_picture
-from ludus.env.adapters.gymnasium_spaces import (
+from ludus.env.adapters.gymnasium.known import Play, known_of
+from ludus.env.adapters.gymnasium.pictures import picture_rows, require_picture
+from ludus.env.adapters.gymnasium.spaces import (
     AnySpace,
     SpaceCodec,
     Tensors,
     codec_of,
     json_safe,
 )
-from ludus.env.adapters.gymnasium_success import Ending, success_of
-from ludus.env.adapters.gymnasium_text import (
+from ludus.env.adapters.gymnasium.success import Ending, success_of
+from ludus.env.adapters.gymnasium.text import (
     MAX_LISTED_ACTIONS,
     GymnasiumRenderer,
     without_colours,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gymnasium import spaces
 
-from ludus.env.adapters.gymnasium_spaces import AnySpace
+from ludus.env.adapters.gymnasium.spaces import AnySpace
 from ludus.proto.errors import ConfigError
 
 _NUM_SHADES = 10

@@ -1,0 +1,1 @@
+"""Gymnasium's environments as ours: spaces as types, numbers and pictures as text."""
