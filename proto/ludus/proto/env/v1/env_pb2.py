@@ -4,90 +4,93 @@
 # source: ludus/proto/env/v1/env.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "ludus/proto/env/v1/env.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'ludus/proto/env/v1/env.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1cludus/proto/env/v1/env.proto\x12\x0cludus.env.v1"B\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c"8\n\x08TextView\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x15\n\rlegal_answers\x18\x02 \x03(\t"\x11\n\x0f\x44\x65scribeRequest"\xfd\x02\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x1a\n\x12\x61\x63tion_schema_json\x18\x04 \x01(\x0c\x12\x1f\n\x17observation_schema_json\x18\x05 \x01(\x0c\x12\x19\n\x11state_schema_json\x18\x06 \x01(\x0c\x12\x15\n\rhas_text_view\x18\x07 \x01(\x08\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x14\n\x0coptions_json\x18\t \x01(\x0c\x12\x15\n\rreset_options\x18\n \x03(\t\x12\x18\n\x10takes_any_option\x18\x0b \x01(\x08\x12\x18\n\x10is_deterministic\x18\x0c \x01(\x08\x12\x12\n\ntools_json\x18\r \x01(\x0c\x12\x11\n\tserver_id\x18\x0e \x01(\t\x12\x10\n\x08linger_s\x18\x0f \x01(\x01\x12\x16\n\x0eidle_timeout_s\x18\x10 \x01(\x01"Q\n\tResetArgs\x12\x11\n\x04seed\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x14\n\x0coptions_json\x18\x03 \x01(\x0c\x42\x07\n\x05_seed"\x8a\x01\n\x0bOpenRequest\x12&\n\x05reset\x18\x01 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgs\x12\x17\n\x0f\x63lose_when_done\x18\x02 \x01(\x08\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x10\n\x08linger_s\x18\x04 \x01(\x01\x12\x14\n\x0cwithout_text\x18\x05 \x01(\x08"e\n\x0cOpenResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\'\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x18.ludus.env.v1.StepResult\x12\x18\n\x10tools_session_id\x18\x03 \x01(\t"^\n\x10OpenGroupRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x19.ludus.env.v1.OpenRequest\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t"A\n\x11OpenGroupResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.ludus.env.v1.OpenResponse"I\n\x0cResetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x04\x61rgs\x18\x02 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgs"\xd1\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\x04\x12\x15\n\x0b\x61\x63tion_json\x18\x03 \x01(\x0cH\x00\x12\x15\n\x0b\x61\x63tion_text\x18\x04 \x01(\tH\x00\x12(\n\x05reset\x18\x07 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgsH\x00\x12%\n\x07tensors\x18\x05 \x03(\x0b\x32\x14.ludus.env.v1.Tensor\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x42\x08\n\x06\x61\x63tion"\xae\x02\n\nStepResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\x04\x12\x18\n\x10observation_json\x18\x03 \x01(\x0c\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nterminated\x18\x05 \x01(\x08\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x11\n\tinfo_json\x18\x07 \x01(\x0c\x12%\n\x07tensors\x18\x08 \x03(\x0b\x32\x14.ludus.env.v1.Tensor\x12$\n\x04text\x18\t \x01(\x0b\x32\x16.ludus.env.v1.TextView\x12\x15\n\rmetadata_json\x18\n \x01(\x0c\x12\x14\n\x07success\x18\x0b \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_rewardB\n\n\x08_success";\n\x0fStepManyRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.ludus.env.v1.StepRequest"h\n\tStepReply\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.ludus.env.v1.StepResultH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.ludus.env.v1.ErrorH\x00\x42\t\n\x07outcome"<\n\x10StepManyResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.ludus.env.v1.StepReply""\n\x0cStateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t"7\n\rStateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstate_json\x18\x02 \x01(\x0c""\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t"\x0f\n\rCloseResponse"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t"K\n\x0f\x43\x61llToolRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\x0c";\n\x10\x43\x61llToolResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bresult_json\x18\x02 \x01(\x0c"\x0f\n\rStatusRequest"y\n\x0eStatusResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08"0\n\x05Trace\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t"Q\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01"\xed\x03\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.ludus.env.v1.OpenRequestH\x00\x12+\n\x05reset\x18\x03 \x01(\x0b\x32\x1a.ludus.env.v1.ResetRequestH\x00\x12)\n\x04step\x18\x04 \x01(\x0b\x32\x19.ludus.env.v1.StepRequestH\x00\x12+\n\x05state\x18\x05 \x01(\x0b\x32\x1a.ludus.env.v1.StateRequestH\x00\x12+\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x1a.ludus.env.v1.CloseRequestH\x00\x12\x34\n\nopen_group\x18\x07 \x01(\x0b\x32\x1e.ludus.env.v1.OpenGroupRequestH\x00\x12\x32\n\tcall_tool\x18\x08 \x01(\x0b\x32\x1d.ludus.env.v1.CallToolRequestH\x00\x12-\n\x06\x64\x65tach\x18\t \x01(\x0b\x32\x1b.ludus.env.v1.DetachRequestH\x00\x12\x32\n\tstep_many\x18\x0b \x01(\x0b\x32\x1d.ludus.env.v1.StepManyRequestH\x00\x12"\n\x05trace\x18\n \x01(\x0b\x32\x13.ludus.env.v1.TraceB\x06\n\x04\x63\x61ll"\x9e\x03\n\x05Reply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.ludus.env.v1.ErrorH\x00\x12*\n\x04open\x18\x03 \x01(\x0b\x32\x1a.ludus.env.v1.OpenResponseH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.ludus.env.v1.StepResultH\x00\x12,\n\x05state\x18\x05 \x01(\x0b\x32\x1b.ludus.env.v1.StateResponseH\x00\x12,\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x1b.ludus.env.v1.CloseResponseH\x00\x12\x35\n\nopen_group\x18\x07 \x01(\x0b\x32\x1f.ludus.env.v1.OpenGroupResponseH\x00\x12\x33\n\tcall_tool\x18\x08 \x01(\x0b\x32\x1e.ludus.env.v1.CallToolResponseH\x00\x12\x33\n\tstep_many\x18\t \x01(\x0b\x32\x1e.ludus.env.v1.StepManyResponseH\x00\x42\t\n\x07outcome".\n\tCallBatch\x12!\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x12.ludus.env.v1.Call"2\n\nReplyBatch\x12$\n\x07replies\x18\x01 \x03(\x0b\x32\x13.ludus.env.v1.Reply2\xde\x01\n\nEnvService\x12I\n\x08\x44\x65scribe\x12\x1d.ludus.env.v1.DescribeRequest\x1a\x1e.ludus.env.v1.DescribeResponse\x12\x43\n\x06Status\x12\x1b.ludus.env.v1.StatusRequest\x1a\x1c.ludus.env.v1.StatusResponse\x12@\n\x07\x43onnect\x12\x17.ludus.env.v1.CallBatch\x1a\x18.ludus.env.v1.ReplyBatch(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cludus/proto/env/v1/env.proto\x12\x0cludus.env.v1\"B\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"8\n\x08TextView\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x15\n\rlegal_answers\x18\x02 \x03(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xfd\x02\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x1a\n\x12\x61\x63tion_schema_json\x18\x04 \x01(\x0c\x12\x1f\n\x17observation_schema_json\x18\x05 \x01(\x0c\x12\x19\n\x11state_schema_json\x18\x06 \x01(\x0c\x12\x15\n\rhas_text_view\x18\x07 \x01(\x08\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x14\n\x0coptions_json\x18\t \x01(\x0c\x12\x15\n\rreset_options\x18\n \x03(\t\x12\x18\n\x10takes_any_option\x18\x0b \x01(\x08\x12\x18\n\x10is_deterministic\x18\x0c \x01(\x08\x12\x12\n\ntools_json\x18\r \x01(\x0c\x12\x11\n\tserver_id\x18\x0e \x01(\t\x12\x10\n\x08linger_s\x18\x0f \x01(\x01\x12\x16\n\x0eidle_timeout_s\x18\x10 \x01(\x01\"Q\n\tResetArgs\x12\x11\n\x04seed\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x14\n\x0coptions_json\x18\x03 \x01(\x0c\x42\x07\n\x05_seed\"\x8a\x01\n\x0bOpenRequest\x12&\n\x05reset\x18\x01 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgs\x12\x17\n\x0f\x63lose_when_done\x18\x02 \x01(\x08\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x10\n\x08linger_s\x18\x04 \x01(\x01\x12\x14\n\x0cwithout_text\x18\x05 \x01(\x08\"e\n\x0cOpenResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\'\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x18.ludus.env.v1.StepResult\x12\x18\n\x10tools_session_id\x18\x03 \x01(\t\"^\n\x10OpenGroupRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x19.ludus.env.v1.OpenRequest\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t\"A\n\x11OpenGroupResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.ludus.env.v1.OpenResponse\"I\n\x0cResetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12%\n\x04\x61rgs\x18\x02 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgs\"\xd1\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\x04\x12\x15\n\x0b\x61\x63tion_json\x18\x03 \x01(\x0cH\x00\x12\x15\n\x0b\x61\x63tion_text\x18\x04 \x01(\tH\x00\x12(\n\x05reset\x18\x07 \x01(\x0b\x32\x17.ludus.env.v1.ResetArgsH\x00\x12%\n\x07tensors\x18\x05 \x03(\x0b\x32\x14.ludus.env.v1.Tensor\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x42\x08\n\x06\x61\x63tion\"\xae\x02\n\nStepResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\x04\x12\x18\n\x10observation_json\x18\x03 \x01(\x0c\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nterminated\x18\x05 \x01(\x08\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x11\n\tinfo_json\x18\x07 \x01(\x0c\x12%\n\x07tensors\x18\x08 \x03(\x0b\x32\x14.ludus.env.v1.Tensor\x12$\n\x04text\x18\t \x01(\x0b\x32\x16.ludus.env.v1.TextView\x12\x15\n\rmetadata_json\x18\n \x01(\x0c\x12\x14\n\x07success\x18\x0b \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_rewardB\n\n\x08_success\";\n\x0fStepManyRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.ludus.env.v1.StepRequest\"h\n\tStepReply\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.ludus.env.v1.StepResultH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.ludus.env.v1.ErrorH\x00\x42\t\n\x07outcome\"<\n\x10StepManyResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.ludus.env.v1.StepReply\"\"\n\x0cStateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"7\n\rStateResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nstate_json\x18\x02 \x01(\x0c\"\"\n\x0c\x43loseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x0f\n\rCloseResponse\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"K\n\x0f\x43\x61llToolRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\x0c\";\n\x10\x43\x61llToolResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bresult_json\x18\x02 \x01(\x0c\"\x0f\n\rStatusRequest\"y\n\x0eStatusResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\"0\n\x05Trace\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"Q\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\xed\x03\n\x04\x43\x61ll\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.ludus.env.v1.OpenRequestH\x00\x12+\n\x05reset\x18\x03 \x01(\x0b\x32\x1a.ludus.env.v1.ResetRequestH\x00\x12)\n\x04step\x18\x04 \x01(\x0b\x32\x19.ludus.env.v1.StepRequestH\x00\x12+\n\x05state\x18\x05 \x01(\x0b\x32\x1a.ludus.env.v1.StateRequestH\x00\x12+\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x1a.ludus.env.v1.CloseRequestH\x00\x12\x34\n\nopen_group\x18\x07 \x01(\x0b\x32\x1e.ludus.env.v1.OpenGroupRequestH\x00\x12\x32\n\tcall_tool\x18\x08 \x01(\x0b\x32\x1d.ludus.env.v1.CallToolRequestH\x00\x12-\n\x06\x64\x65tach\x18\t \x01(\x0b\x32\x1b.ludus.env.v1.DetachRequestH\x00\x12\x32\n\tstep_many\x18\x0b \x01(\x0b\x32\x1d.ludus.env.v1.StepManyRequestH\x00\x12\"\n\x05trace\x18\n \x01(\x0b\x32\x13.ludus.env.v1.TraceB\x06\n\x04\x63\x61ll\"\x9e\x03\n\x05Reply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.ludus.env.v1.ErrorH\x00\x12*\n\x04open\x18\x03 \x01(\x0b\x32\x1a.ludus.env.v1.OpenResponseH\x00\x12*\n\x06result\x18\x04 \x01(\x0b\x32\x18.ludus.env.v1.StepResultH\x00\x12,\n\x05state\x18\x05 \x01(\x0b\x32\x1b.ludus.env.v1.StateResponseH\x00\x12,\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x1b.ludus.env.v1.CloseResponseH\x00\x12\x35\n\nopen_group\x18\x07 \x01(\x0b\x32\x1f.ludus.env.v1.OpenGroupResponseH\x00\x12\x33\n\tcall_tool\x18\x08 \x01(\x0b\x32\x1e.ludus.env.v1.CallToolResponseH\x00\x12\x33\n\tstep_many\x18\t \x01(\x0b\x32\x1e.ludus.env.v1.StepManyResponseH\x00\x42\t\n\x07outcome\".\n\tCallBatch\x12!\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x12.ludus.env.v1.Call\"2\n\nReplyBatch\x12$\n\x07replies\x18\x01 \x03(\x0b\x32\x13.ludus.env.v1.Reply2\xde\x01\n\nEnvService\x12I\n\x08\x44\x65scribe\x12\x1d.ludus.env.v1.DescribeRequest\x1a\x1e.ludus.env.v1.DescribeResponse\x12\x43\n\x06Status\x12\x1b.ludus.env.v1.StatusRequest\x1a\x1c.ludus.env.v1.StatusResponse\x12@\n\x07\x43onnect\x12\x17.ludus.env.v1.CallBatch\x1a\x18.ludus.env.v1.ReplyBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "ludus.proto.env.v1.env_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ludus.proto.env.v1.env_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_TENSOR"]._serialized_start = 46
-    _globals["_TENSOR"]._serialized_end = 112
-    _globals["_TEXTVIEW"]._serialized_start = 114
-    _globals["_TEXTVIEW"]._serialized_end = 170
-    _globals["_DESCRIBEREQUEST"]._serialized_start = 172
-    _globals["_DESCRIBEREQUEST"]._serialized_end = 189
-    _globals["_DESCRIBERESPONSE"]._serialized_start = 192
-    _globals["_DESCRIBERESPONSE"]._serialized_end = 573
-    _globals["_RESETARGS"]._serialized_start = 575
-    _globals["_RESETARGS"]._serialized_end = 656
-    _globals["_OPENREQUEST"]._serialized_start = 659
-    _globals["_OPENREQUEST"]._serialized_end = 797
-    _globals["_OPENRESPONSE"]._serialized_start = 799
-    _globals["_OPENRESPONSE"]._serialized_end = 900
-    _globals["_OPENGROUPREQUEST"]._serialized_start = 902
-    _globals["_OPENGROUPREQUEST"]._serialized_end = 996
-    _globals["_OPENGROUPRESPONSE"]._serialized_start = 998
-    _globals["_OPENGROUPRESPONSE"]._serialized_end = 1063
-    _globals["_RESETREQUEST"]._serialized_start = 1065
-    _globals["_RESETREQUEST"]._serialized_end = 1138
-    _globals["_STEPREQUEST"]._serialized_start = 1141
-    _globals["_STEPREQUEST"]._serialized_end = 1350
-    _globals["_STEPRESULT"]._serialized_start = 1353
-    _globals["_STEPRESULT"]._serialized_end = 1655
-    _globals["_STEPMANYREQUEST"]._serialized_start = 1657
-    _globals["_STEPMANYREQUEST"]._serialized_end = 1716
-    _globals["_STEPREPLY"]._serialized_start = 1718
-    _globals["_STEPREPLY"]._serialized_end = 1822
-    _globals["_STEPMANYRESPONSE"]._serialized_start = 1824
-    _globals["_STEPMANYRESPONSE"]._serialized_end = 1884
-    _globals["_STATEREQUEST"]._serialized_start = 1886
-    _globals["_STATEREQUEST"]._serialized_end = 1920
-    _globals["_STATERESPONSE"]._serialized_start = 1922
-    _globals["_STATERESPONSE"]._serialized_end = 1977
-    _globals["_CLOSEREQUEST"]._serialized_start = 1979
-    _globals["_CLOSEREQUEST"]._serialized_end = 2013
-    _globals["_CLOSERESPONSE"]._serialized_start = 2015
-    _globals["_CLOSERESPONSE"]._serialized_end = 2030
-    _globals["_DETACHREQUEST"]._serialized_start = 2032
-    _globals["_DETACHREQUEST"]._serialized_end = 2067
-    _globals["_CALLTOOLREQUEST"]._serialized_start = 2069
-    _globals["_CALLTOOLREQUEST"]._serialized_end = 2144
-    _globals["_CALLTOOLRESPONSE"]._serialized_start = 2146
-    _globals["_CALLTOOLRESPONSE"]._serialized_end = 2205
-    _globals["_STATUSREQUEST"]._serialized_start = 2207
-    _globals["_STATUSREQUEST"]._serialized_end = 2222
-    _globals["_STATUSRESPONSE"]._serialized_start = 2224
-    _globals["_STATUSRESPONSE"]._serialized_end = 2345
-    _globals["_TRACE"]._serialized_start = 2347
-    _globals["_TRACE"]._serialized_end = 2395
-    _globals["_ERROR"]._serialized_start = 2397
-    _globals["_ERROR"]._serialized_end = 2478
-    _globals["_CALL"]._serialized_start = 2481
-    _globals["_CALL"]._serialized_end = 2974
-    _globals["_REPLY"]._serialized_start = 2977
-    _globals["_REPLY"]._serialized_end = 3391
-    _globals["_CALLBATCH"]._serialized_start = 3393
-    _globals["_CALLBATCH"]._serialized_end = 3439
-    _globals["_REPLYBATCH"]._serialized_start = 3441
-    _globals["_REPLYBATCH"]._serialized_end = 3491
-    _globals["_ENVSERVICE"]._serialized_start = 3494
-    _globals["_ENVSERVICE"]._serialized_end = 3716
+  DESCRIPTOR._loaded_options = None
+  _globals['_TENSOR']._serialized_start=46
+  _globals['_TENSOR']._serialized_end=112
+  _globals['_TEXTVIEW']._serialized_start=114
+  _globals['_TEXTVIEW']._serialized_end=170
+  _globals['_DESCRIBEREQUEST']._serialized_start=172
+  _globals['_DESCRIBEREQUEST']._serialized_end=189
+  _globals['_DESCRIBERESPONSE']._serialized_start=192
+  _globals['_DESCRIBERESPONSE']._serialized_end=573
+  _globals['_RESETARGS']._serialized_start=575
+  _globals['_RESETARGS']._serialized_end=656
+  _globals['_OPENREQUEST']._serialized_start=659
+  _globals['_OPENREQUEST']._serialized_end=797
+  _globals['_OPENRESPONSE']._serialized_start=799
+  _globals['_OPENRESPONSE']._serialized_end=900
+  _globals['_OPENGROUPREQUEST']._serialized_start=902
+  _globals['_OPENGROUPREQUEST']._serialized_end=996
+  _globals['_OPENGROUPRESPONSE']._serialized_start=998
+  _globals['_OPENGROUPRESPONSE']._serialized_end=1063
+  _globals['_RESETREQUEST']._serialized_start=1065
+  _globals['_RESETREQUEST']._serialized_end=1138
+  _globals['_STEPREQUEST']._serialized_start=1141
+  _globals['_STEPREQUEST']._serialized_end=1350
+  _globals['_STEPRESULT']._serialized_start=1353
+  _globals['_STEPRESULT']._serialized_end=1655
+  _globals['_STEPMANYREQUEST']._serialized_start=1657
+  _globals['_STEPMANYREQUEST']._serialized_end=1716
+  _globals['_STEPREPLY']._serialized_start=1718
+  _globals['_STEPREPLY']._serialized_end=1822
+  _globals['_STEPMANYRESPONSE']._serialized_start=1824
+  _globals['_STEPMANYRESPONSE']._serialized_end=1884
+  _globals['_STATEREQUEST']._serialized_start=1886
+  _globals['_STATEREQUEST']._serialized_end=1920
+  _globals['_STATERESPONSE']._serialized_start=1922
+  _globals['_STATERESPONSE']._serialized_end=1977
+  _globals['_CLOSEREQUEST']._serialized_start=1979
+  _globals['_CLOSEREQUEST']._serialized_end=2013
+  _globals['_CLOSERESPONSE']._serialized_start=2015
+  _globals['_CLOSERESPONSE']._serialized_end=2030
+  _globals['_DETACHREQUEST']._serialized_start=2032
+  _globals['_DETACHREQUEST']._serialized_end=2067
+  _globals['_CALLTOOLREQUEST']._serialized_start=2069
+  _globals['_CALLTOOLREQUEST']._serialized_end=2144
+  _globals['_CALLTOOLRESPONSE']._serialized_start=2146
+  _globals['_CALLTOOLRESPONSE']._serialized_end=2205
+  _globals['_STATUSREQUEST']._serialized_start=2207
+  _globals['_STATUSREQUEST']._serialized_end=2222
+  _globals['_STATUSRESPONSE']._serialized_start=2224
+  _globals['_STATUSRESPONSE']._serialized_end=2345
+  _globals['_TRACE']._serialized_start=2347
+  _globals['_TRACE']._serialized_end=2395
+  _globals['_ERROR']._serialized_start=2397
+  _globals['_ERROR']._serialized_end=2478
+  _globals['_CALL']._serialized_start=2481
+  _globals['_CALL']._serialized_end=2974
+  _globals['_REPLY']._serialized_start=2977
+  _globals['_REPLY']._serialized_end=3391
+  _globals['_CALLBATCH']._serialized_start=3393
+  _globals['_CALLBATCH']._serialized_end=3439
+  _globals['_REPLYBATCH']._serialized_start=3441
+  _globals['_REPLYBATCH']._serialized_end=3491
+  _globals['_ENVSERVICE']._serialized_start=3494
+  _globals['_ENVSERVICE']._serialized_end=3716
 # @@protoc_insertion_point(module_scope)
