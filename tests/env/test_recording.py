@@ -153,6 +153,30 @@ async def test_an_episode_without_an_end_is_cut_instead_of_filling_memory(tmp_pa
     assert "too long" in episode.end_reason
 
 
+async def test_what_is_kept_of_all_episodes_is_bounded_and_the_longest_is_written_first(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl", max_running_bytes=4000)
+    short = await sessions.open(OpenArgs(ResetArgs(seed=1)))
+    long = await sessions.open(OpenArgs(ResetArgs(seed=2)))
+    await sessions.step(short.session_id, b'{"add": 1}')
+    for _ in range(200):
+        with pytest.raises(ActionError):
+            await sessions.step(long.session_id, "nonsense")
+    assert sessions.num_running == 1
+    await sessions.close(long.session_id)
+    sessions.finish()
+    first, last = episodes_of(tmp_path / "r.jsonl")
+    assert (first.seed, first.end_reason) == (2, "unfinished; too much is recorded at once")
+    assert 0 < len(first.steps) < 100
+    assert (last.seed, len(last.steps), last.end_reason) == (1, 1, "the server stopped")
+
+
+async def test_what_a_reset_is_given_counts_as_well(tmp_path):
+    sessions = recorded(tmp_path / "r.jsonl", max_running_bytes=4000)
+    for seed in (1, 2, 3):
+        await sessions.open(OpenArgs(ResetArgs(seed=seed, options={"note": "x" * 1500})))
+    assert sessions.num_running == 2
+
+
 async def test_a_folder_that_cannot_be_written_loses_episodes_but_no_session(tmp_path):
     (tmp_path / "file").write_text("")
     sessions = recorded(tmp_path / "file" / "r.jsonl")

@@ -55,6 +55,8 @@ from ludus.proto.errors import (
 
 MAX_EPISODE_BYTES = 8 * 1024 * 1024
 """What is kept of one running episode; it is written in full up to there."""
+MAX_RUNNING_BYTES = 256 * 1024 * 1024
+"""What is kept of all of them as JSON; beyond it the longest is written as it stands."""
 MAX_RUNNING = 16_384
 """Episodes that run at once; the oldest beyond these is taken for abandoned."""
 _REPEATABLE = (ActionError, ExecutionError, ToolError)
@@ -70,6 +72,7 @@ class _Running:
     num_bytes: int = 0
     is_cut: bool = False
     """It has grown too long, and later steps are left out."""
+    is_written: bool = False
     num_calls: int = 0
     """Calls under way: the end of the session waits for their answers to be noted."""
     end_reason: str = ""
@@ -88,6 +91,7 @@ class RecordingOptions:
     """Resets without a seed take this one, then the next; None draws them."""
     max_file_bytes: int = MAX_FILE_BYTES
     max_episode_bytes: int = MAX_EPISODE_BYTES
+    max_running_bytes: int = MAX_RUNNING_BYTES
 
 
 class RecordingSessions:
@@ -107,6 +111,8 @@ class RecordingSessions:
             path = path / f"{inner.description.server_id or 'episodes'}{SUFFIX}"
         self.file = RecordingFile(path, self._options.max_file_bytes)
         self._running: OrderedDict[str, _Running] = OrderedDict()
+        self._num_bytes = 0
+        """Of all that are not written yet."""
         self._of_tools_id: dict[str, str] = {}
         self._tools_ids: dict[str, str] = {}
         """The same by session, to forget them with it."""
@@ -294,9 +300,18 @@ class RecordingSessions:
             first=self._result(first),
             started_at=timestamp(),
         )
-        self._running[session_id] = _Running(episode, first.step_index)
+        running = self._running[session_id] = _Running(episode, first.step_index)
+        self._count(running, len(episode.model_dump_json(exclude_none=True)))
         if len(self._running) > MAX_RUNNING:
             self._end(next(iter(self._running)), "abandoned")
+
+    def _count(self, running: _Running, num_bytes: int) -> None:
+        running.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        while self._running and self._num_bytes > self._options.max_running_bytes:
+            longest = max(self._running, key=lambda one: self._running[one].num_bytes)
+            self._running[longest].end_reason = "unfinished; too much is recorded at once"
+            self._write(longest, self._running[longest])
 
     def _result(self, result: EncodedResult) -> RecordedResult:
         observation = orjson.loads(result.observation_json)
@@ -342,13 +357,14 @@ class RecordingSessions:
             running.end_reason = "terminated" if result.terminated else "truncated"
 
     def _note(self, running: _Running, step: RecordedStep) -> None:
-        if running.is_cut:
+        if running.is_cut or running.is_written:
             return
-        running.num_bytes += len(step.model_dump_json(exclude_none=True))
-        if running.num_bytes > self._options.max_episode_bytes:
+        num_bytes = len(step.model_dump_json(exclude_none=True))
+        if running.num_bytes + num_bytes > self._options.max_episode_bytes:
             running.is_cut = True
-        else:
-            running.episode.steps.append(step)
+            return
+        running.episode.steps.append(step)
+        self._count(running, num_bytes)
 
     def _end(self, session_id: str, reason: str) -> None:
         """Write the session's episode if one runs; also called when sessions end by themselves."""
@@ -362,6 +378,10 @@ class RecordingSessions:
     def _write(self, session_id: str, running: _Running) -> None:
         if self._running.get(session_id) is running:
             del self._running[session_id]
+        if running.is_written:
+            return
+        running.is_written = True
+        self._num_bytes -= running.num_bytes
         episode = running.episode
         episode.ended_at = timestamp()
         episode.end_reason = running.end_reason
