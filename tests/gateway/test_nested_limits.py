@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 import grpc
+import httpx
 import orjson
 import pytest
 import websockets
 
+from ludus.env import Transition
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.env.limits import (
     MAX_GATEWAY_CALL_BYTES,
@@ -27,7 +29,7 @@ from ludus.env.limits import (
 )
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode
-from tests.env.counting_env import CountAction, Gate, GatedCountingEnv
+from tests.env.counting_env import CountAction, CountObservation, Gate, GatedCountingEnv
 from tests.env.polling import eventually
 from tests.env.raw_stream import RawStream
 from tests.gateway.gateways import NAME, served
@@ -40,6 +42,9 @@ HOSTS: dict[str, dict[str, Any]] = {
 }
 PLACES = ("server", "gateway")
 HELD = 98
+JSON = {"content-type": "application/json"}
+FRAMES_OF_A_LARGE_RESET = 9
+"""Three lengths that take four bytes instead of one."""
 
 
 class PaddedAction(CountAction):
@@ -52,6 +57,9 @@ class PaddedEnv(GatedCountingEnv):
     """Counts, whatever the load."""
 
     action_type = PaddedAction
+
+    def reset(self, *, seed: int | None = None, load: str = "") -> Transition[CountObservation]:
+        return super().reset(seed=seed)
 
 
 @pytest.fixture
@@ -128,6 +136,75 @@ async def test_a_call_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refus
             ]
             assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
             assert (await session.step({"add": 1})).observation["total"] == 3
+
+
+def step_body(num_bytes: int) -> bytes:
+    frame = len(orjson.dumps({"action": padded(0)}))
+    return orjson.dumps({"action": padded(num_bytes - frame)})
+
+
+def mcp_body(num_bytes: int) -> bytes:
+    def body(load: int) -> bytes:
+        call = {"name": "take_action", "arguments": padded(load)}
+        return orjson.dumps({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call})
+
+    return body(num_bytes - len(body(0)))
+
+
+async def http_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
+    begun = await http.post(f"{base}/reset", json={"seed": 1})
+    headers = JSON | {"x-session-id": begun.headers["x-session-id"]}
+    steps = [await http.post(f"{base}/step", content=step_body(n), headers=headers) for n in sizes]
+    return [step.status_code for step in steps]
+
+
+async def mcp_statuses(http: httpx.AsyncClient, base: str, sizes: list[int]) -> list[int]:
+    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+    ticket = (await http.post(f"{base}/mcp", json=begin)).headers["mcp-session-id"]
+    headers = JSON | {"mcp-session-id": ticket}
+    call = {"name": "start_episode", "arguments": {}}
+    start = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
+    await http.post(f"{base}/mcp", json=start, headers=headers)
+    said = [await http.post(f"{base}/mcp", content=mcp_body(n), headers=headers) for n in sizes]
+    played = [one for one in said if one.status_code == 200]
+    assert not any(one.json()["result"]["isError"] for one in played)
+    return [one.status_code for one in said]
+
+
+@pytest.mark.parametrize("statuses", [http_statuses, mcp_statuses])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("host", HOSTS)
+async def test_a_body_up_to_the_limit_passes_every_hop_and_a_larger_one_is_refused(
+    host: str, place: str, statuses: Any, gate: Gate
+):
+    sizes = [MAX_MESSAGE_BYTES - 1, MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + 1]
+    async with played_beside(gate, host, place) as at, httpx.AsyncClient(timeout=60) as http:
+        assert await statuses(http, http_of(at), sizes) == [200, 200, 413]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("host", HOSTS)
+async def test_options_of_a_reset_up_to_the_limit_pass_every_hop(host: str, place: str, gate: Gate):
+    async with (
+        played_beside(gate, host, place) as at,
+        await AsyncEnvClient.connect(at.grpc_address) as client,
+    ):
+        session, _ = await client.open(seed=1)
+
+        async def code_of_reset(more: int) -> str:
+            empty = pb.ResetArgs(seed=1, options_json=orjson.dumps({"load": ""}))
+            call = pb.Call(call_id=1, reset=pb.ResetRequest(session_id=session.id, args=empty))
+            room = MAX_MESSAGE_BYTES - call.ByteSize() - FRAMES_OF_A_LARGE_RESET
+            try:
+                await session.reset(seed=1, options={"load": "x" * (room + more)})
+            except EnvError as error:
+                return error.code
+            return "answered"
+
+        codes = [await code_of_reset(more) for more in (-1, 0, 1)]
+        assert codes == ["answered", "answered", ErrorCode.VALIDATION_ERROR]
+        await session.reset(seed=1)
+        assert (await session.step({"add": 3})).observation["total"] == 3
 
 
 @pytest.mark.parametrize("place", PLACES)
