@@ -85,9 +85,15 @@ def fork_apart(*, without_network: bool) -> Forked:
 
     Raises:
         NotOfferedError: the kernel refuses.
+        OSError: there is no process to be had for it.
     """
     reader, writer = os.pipe()
-    divider = os.fork()
+    try:
+        divider = os.fork()
+    except OSError:
+        for descriptor in (reader, writer):
+            os.close(descriptor)
+        raise
     if divider == 0:
         os.close(reader)
         _divide(writer, without_network)

@@ -136,7 +136,12 @@ class ForkServer:
             self._code = code_paths(Path(self._sandbox.folder))
             return True
         connection = socket.socket(fileno=descriptors[0])
-        forked = self._fork()
+        try:
+            forked = self._fork()
+        except (OSError, NotOfferedError) as error:
+            connection.close()
+            self._refuse(worker_id, error)
+            return True
         if forked.pid == 0:
             self._become_worker(connection, kind, worker_id, argument)
         connection.close()
@@ -147,14 +152,14 @@ class ForkServer:
     def _fork(self) -> Forked:
         if self._why_shared:
             return Forked(os.fork())
-        try:
-            return fork_apart(without_network=self._sandbox.without_network)
-        except NotOfferedError:
-            _log.exception("no namespaces for a worker, as the first ones had them; it ends")
-            pid = os.fork()
-            if pid == 0:
-                os._exit(_FAILED_EXIT_CODE)
-            return Forked(pid)
+        return fork_apart(without_network=self._sandbox.without_network)
+
+    def _refuse(self, worker_id: int, error: Exception) -> None:
+        """Processes, memory or namespaces are used up, perhaps for a moment: go on without it."""
+        _log.error("no process for a worker: %s", error)
+        text = str(error).encode()
+        self._report(ReportKind.REFUSED, worker_id, status=len(text))
+        self._control.sendall(text)
 
     def _become_worker(
         self, connection: socket.socket, kind: int, worker_id: int, argument: int

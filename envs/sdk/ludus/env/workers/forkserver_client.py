@@ -52,6 +52,8 @@ class WorkerExit:
     status: int
     """As `os.wait` has it."""
     cpu_s: float
+    refusal: str = ""
+    """Why there was none to begin with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -268,6 +270,10 @@ class _ForkServerProcess:
                     self.processes[worker_id].pid = pid
                 elif kind == ReportKind.EXITED and worker_id in self.processes:
                     self.processes.pop(worker_id).on_exit(WorkerExit(status, cpu_s))
+                elif kind == ReportKind.REFUSED:
+                    why = (await reader.readexactly(status)).decode(errors="replace")
+                    if worker_id in self.processes:
+                        self.processes.pop(worker_id).on_exit(WorkerExit(0, 0.0, why))
         self._notice_end()
         while self._process.poll() is None:
             await asyncio.sleep(_BUSY_PAUSE_S)

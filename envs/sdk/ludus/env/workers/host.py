@@ -348,7 +348,9 @@ class WorkerHost:
         if not worker.is_retired and not self._is_stopping:
             self.num_ended += 1
             _log.warning("worker %s: %s", worker.process.pid, worker.end_reason)
-            if not (worker.has_opened or worker.was_never_forked):
+            if worker.was_refused:
+                self._failures.note(worker.end_reason, while_building=False)
+            elif not (worker.has_opened or worker.was_never_forked):
                 self._failures.note(worker.end_reason, while_building=worker.was_asked)
         self._begin(self._forget_when_gone(worker))
         self._changed.set()

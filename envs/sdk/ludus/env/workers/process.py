@@ -88,8 +88,13 @@ class Worker:
 
     @property
     def was_never_forked(self) -> bool:
-        """True when its fork server died before it carried the order out."""
-        return self.process.is_orphan and self.process.pid is None
+        """True when its fork server died before it carried the order out, or could not."""
+        return self.was_refused or (self.process.is_orphan and self.process.pid is None)
+
+    @property
+    def was_refused(self) -> bool:
+        """True when there was no process to be had."""
+        return self._exit is not None and bool(self._exit.refusal)
 
     @property
     def end_reason(self) -> str:
@@ -215,6 +220,8 @@ async def read_frame_of(reader: asyncio.StreamReader) -> bytes:
 
 def describe_exit(ended: WorkerExit, limits: WorkerLimits) -> str:
     """How a worker ended, as a clause."""
+    if ended.refusal:
+        return f"no process was to be had for its worker: {ended.refusal}"
     code = os.waitstatus_to_exitcode(ended.status)
     if code >= 0:
         return f"its worker ended by itself with exit code {code}"

@@ -56,6 +56,8 @@ class ReportKind(IntEnum):
     """It is not; a text of so many bytes follows."""
     STARTED = 3
     EXITED = 4
+    REFUSED = 5
+    """There is no process to be had for a worker; a text of so many bytes follows."""
 
 
 @dataclass(frozen=True, slots=True)

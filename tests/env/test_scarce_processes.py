@@ -1,0 +1,74 @@
+"""A fork that fails, as where all process ids are taken, refuses one open and ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ludus.env.encoding import ResetArgs
+from ludus.env.sandbox.confine import Layer
+from ludus.env.sessions.interface import OpenArgs
+from ludus.proto.errors import EnvError
+from tests.env.polling import eventually
+from tests.env.scarce_env import FOLDER_VARIABLE, ITS_COPY, ITSELF, NO_FORK, ScarceEnv
+from tests.env.served import running
+
+pytestmark = pytest.mark.slow
+
+POOL = {"pool": {"num_workers": 1}}
+ADD_1 = b'{"add": 1}'
+
+
+@pytest.mark.parametrize("where", [ITSELF, ITS_COPY])
+@pytest.mark.parametrize("isolation", ["pool", "process"])
+async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
+    isolation: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    options = {"isolation": isolation, "pass_env": (FOLDER_VARIABLE,)}
+    async with (
+        running(ScarceEnv, **options, **POOL.get(isolation, {})) as server,
+        httpx.AsyncClient(base_url=server.http_address) as http,
+        asyncio.timeout(120),
+    ):
+        host = server.core._host
+        if where == ITS_COPY and not host.layers[Layer.NAMESPACES]:
+            pytest.skip("workers are forked without a process between")
+
+        async def opened() -> str:
+            return (await server.core.open(OpenArgs(ResetArgs(seed=1)))).session_id
+
+        neighbour = await opened()
+        fork_server = host.fork_server_pid
+        (tmp_path / NO_FORK).write_text(where)
+        if isolation == "pool":
+            os.kill(host.pids[0], signal.SIGKILL)
+            await eventually(lambda: not server.core.load.num_sessions)
+        with pytest.raises(EnvError) as refused:
+            while True:  # as long as workers wait warm
+                await opened()
+        assert refused.value.code == "UNAVAILABLE"
+        assert "Resource temporarily unavailable" in refused.value.message
+        if isolation == "pool":
+            said = await http.get("/readyz")
+            assert said.status_code == 503
+            assert "Resource temporarily unavailable" in said.json()["status"]
+        else:
+            assert (await server.core.step(neighbour, ADD_1)).reward == 1.0
+
+        (tmp_path / NO_FORK).unlink()
+        while True:
+            try:
+                session_id = await opened()
+            except EnvError as still_refused:
+                assert still_refused.code == "UNAVAILABLE"
+                await asyncio.sleep(0.05)
+            else:
+                break
+        assert (await server.core.step(session_id, ADD_1)).reward == 1.0
+        assert host.fork_server_pid == fork_server
