@@ -1,0 +1,212 @@
+"""What ends a worker process, or never returns: where, on which host, over which wire.
+
+Its caller is told with a code within the limits, its place is free again, and another session
+gets a worker at once. Inline the server itself ends, and says so by its exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.serving.server import EnvServer
+from ludus.proto.errors import EnvError
+from tests.env.counting_env import Deed
+from tests.env.misbehaving_env import CRASH, EXIT, FILL_DISK, HANG, HOSTS, Phase, factory_in
+from tests.env.polling import eventually, limit_steps, settled
+from tests.env.served import WIRES, address_of, running, server_process
+from tests.env.test_unruly_table import AGREED, Neighbour, done
+
+pytestmark = pytest.mark.slow
+
+WORKER_HOSTS = [host for host in HOSTS if "isolation" in HOSTS[host][1]]
+PHASES = [phase for phase in Phase if phase is not Phase.BUILD]
+CODES = {HANG: "TIMEOUT", EXIT: "SESSION_LOST", CRASH: "SESSION_LOST", FILL_DISK: "SESSION_LOST"}
+LIMIT_S = 2.0
+NO_LIMIT_S = 60.0
+WITHIN_S = 60.0
+"""Whatever it does."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    """Workers that end are logged each, and here by the hundred."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@asynccontextmanager
+async def served(host: str, folder: Path) -> AsyncIterator[EnvServer]:
+    """With a worker for each of the sessions that run at once."""
+    factory, options = factory_in(folder, host)
+    if "num_workers" in options:
+        options = options | {"num_workers": len(PHASES) + 1}
+    options = options | {"allow_write": (folder,), "disk_limit_mb": 4, "max_sessions": 16}
+    async with running(factory, **options) as server:
+        yield server
+
+
+async def workers_ready(server: EnvServer) -> None:
+    """Wait until no two of the sessions that are opened next share a worker."""
+    host = server.core._host
+    num_wanted = len(PHASES) + 1 if host.shares_workers else 1
+    await eventually(lambda: len(host._ready) >= num_wanted)
+
+
+async def code_of(session: AsyncSession, phase: Phase, deed: str) -> str:
+    try:
+        await asyncio.wait_for(done(session, phase, deed), WITHIN_S)
+    except EnvError as error:
+        return error.code
+    return AGREED
+
+
+def expected_of(phase: Phase, deed: str, wire: str) -> str:
+    if phase is Phase.CLOSE:
+        return AGREED
+    if (phase, deed, wire) == (Phase.TOOL, HANG, "http"):
+        return "TOOL_ERROR"  # OpenEnv's observation of a tool that timed out, which has no code
+    return CODES[deed]
+
+
+async def told_of(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[Phase, str]:
+    """What the callers of sessions that do it, each in a phase of its own, are told."""
+    await workers_ready(server)
+    host = server.core._host
+    num_ended = host.num_ended + len(PHASES)
+    sessions = [(await client.open(seed=1))[0] for _ in PHASES]
+    if deed == HANG:
+        limit_steps(server.core, LIMIT_S)
+    calls = (code_of(one, phase, deed) for one, phase in zip(sessions, PHASES, strict=True))
+    codes = await asyncio.gather(*calls)
+    if host.shares_workers:  # else one that closes could take the next session with it
+        await eventually(lambda: host.num_ended == num_ended)
+    limit_steps(server.core, NO_LIMIT_S)
+    return dict(zip(PHASES, codes, strict=True))
+
+
+async def plays(client: AsyncEnvClient) -> bool:
+    """True when a new session does as it should."""
+    session, _ = await client.open(seed=2)
+    total = (await session.step({"add": 2})).observation["total"]
+    await session.close()
+    return total == 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("host", WORKER_HOSTS)
+async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
+    host: str, wire: str, tmp_path: Path
+):
+    async with (
+        served(host, tmp_path) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        await workers_ready(server)
+        session, _ = await client.open(seed=0)
+        neighbour = Neighbour(session)
+        for deed in CODES:
+            found = await told_of(server, client, deed)
+            assert (deed, found) == (deed, {one: expected_of(one, deed, wire) for one in PHASES})
+            await settled(server.core, 1)
+            assert await neighbour.plays_on() and await plays(client)
+            await settled(server.core, 1)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("host", WORKER_HOSTS)
+async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
+    host: str, wire: str, tmp_path: Path
+):
+    async with (
+        served(host, tmp_path) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        await workers_ready(server)
+        session, _ = await client.open(seed=0)
+        neighbour = Neighbour(session)
+        for deed, code in CODES.items():
+            await workers_ready(server)
+            limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
+            (tmp_path / "build").write_text(deed)
+            with pytest.raises(EnvError) as refused:
+                await asyncio.wait_for(client.open(seed=1), WITHIN_S)
+            (tmp_path / "build").unlink()
+            limit_steps(server.core, NO_LIMIT_S)
+            assert (deed, refused.value.code) == (deed, code)
+            await settled(server.core, 1)
+            assert await neighbour.plays_on() and await plays(client)
+            await settled(server.core, 1)
+
+
+async def said_over(http: httpx.AsyncClient, deed: str) -> dict[str, Any]:
+    """What HTTP and MCP say of a step that does it."""
+    action = {"add": 1, "deed": deed, "phase": Phase.STEP}
+    plain = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
+    answer = await http.post("/step", json={"action": action}, headers={"x-session-id": plain})
+    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+    ticket = (await http.post("/mcp", json=begin)).headers["mcp-session-id"]
+    said: Any = None
+    for name, arguments in (("start_episode", {}), ("take_action", action)):
+        call = {"name": name, "arguments": arguments}
+        request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
+        said = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
+    return {
+        "http": (answer.status_code, answer.json()["detail"]["code"]),
+        "mcp": said["error"]["data"]["code"],
+    }
+
+
+@pytest.mark.parametrize("host", WORKER_HOSTS)
+async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path):
+    statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
+    async with (
+        served(host, tmp_path) as server,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+    ):
+        for deed, code in CODES.items():
+            limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
+            said = await said_over(http, deed)
+            assert (deed, said) == (deed, {"http": (statuses[code], code), "mcp": code})
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_inline_an_exit_is_the_servers_and_its_clients_are_told(wire: str, tmp_path: Path):
+    with server_process(tmp_path, "--unruly") as server:
+        address = address_of(server, wire)
+        async with await AsyncEnvClient.connect(address, reconnect_timeout_s=0.5) as client:
+            session, _ = await client.open(seed=1)
+            with pytest.raises(EnvError) as told:
+                await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), WITHIN_S)
+            assert told.value.code in ("UNAVAILABLE", "SESSION_LOST")
+        assert await asyncio.to_thread(server.process.wait) == 7
+
+
+async def test_a_server_whose_workers_keep_ending_says_so_and_heals(tmp_path: Path):
+    factory, options = factory_in(tmp_path, "pool")
+    async with (
+        running(factory, **options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+        httpx.AsyncClient(base_url=server.http_address, timeout=60) as http,
+        asyncio.timeout(120),
+    ):
+        (tmp_path / "build").write_text(EXIT)
+        while (said := await http.get("/readyz")).status_code == 200:
+            with contextlib.suppress(EnvError):
+                await client.open(seed=1)
+        assert said.status_code == 503 and "exit code 7" in said.json()["status"]
+        (tmp_path / "build").unlink()
+        while (await http.get("/readyz")).status_code == 503:
+            await asyncio.sleep(0.05)
+        session, _ = await client.open(seed=1)
+        assert (await session.step({"add": 2})).observation["total"] == 2
