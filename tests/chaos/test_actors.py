@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from ludus.proto.errors import CanaryError, LearnerLostError, WorkerStartError
+from ludus.proto.errors import CanaryError, LearnerLostError, NotFoundError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.data.counts import RolloutCounts
@@ -183,12 +183,12 @@ def failing_engine(worker: Any) -> None:
     worker._generator._engine.step = step
 
 
-async def test_a_worker_that_cannot_start_is_named_with_its_reason_after_some_tries(
+async def test_a_worker_whose_model_is_not_there_ends_the_start_with_its_reason(
     around: Fleet, tmp_path: Path
 ) -> None:
     before = set(running(ROLLOUT_WORKER))
     spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
-    with pytest.raises(WorkerStartError, match=r"3 times in a row.*no-model"):
+    with pytest.raises(NotFoundError, match=r"no-model': no model can be loaded from there"):
         await RolloutWorkers.start(spec, around.buffer(), around.placement)
     await eventually(lambda: set(running(ROLLOUT_WORKER)) <= before, within_s=WITHIN_S)
 

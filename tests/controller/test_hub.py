@@ -23,22 +23,26 @@ MODEL = "nobody/model"
 
 
 class SilentHub:
-    """A hub that takes connections and never answers; it counts them."""
+    """A hub that takes connections and never answers; it counts those that ask whether it does."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
+        self._num_asked = 0
         self.address = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._take, daemon=True).start()
 
     @property
     def num_asked(self) -> int:
-        return len(self._connections)
+        return self._num_asked
 
     def _take(self) -> None:
         while True:
             try:
-                self._connections.append(self._listening.accept()[0])
+                connection, _ = self._listening.accept()
+                self._connections.append(connection)
+                # Once in a process the hub's client also fetches a list that no model needs.
+                self._num_asked += connection.recv(5) == b"HEAD "
             except OSError:
                 return
 

@@ -148,7 +148,7 @@ def test_actors_have_their_nodes_and_workers_come_and_go_with_nodes(
         for line in lines
         if line.startswith(LOG_ROW_PREFIX)
     ]
-    assert [row for row in run.rows if row.kind in ("phase", "train", "eval")] == logged
+    assert [row for row in run.rows if row.kind in ("phase", "train", "eval", "event")] == logged
     assert not list(run.folder.glob(".token-*"))
 
 

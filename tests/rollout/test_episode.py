@@ -123,10 +123,9 @@ async def test_a_rollout_function_passes_on_what_the_environment_said(chat: Chat
         EnvServer(GoalEnv, ServerOptions(port=0)) as server,
         await AsyncEnvClient.connect(server.grpc_address) as client,
     ):
-        script = itertools.cycle(["two is good", "ADD 2"])
-        limits = LIMITS.model_copy(update={"max_turns": 10, "max_tokens": 4096})
-        player, _ = make_player(client, chat, script, limits, rollout_function=play_in_pairs)
-        assert (await player.play(3, SAMPLING)).success is True
+        script = iter(["seven is too much", "ADD 7"])
+        player, _ = make_player(client, chat, script, rollout_function=play_in_pairs)
+        assert (await player.play(3, SAMPLING)).success is False
 
 
 async def test_the_environments_own_truncation_shows_its_last_observation(

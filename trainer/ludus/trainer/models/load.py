@@ -126,11 +126,12 @@ def _hub_answers(minute: int) -> bool:
 @contextmanager
 def _refusing(path: str | Path) -> Iterator[bool]:
     """Whether all there is lies on this machine; what cannot be loaded is said in one sentence."""
-    is_local = Path(path).is_dir() or hub.HF_HUB_OFFLINE or not _hub_answers(_minute())
+    is_path = Path(path).is_absolute() or Path(path).is_dir()
+    is_local = is_path or hub.HF_HUB_OFFLINE or not _hub_answers(_minute())
     try:
         yield is_local
     except (OSError, ValueError) as error:
-        if is_local and not Path(path).is_dir():
+        if is_local and not is_path:
             why = "is switched off (HF_HUB_OFFLINE)"
             if not hub.HF_HUB_OFFLINE:
                 why = f"does not answer within {_HUB_ANSWERS_WITHIN_S:g} s"
