@@ -27,7 +27,6 @@ from ludus.proto.config.load import (
     apply_overrides,
     load_run_config,
     parse_override,
-    parse_value,
     run_config_from,
 )
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
@@ -96,6 +95,5 @@ __all__ = [
     "apply_overrides",
     "load_run_config",
     "parse_override",
-    "parse_value",
     "run_config_from",
 ]

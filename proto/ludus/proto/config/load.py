@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from ludus.proto.config.presets import with_preset
 from ludus.proto.config.run import RunConfig
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
+from ludus.proto.values import parse_value
 
 JsonObject = dict[str, Any]
 
@@ -89,29 +90,6 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             "for example --set training.num_steps=20"
         )
     return keys, parse_value(raw, f"--set {name}")
-
-
-def parse_value(raw: str, field: str) -> Any:
-    """What the command line gives a field: JSON, else a TOML value, else text.
-
-    Raises:
-        ConfigError: it begins as a list or a section does, but is neither in JSON nor in TOML.
-    """
-    try:
-        return json.loads(raw)
-    except json.JSONDecodeError:
-        pass
-    if not raw.lstrip().startswith(("[", "{", "'", '"')):
-        return raw
-    try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        if raw.lstrip().startswith(("'", '"')):
-            return raw
-        raise ConfigError(
-            f"{field} expected a value in JSON or TOML, got '{raw}': {error}; for example"
-            """ '[{"weight": 1.0}]', '[{weight = 1.0}]', or '"[a text]"' in quotes"""
-        ) from None
 
 
 def _read_file(path: Path) -> JsonObject:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludus.proto.errors import ConfigError
+from ludus.proto.values import parse_value
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
     """What `key=value` options say; a value is read as JSON or TOML, else as text."""
-    from ludus.proto.config import parse_value
-
     parsed: dict[str, Any] = {}
     for option in options:
         key, separator, raw = option.partition("=")
