@@ -13,7 +13,7 @@ from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
 from ludus.services.gateway.fleet.endpoints import Endpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions import tracked
-from tests.env.polling import eventually
+from tests.env.polling import eventually, turns_of_the_loop
 from tests.gateway.gateways import (
     FAST,
     KEY,
@@ -119,6 +119,28 @@ async def test_a_server_that_restarted_at_its_address_says_that_the_sessions_are
             assert gateway.num_sessions == 0
             assert await sessions.open(SEEDED)
             assert second.core.load.num_sessions == 1
+
+
+async def test_a_session_on_a_restarted_server_waits_for_a_gateway_that_found_it_later(monkeypatch):
+    first = env_server()
+    await first.start()
+    port = int(first.grpc_address.rpartition(":")[2])
+    async with gateway_to(first) as quick, gateway_to(first) as slow:
+        (link,) = sessions_of(slow).fleet.links
+        connect, may_connect = link._connect, asyncio.Event()
+
+        async def connect_later() -> None:
+            await may_connect.wait()
+            await connect()
+
+        monkeypatch.setattr(link, "_connect", connect_later)
+        await first.stop()
+        async with env_server(grpc_port=port):
+            opened = await sessions_of(quick).open(SEEDED)
+            step = asyncio.create_task(sessions_of(slow).step(opened.session_id, ADD_1, 1))
+            await turns_of_the_loop()
+            may_connect.set()
+            assert (await step).step_index == 1
 
 
 async def num_lost(gateway) -> float:

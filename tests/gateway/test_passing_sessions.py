@@ -112,3 +112,21 @@ async def test_a_server_hears_late_that_a_gateway_has_gone(factory, monkeypatch)
             await eventually(lambda: releases.count == 1)
             assert not lingers(server, session_id)
         await eventually(lambda: lingers(server, session_id))
+
+
+async def test_a_session_of_another_gateway_that_is_lost_leaves_nothing_at_its_connection():
+    async with (
+        env_server() as server,
+        gateway_to(server) as gateway,
+        gateway_to(server) as other,
+        RawStream(gateway.grpc_address) as stream,
+        RawStream(other.grpc_address) as elsewhere,
+    ):
+        connections = sessions_of(gateway)._tracked._connections
+        session_id = await elsewhere.open()
+        await call(stream, session_id)
+        assert list(connections) == [session_id]
+        await server.core.close(session_id)
+        reply = await stream.ask(pb.Call(state=pb.StateRequest(session_id=session_id)))
+        assert reply.error.code == "SESSION_LOST"
+        assert connections == {}

@@ -3,12 +3,14 @@
     source --whole list--> publish --> one ServerLink each
     place(n) --> the less loaded of two servers with room, or several that share a group
 
-Nobody waits here but `wait_settled`, for the first list and the first connections.
+Who waits here: `wait_settled`, for the first list and the first connections, and `find`, for a
+server that another gateway has reached before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -70,6 +72,8 @@ class Fleet:
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._published = asyncio.Event()
         self._described = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Another one after each change."""
         self._description: EnvironmentDescription | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -104,7 +108,7 @@ class Fleet:
                 link.endpoint = endpoint
         self._order = list(self._links.values())
         self._published.set()
-        self._on_change()
+        self._tell_changed()
 
     def link_of(self, server_id: str) -> ServerLink | None:
         """The link to a server, also to one that restarted under another id since."""
@@ -153,10 +157,20 @@ class Fleet:
         return max(size - sum(link.room for link in self._order), 0)
 
     def may_have(self, server_id: str) -> bool:
-        """True while a server that was never reached might be this one."""
+        """True while a server that is not reached might be this one, also under another id."""
         if server_id in self._gone:
             return False
-        return not self.is_published or any(not link.server_id for link in self._order)
+        return not self.is_published or any(
+            not (link.is_connected or link.endpoint.server_id) for link in self._order
+        )
+
+    async def find(self, server_id: str, timeout_s: float) -> ServerLink | None:
+        """The link to a server; waits at most so long while one that is not reached may be it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.link_of(server_id) is None and self.may_have(server_id):
+                    await self._changed.wait()
+        return self.link_of(server_id)
 
     async def wait_settled(self, timeout_s: float) -> bool:
         """True when the servers are listed and each was tried once; waits at most so long."""
@@ -201,6 +215,11 @@ class Fleet:
         if link.description is not None:
             self._description = link.description
             self._described.set()
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         self._on_change()
 
     def _remove(self, key: str, reason: str = "") -> None:

@@ -8,8 +8,8 @@ id, so that any gateway serves any session, also after a restart. What is kept (
 serves to let sessions go with their connection, and to count them.
 
 Who waits for whom: an open waits in the queue; any other call waits only for its server, for
-a broken connection at most the link's `retry_within_s`, and right after a start for the
-first list of servers.
+a broken connection at most the link's `retry_within_s`, and for one that this gateway has not
+found yet `_FIND_WITHIN_S`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 
 _MAX_LINGER_S = 600.0
 """The most that a client may ask for."""
-_SETTLE_TIMEOUT_S = 5.0
-"""How long a call waits after a start for the first list of servers."""
+_FIND_WITHIN_S = 5.0
+"""How long a call waits for its server, which another gateway may have reached before."""
 _CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
 _CONNECTION_ENDED = Ended(SessionEnd.CONNECTION_ENDED, "the connection that opened it ended")
 _EPISODE_ENDED = Ended(SessionEnd.EPISODE_ENDED, "its episode ended")
@@ -378,13 +378,12 @@ class GatewaySessions:
         """The link to the session's server.
 
         Raises:
-            SessionLostError: there is no such server, also after the first list has come.
+            SessionLostError: there is no such server, also after those not reached were tried.
             UnavailableError: it may be one that was not reached yet.
         """
-        link = self.fleet.link_of(route.server_id)
-        if link is None:
-            await self.fleet.wait_settled(_SETTLE_TIMEOUT_S)
-            link = self.fleet.link_of(route.server_id)
+        link = self.fleet.link_of(route.server_id) or await self.fleet.find(
+            route.server_id, _FIND_WITHIN_S
+        )
         if link is None and self.fleet.may_have(route.server_id):
             raise UnavailableError(
                 f"expected to reach server {route.server_id}, which this gateway has not found yet"
@@ -441,12 +440,13 @@ class GatewaySessions:
 
     def note_failure(self, session_id: str, error: EnvError) -> None:
         """Forget a session that is gone; one whose call timed out is ended for good."""
-        tracked = self._tracked.get(session_id)
-        if tracked is None or not isinstance(error, (SessionLostError, CallTimeoutError)):
+        if not isinstance(error, (SessionLostError, CallTimeoutError)):
             return
         timed_out = isinstance(error, CallTimeoutError)
         kind = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
-        self._tracked.forget(session_id, Ended(kind, error.message))
+        tracked = self._tracked.forget(session_id, Ended(kind, error.message))
+        if tracked is None:  # it was opened elsewhere, and counts there
+            return
         if timed_out:
             tracked.link.send_close(session_id)
         tracked.link.closed(1)
