@@ -23,6 +23,7 @@ class Place:
     """Empty for sessions that no gateway's death ends."""
     client: str = ""
     tenant: str = ""
+    wire: str = ""
 
     def holds(self, other: Place) -> bool:
         """True when every part that is named here is the other's, too."""
@@ -32,6 +33,7 @@ class Place:
             (self.gateway, other.gateway),
             (self.client, other.client),
             (self.tenant, other.tenant),
+            (self.wire, other.wire),
         )
         return all(not mine or mine == theirs for mine, theirs in pairs)
 
@@ -62,7 +64,6 @@ class LostSession:
     """A session that ended before its time, as its client saw it."""
 
     player: str
-    wire: str
     place: Place
     alive_s: float
     """When the last call was made that was answered well."""

@@ -219,13 +219,13 @@ class Client:
         _say(
             kind="lost",
             player=life.player,
-            wire=self._spec.wire,
             place={
                 "server": first.get("server"),
                 "worker": first.get("worker"),
                 "gateway": self._spec.gateway,
                 "client": self._spec.name,
                 "tenant": self._spec.tenant,
+                "wire": self._spec.wire,
             },
             alive_s=life.asked_s,
             failed_s=time.monotonic(),

@@ -23,7 +23,9 @@ from tests.soak.messages import HALF_SENT, MALFORMED, OVERSIZED, Address, Send, 
 from tests.soak.wires import SdkDoor
 
 MAX_PAUSE_S = 6.0
-"""Shorter than any limit: nothing may end by it."""
+SILENT_S = 4.5
+"""A server that is silent for five seconds is taken for unreachable. A step without a number that
+was under way there is not made again, and its session given up: that is so over plain HTTP."""
 REVOKED_S = (3.0, 8.0)
 DOWN_S = (0.1, 3.0)
 _KILLS_WORKERS = ("hang", "exit", "crash", "flood memory", "flood disk")
@@ -200,6 +202,8 @@ class Saboteur:
         victim = draw.choice(everybody)
         span_s = draw.uniform(0.5, MAX_PAUSE_S)
         fault.target = f"{victim.name} for {span_s:.1f} s"
+        if span_s > SILENT_S and victim.name in self._fleet.servers:
+            fault.hits = (Place(server=victim.name, wire="http"),)
         await victim.pause(span_s)
         return "continued"
 

@@ -97,10 +97,16 @@ class Fleet:
         await self.balancer.kill()
         return [fault for fault in faults if fault]
 
+    async def kill_clients(self) -> None:
+        """End the clients that still run."""
+        for one in self.clients.values():
+            if one.process is not None and one.process.returncode is None:
+                await one.kill()
+
     async def kill_all(self) -> None:
         """Leave nothing behind, whatever state it is in."""
-        everybody = (*self.clients.values(), *self.gateways.values(), *self.servers.values())
-        for one in (*everybody, self.balancer):
+        await self.kill_clients()
+        for one in (*self.gateways.values(), *self.servers.values(), self.balancer):
             if one.process is not None and one.process.returncode is None:
                 await one.kill()
 

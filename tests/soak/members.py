@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 START_WITHIN_S = 120.0
 STOP_WITHIN_S = 60.0
 _POLL_S = 0.05
+_MAX_LINE_CHARS = 300
 
 
 @dataclass(slots=True)
@@ -81,9 +82,8 @@ class Member:
 
     async def start(self) -> None:
         """Start it, and wait until it is ready."""
-        self._is_expected_to_end = False
         with self._log.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self._arguments,
                 stdin=self._pipe or asyncio.subprocess.DEVNULL,
@@ -93,6 +93,7 @@ class Member:
                 env=self._environment,
                 limit=2**22,
             )
+        self.process, self._is_expected_to_end = process, False
         self.lifetimes.append(Lifetime(self.name, self.process.pid, time.monotonic()))
         if self.admin:
             await self._wait_until_ready()
@@ -177,7 +178,7 @@ class Member:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:])
+        return " | ".join(line[:_MAX_LINE_CHARS] for line in lines[-3:])
 
 
 def send(pid: int, number: signal.Signals) -> bool:

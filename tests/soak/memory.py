@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_SAMPLES = 240
-"""A shorter life says nothing: whoever is killed earlier is not judged."""
+MIN_SAMPLES = 900
+"""Whoever lives shorter is not judged: a server that was started again still fills what it
+remembers of sessions that ended, of which there are 1,024 after that time."""
 BLOCK_S = 60.0
 NUM_DRAWS = 400
 _MAX_POINTS = 200

@@ -192,6 +192,7 @@ class Soak:
         """End the plane; nothing of it may be left."""
         await self.census.close()
         try:
+            await self.fleet.kill_clients()
             for fault in await self.fleet.stop():
                 self._find(fault)
             await asyncio.sleep(0.5)

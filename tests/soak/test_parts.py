@@ -44,7 +44,7 @@ def test_what_is_filled_once_at_the_start_is_no_growth() -> None:
 def lost(alive_s: float, failed_s: float, **place: Any) -> LostSession:
     """A session on worker 7 of a server, that was lost between the two moments."""
     there = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **place})
-    return LostSession("one", "grpc", there, alive_s, failed_s, "SESSION_LOST", "")
+    return LostSession("one", there, alive_s, failed_s, "SESSION_LOST", "")
 
 
 def worker_killed(at_s: float) -> Fault:
