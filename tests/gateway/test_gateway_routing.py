@@ -263,7 +263,7 @@ async def test_sessions_that_nobody_takes_up_after_a_restart_end_after_their_lin
 
 
 async def test_right_after_a_start_a_call_waits_for_the_first_list_of_servers(monkeypatch):
-    monkeypatch.setattr("ludus.services.gateway.sessions.sessions._SETTLE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("ludus.services.gateway.sessions.sessions._FIND_WITHIN_S", 60.0)
     is_known = asyncio.Event()
 
     class LateSource:
