@@ -80,10 +80,11 @@ def check_account(run: Run, summary: Summary) -> None:
     size = account.group_size
     share = summary.episodes_failed / summary.games_played
     assert 0.7 / ONE_IN < share < 1.3 / ONE_IN, share
-    assert summary.episodes_failed % size == 0, "the episodes of a group have one seed"
-    # All that was trained on are whole groups, and those of failed episodes are whole, too.
     assert summary.games_trained == account.num_trained * size
-    assert account.num_void * size == account.num_failed + account.num_lost
+    # Episodes of one group have one seed and fail together; where an engine was lost, others of
+    # the group may have ended well before, and are not trained on either.
+    num_spared = account.num_void * size - account.num_failed - account.num_lost
+    assert 0 <= num_spared < account.num_lost, account
     assert "the shoe is empty" in log_of(run)
 
 
