@@ -20,8 +20,18 @@ ROOT = Path(__file__).parents[2]
 _WHAT_IT_NEEDS = re.compile(r"image_requirements\.py (.*) > requirements\.txt")
 _WITHOUT_THE_REST = """
 import importlib, sys
+from importlib.machinery import PathFinder
+
 blocked, program, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2], sys.argv[3:]
-sys.modules.update(dict.fromkeys(blocked))
+
+class WithoutTheRest(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name in blocked:  # a package may bring it along: Ray does
+            path = [one for one in sys.path if not one.endswith("site-packages")]
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTheRest
 module, _, function = program.partition(":")
 getattr(importlib.import_module(module), function)()
 """
