@@ -12,7 +12,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +23,7 @@ from tests.env.counting_env import Deed
 from tests.env.misbehaving_env import CRASH, EXIT, FILL_DISK, HANG, HOSTS, Phase, factory_in
 from tests.env.polling import eventually, limit_steps, settled
 from tests.env.served import WIRES, address_of, running, server_process
-from tests.env.test_unruly_table import AGREED, Neighbour, done
+from tests.env.test_unruly_table import AGREED, Neighbour, done, http_outcome
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +94,20 @@ async def told_of(server: EnvServer, client: AsyncEnvClient, deed: str) -> dict[
     return dict(zip(PHASES, codes, strict=True))
 
 
+@asynccontextmanager
+async def beside_a_neighbour(
+    host: str, wire: str, folder: Path
+) -> AsyncIterator[tuple[EnvServer, AsyncEnvClient, Neighbour]]:
+    """A server whose workers are ready, a client, and a session that must notice nothing."""
+    async with (
+        served(host, folder) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        await workers_ready(server)
+        session, _ = await client.open(seed=0)
+        yield server, client, Neighbour(session)
+
+
 async def plays(client: AsyncEnvClient) -> bool:
     """True when a new session does as it should."""
     session, _ = await client.open(seed=2)
@@ -108,13 +121,7 @@ async def plays(client: AsyncEnvClient) -> bool:
 async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
     host: str, wire: str, tmp_path: Path
 ):
-    async with (
-        served(host, tmp_path) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
-    ):
-        await workers_ready(server)
-        session, _ = await client.open(seed=0)
-        neighbour = Neighbour(session)
+    async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed in CODES:
             found = await told_of(server, client, deed)
             assert (deed, found) == (deed, {one: expected_of(one, deed, wire) for one in PHASES})
@@ -128,13 +135,7 @@ async def test_what_ends_a_worker_is_told_with_a_code_and_leaves_no_session(
 async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
     host: str, wire: str, tmp_path: Path
 ):
-    async with (
-        served(host, tmp_path) as server,
-        await AsyncEnvClient.connect(address_of(server, wire)) as client,
-    ):
-        await workers_ready(server)
-        session, _ = await client.open(seed=0)
-        neighbour = Neighbour(session)
+    async with beside_a_neighbour(host, wire, tmp_path) as (server, client, neighbour):
         for deed, code in CODES.items():
             await workers_ready(server)
             limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
@@ -149,24 +150,6 @@ async def test_what_ends_a_worker_while_it_builds_is_an_error_of_the_open(
             await settled(server.core, 1)
 
 
-async def said_over(http: httpx.AsyncClient, deed: str) -> dict[str, Any]:
-    """What HTTP and MCP say of a step that does it."""
-    action = {"add": 1, "deed": deed, "phase": Phase.STEP}
-    plain = (await http.post("/reset", json={"seed": 1})).headers["x-session-id"]
-    answer = await http.post("/step", json={"action": action}, headers={"x-session-id": plain})
-    begin = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
-    ticket = (await http.post("/mcp", json=begin)).headers["mcp-session-id"]
-    said: Any = None
-    for name, arguments in (("start_episode", {}), ("take_action", action)):
-        call = {"name": name, "arguments": arguments}
-        request = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call}
-        said = (await http.post("/mcp", json=request, headers={"mcp-session-id": ticket})).json()
-    return {
-        "http": (answer.status_code, answer.json()["detail"]["code"]),
-        "mcp": said["error"]["data"]["code"],
-    }
-
-
 @pytest.mark.parametrize("host", WORKER_HOSTS)
 async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path):
     statuses = {"TIMEOUT": 504, "SESSION_LOST": 410}
@@ -176,8 +159,9 @@ async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path)
     ):
         for deed, code in CODES.items():
             limit_steps(server.core, LIMIT_S if deed == HANG else NO_LIMIT_S)
-            said = await said_over(http, deed)
-            assert (deed, said) == (deed, {"http": (statuses[code], code), "mcp": code})
+            status, told, said = await http_outcome(http, deed)
+            assert (deed, status, told) == (deed, statuses[code], code)
+            assert said["error"]["data"]["code"] == code
 
 
 @pytest.mark.parametrize("wire", WIRES)
