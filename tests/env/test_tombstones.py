@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from ludus.env.encoding import EncodedResult
+from ludus.env.encoding import EncodedResult, encode_transition
 from ludus.env.sessions import tombstones as tombstones_module
 from ludus.env.sessions.tombstones import Ended, SessionEnd, Tombstones
+from ludus.env.types import Observation, Transition
 from ludus.proto.errors import SessionLostError
 
 CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
@@ -49,3 +53,25 @@ def test_an_answer_that_is_too_large_alone_is_not_kept(monkeypatch):
         tombstones.recall("a", 3)
     tombstones.remember("b", CLOSED, answer_of(300))
     assert tombstones.recall("b", 3).step_index == 3
+
+
+class _Says:
+    def render(self, observation, *, first):
+        return [{"role": "user", "content": "16 vs 10"}]
+
+    def legal_answers(self, observation):
+        return ["HIT", "STAND"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_an_answer_that_is_kept_takes_about_the_room_of_its_bytes():
+    transition = Transition(Observation(), info={"seen": "x" * 200})
+    before = resident_bytes()
+    kept = [encode_transition(transition, _Says(), step_index) for step_index in range(10_000)]
+    per_answer = (resident_bytes() - before) / len(kept)
+    # Objects come on top of the bytes; with the ends that orjson cuts off it was 20 times.
+    assert per_answer < 4 * kept[0].num_bytes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

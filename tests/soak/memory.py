@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 MIN_SAMPLES = 900
 """Whoever lives shorter is not judged: a server that was started again still fills what it
 remembers of sessions that ended, of which there are 1,024 after that time."""
-BLOCK_S = 60.0
+BLOCK_S = 180.0
+"""Longer than memory stays on a step: shorter blocks take two steps for a trend."""
 NUM_DRAWS = 400
 _MAX_POINTS = 200
 _LINE = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
