@@ -1,0 +1,1 @@
+"""What trains: agents in environments."""

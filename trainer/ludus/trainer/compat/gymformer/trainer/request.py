@@ -1,0 +1,73 @@
+"""What a call of `train_agent` asks for, and who answers it.
+
+train_agent(...) --AgentRequest--+-- actor.train_as_agent(request)   it brings its trainer
+                                 +-- classic PPO                     any other torch module
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
+
+Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
+"""Called with (state, action, reward, done, truncated, episode, running_reward)."""
+
+_RUNNING_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRequest:
+    """The arguments of one `train_agent`."""
+
+    env_name: str
+    """A Gymnasium id, `module:id`, or the address of an environment server."""
+    actor: nn.Module
+    critic: nn.Module
+    ppo_config: PPOConfig
+    max_episodes: int
+    max_timesteps: int
+    """Longest episode."""
+    update_interval: int
+    """Episodes between two updates."""
+    save_interval: int
+    """Episodes between two saved agents."""
+    save_path: Path
+    callback: Callback | None
+    log_interval: int
+    """Episodes between two calls of `callback`."""
+    device: str | None
+    """Null takes a GPU where there is one."""
+    num_envs: int
+    """Episodes that are played side by side."""
+    seed: int
+
+
+@runtime_checkable
+class TrainsAsAgent(Protocol):
+    """An actor that classic PPO cannot train, and that brings what can: a language model."""
+
+    def train_as_agent(self, request: AgentRequest) -> EpisodeReturns:
+        """The returns of the episodes that `request` asked for."""
+
+
+class EpisodeReturns(list[float]):
+    """The return of each episode, in the order in which they ended."""
+
+    @property
+    def running(self) -> list[float]:
+        """After each episode the average that Gymformer returns: from 0, 5 % of each return."""
+        return list(running_average(self))
+
+
+def running_average(returns: Iterable[float]) -> Iterable[float]:
+    """Gymformer's average after each of the returns."""
+    average = 0.0
+    for value in returns:
+        average += _RUNNING_WEIGHT * (value - average)
+        yield average
