@@ -100,6 +100,19 @@ def test_a_cut_off_distribution_cannot_be_compared_with_the_learners(
     assert f"algorithm.{compared}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [("top_k=5", "cut-off"), ("min_p=0.1", "cut-off"), ("repetition_penalty=1.2", "changed")],
+)
+def test_no_distribution_that_the_learner_does_not_compute_is_compared(
+    setting: str, what: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, [f"rollout.{setting}"])
+    field, _, value = setting.partition("=")
+    assert f"rollout.{field} = {value} samples from a {what} distribution" in str(caught.value)
+
+
 def test_a_cut_off_distribution_is_fine_where_nothing_is_compared() -> None:
     run = load_run_config(None, ["rollout.top_p=0.9", OFF, "algorithm.geometric_mask=null"])
     assert run.algorithm.compares_with_sampler is None

@@ -200,6 +200,55 @@ def test_top_p_samples_the_likeliest_tokens_alone_with_their_own_logprobs(
         assert output.logprobs[0] == pytest.approx(logprob_of[output.token_ids[0]], abs=TOLERANCE)
 
 
+CUTS = [
+    Sampling(1.5, 4, top_k=5),
+    Sampling(1.5, 4, min_p=0.2),
+    Sampling(1.2, 4, repetition_penalty=1.6),
+    Sampling(1.5, 4, top_p=0.9, top_k=7, min_p=0.05, repetition_penalty=0.7),
+]
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=["top_k", "min_p", "penalty", "all"])
+def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(
+    pair: EnginePair, sampling: Sampling
+) -> None:
+    requests = [EngineRequest(i, [8, 60, 33, 21], sampling, seed=i) for i in range(120)]
+    outputs = answer(pair.engine, requests)
+    errors = []
+    for request in requests:
+        output = outputs[request.request_id]
+        expected = changed_logprobs(pair, request, output.token_ids)
+        errors += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
+    assert max(errors) < TOLERANCE
+    assert len({output.token_ids[0] for output in outputs.values()}) > 1
+
+
+def changed_logprobs(
+    pair: EnginePair, request: EngineRequest, answer_ids: list[int]
+) -> list[float]:
+    """The answer's log-probs, each token's distribution computed term by term."""
+    sampling, ids, logprobs = request.sampling, list(request.prompt_ids), []
+    for token_id in answer_ids:
+        with torch.no_grad():
+            logits = pair.model(torch.tensor([ids])).logits[0, -1].tolist()
+        for seen in set(ids):
+            penalty = sampling.repetition_penalty
+            logits[seen] = logits[seen] / penalty if logits[seen] > 0 else logits[seen] * penalty
+        weights = torch.softmax(torch.tensor(logits) / sampling.temperature, dim=0).tolist()
+        order = sorted(range(len(weights)), key=lambda i: -weights[i])
+        order = [i for i in order if weights[i] >= sampling.min_p * weights[order[0]]]
+        order = order[: sampling.top_k or None]
+        total, held, kept = sum(weights[i] for i in order), 0.0, []
+        for i in order:
+            if held < sampling.top_p:
+                kept.append(i)
+            held += weights[i] / total
+        chances = torch.tensor([weights[i] for i in kept])
+        logprobs.append((chances[kept.index(token_id)] / chances.sum()).log().item())
+        ids.append(token_id)
+    return logprobs
+
+
 @pytest.mark.slow
 def test_requests_with_and_without_top_p_share_a_batch(pair: EnginePair) -> None:
     whole = make_requests(30)

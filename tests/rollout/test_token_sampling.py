@@ -43,6 +43,41 @@ def test_temperatures_and_cuts_of_a_batch_are_each_rows_own() -> None:
     assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0, 1, top_k=2), [0, 1]),
+        (Sampling(1.0, 1, min_p=0.5), [0, 1]),
+        (Sampling(1.0, 1, min_p=0.7), [0]),
+        (Sampling(1.0, 1, top_p=0.7, top_k=2), [0, 1]),
+        (Sampling(1.0, 1, top_p=0.6, top_k=2), [0]),
+    ],
+)
+def test_each_cut_sees_what_the_one_before_it_has_left(sampling: Sampling, kept: list[int]) -> None:
+    uniforms = torch.linspace(0, 1 - 2**-24, 100)
+    token_ids, logprobs = sample_tokens(LOGITS.expand(100, 4), [sampling] * 100, uniforms)
+    assert sorted(set(token_ids.tolist())) == kept
+    share = LOGITS.exp()[kept] / LOGITS.exp()[kept].sum()
+    assert torch.allclose(logprobs.exp(), share[token_ids], atol=1e-6)
+
+
+def test_a_penalty_moves_the_logits_of_tokens_that_were_seen() -> None:
+    logits = torch.tensor([[1.0, -1.0, 0.5, 0.0]])
+    penalised = torch.tensor([0.5, -2.0, 0.5, 0.0]).log_softmax(0)
+    for uniform in (0.1, 0.5, 0.7, 0.9):
+        token_ids, logprobs = sample_tokens(
+            logits,
+            [Sampling(1.0, 1, repetition_penalty=2.0)],
+            torch.tensor([uniform]),
+            [[0, 1, 0]],
+        )
+        assert logprobs[0].item() == pytest.approx(penalised[token_ids[0]].item(), abs=1e-6)
+    greedy, _ = sample_tokens(
+        logits, [Sampling(0.0, 1, repetition_penalty=4.0)], torch.zeros(1), [[0]]
+    )
+    assert greedy.tolist() == [2], "greedy answers are penalised, too"
+
+
 @pytest.mark.slow
 def test_the_last_token_of_a_large_vocabulary_is_never_overshot() -> None:
     logits = torch.randn(64, 150_000, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,11 +39,11 @@ from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
 from ludus.trainer.prepare import check_model_path
 from ludus.trainer.processes import Workers
+from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
 from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks
-from ludus.trainer.types import Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -79,11 +79,9 @@ class Policy:
             seed: decides what is sampled.
         """
         rollout = self._run.rollout
-        sampling = Sampling(
-            temperature=rollout.temperature if temperature is None else temperature,
-            max_tokens=max_tokens or rollout.max_completion_tokens,
-            top_p=rollout.top_p,
-        )
+        sampling = sampling_of(rollout, temperature)
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=max_tokens)
         messages: Sequence[Message] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )

@@ -72,6 +72,23 @@ class Sampling:
     max_tokens: int
     top_p: float = 1.0
     """Samples from the likeliest tokens that hold this probability."""
+    top_k: int = 0
+    """Samples from so many of the likeliest tokens; 0 from all."""
+    min_p: float = 0.0
+    """Samples from tokens of at least this share of the likeliest token's probability."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that the prompt or the answer has already, and
+    multiplies the negative ones; 1 leaves them alone."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True where nothing but the temperature stands between logits and probabilities."""
+        return not self.cuts_off and self.repetition_penalty == 1
+
+    @property
+    def cuts_off(self) -> bool:
+        """True where some tokens can never be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +97,7 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of the sampled tokens, at the sampling temperature."""
+    """Of the sampled tokens, under the distribution that they were drawn from."""
     policy_version: int
     """Version of the weights that sampled the first token."""
     stopped: bool

@@ -269,20 +269,27 @@ class RunConfig(Section):
                 f"learner.value_head = true, but algorithm.kind = '{self.algorithm.kind}' would "
                 "never train it; remove it, or set algorithm.kind = 'ppo'"
             )
-        compared = self.algorithm.compares_with_sampler
-        if self.rollout.top_p < 1 and compared:
-            raise ValueError(
-                f"rollout.top_p = {self.rollout.top_p} samples from a cut-off distribution, whose "
-                f"log-probs cannot be compared with the learner's, but algorithm.{compared} does; "
-                "set rollout.top_p = 1, or algorithm.correction.kind = 'off', geometric_mask = "
-                "null and old_logprobs = 'recompute'"
-            )
+        self._check_distribution()
         if self.rollout.min_workers > self.rollout.num_workers:
             raise ValueError(
                 f"rollout.min_workers = {self.rollout.min_workers} is more than "
                 f"rollout.num_workers = {self.rollout.num_workers}; lower the one or raise the "
                 "other"
             )
+
+    def _check_distribution(self) -> None:
+        """Refuse to compare log-probs of a distribution that the learner does not compute."""
+        compared, changed = self.algorithm.compares_with_sampler, self.rollout.changed_distribution
+        if changed is None or not compared:
+            return
+        field, value, what = changed
+        neutral = type(self.rollout).model_fields[field].default
+        raise ValueError(
+            f"rollout.{field} = {value} samples from a {what} distribution, whose log-probs cannot "
+            f"be compared with the learner's, but algorithm.{compared} does; set rollout.{field} = "
+            f"{neutral:g}, or algorithm.correction.kind = 'off', geometric_mask = null and "
+            "old_logprobs = 'recompute'"
+        )
 
     @property
     def environment(self) -> LocalEnvironment | RemoteEnvironment:

@@ -168,6 +168,13 @@ class RolloutConfig(Section):
     """Sampling temperature; log-probs are taken at it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Samples from the likeliest tokens that hold this probability."""
+    top_k: NonNegativeInt = 0
+    """Samples from so many of the likeliest tokens; 0 from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Samples from tokens of at least this share of the likeliest token's probability."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides the positive logits of tokens that prompt or answer have already, and multiplies
+    the negative ones; 1 leaves them alone."""
     max_completion_tokens: PositiveInt = 16
     """Tokens of one answer."""
     max_turns: PositiveInt = 32
@@ -178,6 +185,20 @@ class RolloutConfig(Section):
     """What an answer earns that was no action; it ends the episode (docs/rewards.md)."""
     group_timeout_s: PositiveFloat = 300.0
     """How long a group, or a game of an evaluation, may take before it is void."""
+
+    @property
+    def changed_distribution(self) -> tuple[str, float, str] | None:
+        """The field, its value and its effect, that keeps samples from the model's distribution.
+
+        None where nothing but the temperature stands between the two.
+        """
+        changes = (
+            ("top_p", self.top_p, 1, "cut-off"),
+            ("top_k", self.top_k, 0, "cut-off"),
+            ("min_p", self.min_p, 0, "cut-off"),
+            ("repetition_penalty", self.repetition_penalty, 1, "changed"),
+        )
+        return next(((f, value, how) for f, value, plain, how in changes if value != plain), None)
 
 
 class LearnerConfig(Section):

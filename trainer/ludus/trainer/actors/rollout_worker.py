@@ -30,7 +30,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.player import make_player
+from ludus.trainer.rollout.player import make_player, sampling_of
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import Tasks
@@ -104,7 +104,7 @@ class RolloutWorkerActor:
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
         """The groups, once all of them are over; all are lost where they were abandoned."""
         rollout = self._run.rollout
-        sampling = Sampling(rollout.temperature, rollout.max_completion_tokens, rollout.top_p)
+        sampling = sampling_of(rollout)
         per_step = self._run.metrics.transcripts_per_step
         groups_per_step = self._run.training.groups_per_step
         groups = [

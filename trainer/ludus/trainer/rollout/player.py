@@ -11,6 +11,7 @@ from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tool_adapter import Toolbox
+from ludus.trainer.types import Sampling
 
 
 def make_player(
@@ -54,3 +55,15 @@ def limits_of(run: RunConfig, name: str) -> RolloutConfig:
         "max_completion_tokens": config.max_completion_tokens,
     }
     return run.rollout.model_copy(update={k: v for k, v in own.items() if v is not None})
+
+
+def sampling_of(limits: RolloutConfig, temperature: float | None = None) -> Sampling:
+    """How one answer is sampled; of another temperature where one is given."""
+    return Sampling(
+        temperature=limits.temperature if temperature is None else temperature,
+        max_tokens=limits.max_completion_tokens,
+        top_p=limits.top_p,
+        top_k=limits.top_k,
+        min_p=limits.min_p,
+        repetition_penalty=limits.repetition_penalty,
+    )

@@ -127,7 +127,11 @@ class TransformersEngine:
         position = len(sequences[0].token_ids)
         seeds = [sequence.request.seed for sequence in sequences]
         numbers = torch.from_numpy(uniforms(seeds, [position] * len(seeds))).to(self._device)
-        return sample_tokens(logits, [s.request.sampling for s in sequences], numbers)
+        samplings = [sequence.request.sampling for sequence in sequences]
+        if all(sampling.repetition_penalty == 1 for sampling in samplings):
+            return sample_tokens(logits, samplings, numbers)
+        seen = [[*sequence.request.prompt_ids, *sequence.token_ids] for sequence in sequences]
+        return sample_tokens(logits, samplings, numbers, seen)
 
     def _is_finished(self, sequence: _Sequence) -> bool:
         full = len(sequence.token_ids) >= sequence.request.sampling.max_tokens

@@ -91,6 +91,9 @@ class VllmEngine:
         params = SamplingParams(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            min_p=request.sampling.min_p,
+            repetition_penalty=request.sampling.repetition_penalty,
             max_tokens=request.sampling.max_tokens,
             seed=request.seed,
             stop_token_ids=[self._end_token_id],
