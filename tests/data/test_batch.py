@@ -84,6 +84,45 @@ def sampled(batch: Batch) -> list[list[float]]:
     return [advantages[batch.loss_masks[row]].tolist() for row, advantages in rows]
 
 
+def pay_tokens(*token_rewards: float, status: RolloutStatus = RolloutStatus.TERMINATED) -> Rollout:
+    """An episode of one answer whose every token was paid for by itself."""
+    completion = Completion(
+        [30, 31, 32][: len(token_rewards)], [-0.5] * len(token_rewards), 0, True
+    )
+    turn = Turn([10, 20], completion, sum(token_rewards), token_rewards)
+    rollout = make_rollout(sum(token_rewards))
+    return replace(rollout, sequences=(join_turns([turn]),), status=status)
+
+
+def test_a_reward_that_was_paid_for_a_token_stands_on_it() -> None:
+    batch = make_batch([RolloutGroup(0, "coins", (pay_tokens(1.0, 0.0, -2.0),))], PPO)
+    assert batch.rewards[0].tolist() == [0, 0, 1, 0, -2]
+
+
+def test_what_a_reward_has_beyond_that_of_its_tokens_stands_on_the_last() -> None:
+    rollout = replace(pay_tokens(1.0, 0.0, -2.0), reward=4.0)
+    batch = make_batch([RolloutGroup(0, "coins", (rollout,))], PPO)
+    assert batch.rewards[0].tolist() == [0, 0, 1, 0, 3]
+
+
+def test_rewards_of_tokens_are_discounted_into_the_sequence_before() -> None:
+    first, second = pay_tokens(1.0, 2.0), pay_tokens(0.0, 4.0, 8.0)
+    both = replace(first, sequences=first.sequences + second.sequences, reward=15.0)
+    group = [RolloutGroup(0, "coins", (both,))]
+    batch = make_batch(group, PpoConfig(gamma=0.5))
+    # From the second sequence: 0 + 4/2 + 8/4 = 4, half of which the token before it led to.
+    assert batch.rewards[0].tolist() == [0, 0, 1, 2 + 0.5 * 4]
+    assert batch.rewards[1].tolist() == [0, 0, 0, 4, 8]
+
+
+def test_shuffled_rewards_leave_none_on_the_tokens_that_earned_them() -> None:
+    group = RolloutGroup(0, "coins", (pay_tokens(1.0, 0.0, -2.0), pay_tokens(0.0, 5.0, 0.0)))
+    [shuffled] = shuffle_rewards([group], random.Random(0))
+    batch = make_batch([shuffled], PPO)
+    assert sorted(row[-1] for row in batch.rewards) == [-1.0, 5.0]
+    assert all(not row[:-1].any() for row in batch.rewards)
+
+
 def test_the_advantage_is_the_reward_above_the_mean_of_its_own_group() -> None:
     batch = make_batch([make_group(1, -1, -1, -1), make_group(1, 1, 0, 0)], GrpoConfig())
     assert per_episode(batch) == [1.5, -0.5, -0.5, -0.5, 0.5, 0.5, -0.5, -0.5]

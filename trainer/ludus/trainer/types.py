@@ -113,6 +113,8 @@ class Turn:
     completion: Completion
     reward: float = 0.0
     """What the environment paid for it."""
+    token_rewards: tuple[float, ...] = ()
+    """What it paid for each sampled token, where it pays for tokens; the reward is their sum."""
 
 
 class RolloutStatus(StrEnum):
@@ -144,6 +146,8 @@ class TurnSpan(_Travels):
     """One past the last."""
     reward: float
     """What the environment paid for the turn."""
+    token_rewards: tuple[float, ...] = ()
+    """What it paid for each token, where it pays for tokens; else all stands on the last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +246,7 @@ def join_turns(turns: Sequence[Turn], rest_ids: Sequence[int] = ()) -> TokenSequ
         start = len(token_ids)
         token_ids += turn.completion.token_ids
         logprobs += turn.completion.logprobs
-        spans.append(TurnSpan(start, len(token_ids), turn.reward))
+        spans.append(TurnSpan(start, len(token_ids), turn.reward, turn.token_rewards))
     token_ids += rest_ids
     logprobs += [0.0] * len(rest_ids)
     return TokenSequence(
@@ -317,7 +321,7 @@ class TrainingSample:
     advantages: Sequence[float] | np.ndarray
     """[T] 0 where not sampled; all 0 where the learner's critic finds them."""
     rewards: Sequence[float] | np.ndarray
-    """[T] 0 but on the last token of each turn."""
+    """[T] 0 but on the last token of each turn, unless each token has its own."""
     terminated: bool
     """False when the episode was cut off: more reward could have followed."""
 
@@ -341,7 +345,7 @@ class Batch:
     advantages: Ragged
     """[N] float32 arrays [T], 0 where not sampled."""
     rewards: Ragged
-    """[N] float32 arrays [T], 0 but on the last token of each turn."""
+    """[N] float32 arrays [T], 0 but on the last token of each turn, unless each has its own."""
     terminated: np.ndarray
     """bool [N]"""
 

@@ -9,8 +9,9 @@ Groups of several environments may stand beside each other: baselines are of a g
 scale "batch" is of the environment's own groups. An episode without a reward (None) is in no
 mean and in no sample.
 
-What is learned from is `Rollout.reward`. Each turn's reward stands on its last token; what the
-reward has beyond the turns' own (other terms, weights) stands on the last turn.
+What is learned from is `Rollout.reward`. Each turn's reward stands on its last token, unless the
+environment has paid for each token; what the reward has beyond the turns' own (other terms,
+weights) stands on the last turn.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ludus.trainer.types import (
     RolloutStatus,
     TokenSequence,
     TrainingSample,
+    TurnSpan,
 )
 
 
@@ -211,7 +213,7 @@ def _turn_rewards(rollout: Rollout) -> list[float]:
 def _token_rewards(
     sequences: Sequence[TokenSequence], turn_rewards: Sequence[float], gamma: float
 ) -> list[np.ndarray]:
-    """[T] for each sequence: every turn's reward on its last token.
+    """[T] for each sequence: every turn's reward on its last token, or where it was paid.
 
     The learner sees each sequence alone. So the last turn of one also gets what the next
     sequence of the episode led to, discounted per sampled token.
@@ -222,18 +224,32 @@ def _token_rewards(
     for sequence in reversed(sequences):
         row = np.zeros(len(sequence.token_ids))
         for turn in reversed(sequence.turns):
-            reward = left.pop()
-            led_to = reward + gamma * following
-            row[turn.end - 1] = led_to if turn is sequence.turns[-1] else reward
-            following = gamma ** (turn.end - turn.start - 1) * led_to
+            earned = _earned(turn, left.pop())
+            row[turn.start : turn.end] = earned
+            if turn is sequence.turns[-1]:
+                row[turn.end - 1] += gamma * following
+            discounts = gamma ** np.arange(len(earned) + 1)
+            following = float(discounts @ [*earned, following])
         rows.append(row)
     return rows[::-1]
+
+
+def _earned(turn: TurnSpan, reward: float) -> np.ndarray:
+    """What each token of the turn has earned, [end - start], `reward` in all."""
+    earned = np.zeros(turn.end - turn.start)
+    if turn.token_rewards:
+        earned[:] = turn.token_rewards
+    earned[-1] += reward - sum(turn.token_rewards)
+    return earned
 
 
 def _paid_at_the_end(rollout: Rollout, reward: float) -> Rollout:
     """The rollout with another reward, none of it for a turn before the last."""
     sequences = tuple(
-        replace(sequence, turns=tuple(replace(turn, reward=0.0) for turn in sequence.turns))
+        replace(
+            sequence,
+            turns=tuple(replace(turn, reward=0.0, token_rewards=()) for turn in sequence.turns),
+        )
         for sequence in rollout.sequences
     )
     return replace(rollout, reward=reward, sequences=sequences)

@@ -3,6 +3,8 @@
     add(messages)   what the environment says; may be called several times in a row
     answer()        what the policy says; one turn
     add_reward(r)   what the last turn has earned
+    add_tokens(ids), answer_tokens(), earn(rewards)
+                    the same token by token, past the chat template
     acted(action)   what it made the environment do
     called(n, f)    how many tools it called, and how many of these calls failed
 
@@ -64,6 +66,8 @@ class Conversation:
         self._tools: Sequence[ToolSpec] = ()
         self._sequences = [_Growing()]
         self._waiting: list[Message] = []
+        self._waiting_ids: list[int] | None = None
+        """Tokens that were added as such, which then are the next prompt."""
         self._prompt: list[int] | None = None
         """Tokens of the waiting messages, once somebody asked."""
         self.num_turns = 0
@@ -87,6 +91,23 @@ class Conversation:
         self.messages += messages
         self._prompt = None
 
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Show the policy these tokens as they are, none of them the chat template's.
+
+        Raises:
+            ValueError: messages wait to be shown, whose tokens the template makes.
+        """
+        if self._waiting:
+            raise ValueError(
+                "expected a conversation in tokens alone, got tokens after messages that wait to "
+                "be answered; call answer first"
+            )
+        self._waiting_ids = [*(self._waiting_ids or ()), *token_ids]
+        self._prompt = None
+        if token_ids:
+            text = self._chat.decode(list(token_ids))
+            self.messages.append({"role": "user", "content": text})
+
     @property
     def has_room(self) -> bool:
         """True while the limits allow another answer."""
@@ -101,6 +122,15 @@ class Conversation:
         Raises:
             ConversationFullError: the limits allow no other answer.
         """
+        await self.answer_tokens()
+        return self.messages[-1]["content"]
+
+    async def answer_tokens(self) -> list[int]:
+        """What the policy says now, as it was sampled.
+
+        Raises:
+            ConversationFullError: the limits allow no other answer.
+        """
         self.refuse_if_full()
         prompt, sequence = self._prompt_ids(), self._sequences[-1]
         sent = [*sequence.token_ids, *prompt]
@@ -111,8 +141,8 @@ class Conversation:
         self.num_turns += 1
         self.answered.append(len(self.messages))
         self.messages.append({"role": "assistant", "content": text})
-        self._waiting, self._prompt = [], None
-        return text
+        self._waiting, self._waiting_ids, self._prompt = [], None, None
+        return list(completion.token_ids)
 
     def refuse_if_full(self) -> None:
         """Raise ConversationFullError where the limits allow no other answer."""
@@ -133,6 +163,32 @@ class Conversation:
         if turns is None:
             raise ValueError(f"expected an answer before it earns {reward:g}, got none yet")
         turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
+
+    def earn(self, rewards: Sequence[float]) -> None:
+        """Keep as many tokens of the last answer as there are rewards, each with its own.
+
+        The tokens that are left out were never played: nothing is to be learned from them.
+        """
+        sequence = self._sequences[-1]
+        answer = sequence.turns[-1] if sequence.turns else None
+        if answer is None or not 1 <= len(rewards) <= len(answer.completion.token_ids):
+            raise ValueError(
+                f"expected rewards for the first tokens of an answer, got {len(rewards)}"
+            )
+        completion = answer.completion
+        num_left_out = len(completion.token_ids) - len(rewards)
+        if num_left_out:
+            del sequence.token_ids[-num_left_out:]
+            completion = replace(
+                completion,
+                token_ids=completion.token_ids[: len(rewards)],
+                logprobs=completion.logprobs[: len(rewards)],
+                stopped=False,
+            )
+            self.messages[self.answered[-1]]["content"] = self._chat.decode(completion.token_ids)
+        sequence.turns[-1] = replace(
+            answer, completion=completion, reward=sum(rewards), token_rewards=tuple(rewards)
+        )
 
     def acted(self, action: Any) -> None:
         """Note what the last answer made the environment do; None is nothing."""
@@ -170,7 +226,7 @@ class Conversation:
         return tuple(joined)
 
     def _rest(self) -> list[int]:
-        if not self._waiting or not self.num_turns:
+        if not (self._waiting or self._waiting_ids) or not self.num_turns:
             return []
         rest = self._prompt_ids()
         last = self._sequences[-1]
@@ -189,6 +245,8 @@ class Conversation:
         return self._prompt
 
     def _encoded(self) -> list[int]:
+        if self._waiting_ids is not None:
+            return self._waiting_ids
         last, chat = self._sequences[-1], self._chat
         if not self.num_turns:
             return chat.first_prompt(self._waiting, self._tools)

@@ -77,7 +77,7 @@ class GymnasiumEnvironment(Environment[Action, Observation, GymnasiumState]):
     """How wide the picture is drawn in digits; 0 draws none."""
 
     def __init__(self) -> None:
-        self._gymnasium = _make(self.env_id, self.make_options)
+        self._gymnasium = make_gymnasium(self.env_id, self.make_options)
         self._space = self._gymnasium.action_space
         self._is_text = self._gymnasium.render_mode == _ANSI
         self._is_playing = False
@@ -197,7 +197,7 @@ def _class_of(env_id: str, options_json: bytes) -> type[GymnasiumEnvironment]:
     instructions: str = options.pop("instructions", "")
     picture_columns: int = options.pop("picture_columns", 0)
     options = _with_text_rendering(env_id, options)
-    sample = _make(env_id, options)
+    sample = make_gymnasium(env_id, options)
     try:
         space = sample.action_space
         action_codec = codec_of(space, "action")
@@ -261,7 +261,12 @@ def _observation_type(
     return create_model("GymnasiumObservation", __base__=Observation, **fields)
 
 
-def _make(env_id: str, options: JsonObject) -> AnyGymnasium:
+def make_gymnasium(env_id: str, options: JsonObject) -> AnyGymnasium:
+    """What `gymnasium.make` gives for an id.
+
+    Raises:
+        ConfigError: it cannot be made with these options, or a library that it needs is missing.
+    """
     try:
         return gymnasium.make(env_id, **{"disable_env_checker": True, **options})
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:

@@ -1,0 +1,98 @@
+"""Environments whose actions are tokens: nothing lists the vocabulary, an answer is one step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ludus.env.adapters.gymnasium.token_level import TokenAnswer, TokenLevelEnvironment
+from ludus.env.check import check_environment
+from ludus.env.targets.targets import environment_factory
+from ludus.proto.errors import ConfigError, EpisodeStateError, IllegalActionError
+from tests.env.token_env import END, NUM_TOKENS, TOKENS, CountingTokens
+
+
+def begun(**options):
+    environment = TokenLevelEnvironment(TOKENS, **options)
+    first = environment.reset(seed=3)
+    return environment, first.observation.token_ids
+
+
+def test_nothing_of_a_large_vocabulary_is_listed() -> None:
+    environment = environment_factory(f"gymnasium:{TOKENS}", {})()
+    first = environment.reset(seed=0)
+    assert first.observation.num_legal_actions == NUM_TOKENS
+    assert len(first.observation.to_json()) < 200
+    assert environment.text_renderer is not None
+    shown = json.dumps(environment.text_renderer.render(first.observation, first=True))
+    assert len(shown) < 400 and "0 to 50256" in shown
+    assert environment.text_renderer.legal_answers(first.observation) == []
+
+
+def test_a_token_level_environment_keeps_the_contract() -> None:
+    check_environment(environment_factory(f"gymnasium:{TOKENS}", {}))
+    target = f"{TokenLevelEnvironment.__module__}:TokenLevelEnvironment"
+    check_environment(environment_factory(target, {"env_id": TOKENS}))
+
+
+def test_every_token_of_an_answer_has_its_reward() -> None:
+    environment, (_, last) = begun()
+    result = environment.step(TokenAnswer(token_ids=[last + 1, last + 2, 40]))
+    assert result.observation.rewards == [1.0, 1.0, 0.0]
+    assert result.observation.token_ids == [0, last, last + 1, last + 2, 40]
+    assert result.reward == 2.0 and not result.terminated
+
+
+def test_tokens_after_the_end_are_not_taken() -> None:
+    environment, _ = begun()
+    result = environment.step(TokenAnswer(token_ids=[8, END, 10, 11]))
+    assert result.observation.rewards == [0.0, 1.0]
+    assert result.terminated and result.info == {"last": END}
+    with pytest.raises(EpisodeStateError):
+        environment.step(TokenAnswer(token_ids=[1]))
+
+
+def test_an_answer_stops_where_the_environment_puts_in_a_token_of_its_own() -> None:
+    environment, (_, last) = begun()
+    result = environment.step(TokenAnswer(token_ids=[5, 6, 7]))
+    assert result.observation.rewards == [0.0]
+    assert result.observation.token_ids == [0, last, 5, 50]
+
+
+def test_a_limit_on_tokens_cuts_the_episode_off() -> None:
+    environment, _ = begun(max_episode_steps=2)
+    result = environment.step(TokenAnswer(token_ids=[1, 1, 1]))
+    assert len(result.observation.rewards) == 2
+    assert result.truncated and not result.terminated
+
+
+def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
+    environment, first = begun()
+    with pytest.raises(IllegalActionError, match="50256, got 50257"):
+        environment.step(TokenAnswer(token_ids=[1, NUM_TOKENS]))
+    assert environment.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
+
+
+def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
+    entry_point = f"{CountingTokens.__module__}:CountingTokens"
+    environment = TokenLevelEnvironment("ludus-tests/Elsewhere-v0", entry_point, first=7)
+    assert environment.reset(seed=0).observation.token_ids[0] == 7
+    assert environment.options["entry_point"] == entry_point
+
+
+def test_an_environment_serves_one_session_after_the_other() -> None:
+    environment, _ = begun(first=3)
+    before = CountingTokens.num_made
+    environment.close()
+    again, first = begun(first=3)
+    other, _ = begun(first=3)
+    assert CountingTokens.num_made == before + 1
+    again.step(TokenAnswer(token_ids=[1]))
+    assert other.step(TokenAnswer(token_ids=[2])).observation.token_ids == [*first, 2]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1"])
+def test_spaces_that_are_none_of_tokens_are_refused(env_id: str) -> None:
+    with pytest.raises(ConfigError, match="token-level environment"):
+        TokenLevelEnvironment(env_id)

@@ -1,0 +1,37 @@
+"""A token-level Gymnasium environment with a vocabulary as large as GPT-2's."""
+
+from __future__ import annotations
+
+import gymnasium
+from gymnasium import spaces
+
+NUM_TOKENS = 50257
+END = 9
+TOKENS = "ludus-tests/Tokens-v0"
+
+
+class CountingTokens(gymnasium.Env):
+    """Pays 1 for a token that is one more than the last; 9 ends it, and a 5 is answered by 50."""
+
+    num_made = 0
+
+    def __init__(self, first: int = 0) -> None:
+        self.action_space = spaces.Discrete(NUM_TOKENS)
+        self.observation_space = spaces.Sequence(spaces.Discrete(NUM_TOKENS))
+        self._first = first
+        type(self).num_made += 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.said = [self._first, int(self.np_random.integers(1, 3))]
+        return self.said, {"asked": "count"}
+
+    def step(self, action):
+        reward = float(action == self.said[-1] + 1)
+        self.said.append(action)
+        if action == 5:
+            self.said.append(50)
+        return self.said, reward, action == END, False, {"last": action}
+
+
+gymnasium.register(TOKENS, CountingTokens)
