@@ -50,6 +50,7 @@ IMAGES = {
         "ludus/env-openspiel", "envs/Dockerfile", {"ENVIRONMENT": "openspiel_env"}
     ),
     "env-math": Image("ludus/env-math", "envs/Dockerfile", {"ENVIRONMENT": "math_env"}),
+    "env-prompts": Image("ludus/env-prompts", "envs/Dockerfile", {"ENVIRONMENT": "prompts_env"}),
     "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
     "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
     "store": Image("ludus/store", "charts/store.Dockerfile"),

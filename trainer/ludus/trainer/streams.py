@@ -20,6 +20,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ludus.proto.seeds import FIRST_WARM_START_SEED
+
 VERSION = 1
 """Another one gives other random numbers: a run does not go on under it (`checkpoint.py`)."""
 
@@ -55,7 +57,7 @@ class Stream(IntEnum):
     """Which groups are written down. Counter: block, of as many groups as a step trains on."""
 
 
-_NUM_SEEDS = 2**30
+_NUM_SEEDS = FIRST_WARM_START_SEED
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _64_BITS = 2**64

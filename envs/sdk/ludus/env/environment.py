@@ -15,6 +15,7 @@ from ludus.env.types import (
     ObservationT,
     State,
     StateT,
+    TaskSet,
     Tool,
     Transition,
 )
@@ -25,7 +26,11 @@ ShownObservationT = TypeVar("ShownObservationT", bound=Observation, contravarian
 
 
 class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
-    """How a language model sees an environment and answers it."""
+    """How a language model sees an environment and answers it.
+
+    A renderer for which every text is an action, nonsense included, says so with an attribute
+    `takes_any_text = True`; `check_environment` else expects nonsense to be refused.
+    """
 
     def render(self, observation: ShownObservationT, *, first: bool) -> list[Message]:
         """The messages that this observation adds; `first` is True right after a reset."""
@@ -70,6 +75,11 @@ class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     def options(self) -> JsonObject:
         """What this environment was built with, for people and reports."""
         return {}
+
+    @property
+    def tasks(self) -> TaskSet | None:
+        """How many different tasks the seeds stand for; None where each is another one."""
+        return None
 
     @abstractmethod
     def reset(self, *, seed: int | None = None, **options: Any) -> Transition[ObservationT]:

@@ -142,6 +142,23 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskSet:
+    """The tasks of an environment that has so many of them: rows of a data set.
+
+    Seeds 0 to `num_tasks` - 1 show each task of training once, in some order, the next ones each
+    of them once more, and so on below 2**31. From 2**31 on it is the same with the tasks that are
+    held back; where none are, with those of training.
+    """
+
+    num_tasks: int
+    """For training."""
+    num_test_tasks: int = 0
+    """Held back."""
+    columns: tuple[str, ...] = ()
+    """The names that `info` has in every result of an episode."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
     """What an environment server says of itself."""
 
@@ -166,6 +183,8 @@ class EnvironmentDescription:
     """Sessions outlive the connection that opened them by so long without asking for it."""
     idle_timeout_s: float = 0.0
     """Sessions without a call for so long are ended; 0 where that is not known."""
+    tasks: TaskSet | None = None
+    """Where they can be counted; None where every seed is another one, or nobody says."""
 
     def takes_option(self, name: str) -> bool:
         """True when `reset` takes an option of that name."""

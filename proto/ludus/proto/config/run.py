@@ -35,10 +35,9 @@ from ludus.proto.config.sections import (
     VllmGenerator,
     WeightStoreConfig,
 )
+from ludus.proto.seeds import FIRST_EVAL_SEED
 
 _MAX_VLLM_TEMPERATURE = 2.0
-FIRST_EVAL_SEED = 2**31
-"""Below are the seeds of training and of the warm start."""
 TINY_LEARNING_RATE = 2e-3
 """Where nothing is said, of a model that was made on the spot."""
 

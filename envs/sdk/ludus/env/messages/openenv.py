@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
-from ludus.env.types import EnvironmentDescription, JsonObject
+from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet
 from ludus.proto.errors import EnvError, ErrorCode, message_of
 
 MAX_FAULTS_BYTES = 65_536
@@ -232,7 +232,16 @@ def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
         "tools": [asdict(tool) for tool in description.tools],
         "server_id": description.server_id,
         "idle_timeout_s": description.idle_timeout_s,
+        "tasks": None if description.tasks is None else asdict(description.tasks),
     }
+
+
+def read_tasks(metadata: JsonObject) -> TaskSet | None:
+    """The tasks that the extras of /metadata tell of; None where they tell of none."""
+    tasks = metadata.get("tasks")
+    if tasks is None:
+        return None
+    return TaskSet(tasks["num_tasks"], tasks["num_test_tasks"], tuple(tasks["columns"]))
 
 
 def frame(kind: str, data: Any) -> bytes:

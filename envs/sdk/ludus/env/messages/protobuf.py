@@ -11,7 +11,7 @@ import orjson
 
 from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
 from ludus.env.sessions.interface import OpenArgs, Opened
-from ludus.env.types import EnvironmentDescription, JsonObject, Tool
+from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from_wire
 
@@ -202,6 +202,7 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         server_id=description.server_id,
         linger_s=description.linger_s,
         idle_timeout_s=description.idle_timeout_s,
+        tasks=_tasks_message(description.tasks),
     )
 
 
@@ -223,7 +224,16 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         server_id=message.server_id,
         linger_s=message.linger_s,
         idle_timeout_s=message.idle_timeout_s,
+        tasks=_read_tasks(message.tasks) if message.HasField("tasks") else None,
     )
+
+
+def _tasks_message(tasks: TaskSet | None) -> pb.TaskSet | None:
+    return None if tasks is None else pb.TaskSet(**asdict(tasks))
+
+
+def _read_tasks(message: pb.TaskSet) -> TaskSet:
+    return TaskSet(message.num_tasks, message.num_test_tasks, tuple(message.columns))
 
 
 def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:

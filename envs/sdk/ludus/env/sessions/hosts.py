@@ -283,6 +283,7 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         options=environment.options,
         reset_options=declared_options(kind),
         tools=environment.tools,
+        tasks=environment.tasks,
     )
 
 

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs, said_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
-from ludus.env.messages.openenv import read_tensors_json, upstream_metadata
+from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
@@ -85,6 +85,7 @@ class WebSocketTransport:
             tools=[Tool(**tool) for tool in ludus.get("tools", [])],
             server_id=ludus.get("server_id", ""),
             idle_timeout_s=ludus.get("idle_timeout_s", 0.0),
+            tasks=read_tasks(ludus),
         )
 
     async def open(self, args: OpenArgs) -> OpenedWire:

@@ -26,12 +26,22 @@ class TextView(_message.Message):
     legal_answers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, messages_json: _Optional[bytes] = ..., legal_answers: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class TaskSet(_message.Message):
+    __slots__ = ("num_tasks", "num_test_tasks", "columns")
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TEST_TASKS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    num_tasks: int
+    num_test_tasks: int
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_tasks: _Optional[int] = ..., num_test_tasks: _Optional[int] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +58,7 @@ class DescribeResponse(_message.Message):
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     LINGER_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -64,7 +75,8 @@ class DescribeResponse(_message.Message):
     server_id: str
     linger_s: float
     idle_timeout_s: float
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ...) -> None: ...
+    tasks: TaskSet
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")
