@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class _IndexedRows(ABC):
         self._starts = array("Q")
         """[N + 1] bytes from the file's beginning; the last one is where the last row ends."""
         self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._file)
         names: dict[str, None] = {}
         with path.open("rb") as file:
             for start, row in self._scan(file):
@@ -64,11 +66,6 @@ class _IndexedRows(ABC):
                 f"started, got {error}; start it again, and leave the file as it is meanwhile"
             ) from None
         return {name: row.get(name) for name in self._columns}
-
-    def __del__(self) -> None:
-        file = getattr(self, "_file", None)
-        if file is not None:
-            os.close(file)
 
     @abstractmethod
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, JsonObject]]:
