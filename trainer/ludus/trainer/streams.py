@@ -55,6 +55,12 @@ class Stream(IntEnum):
     """Counter: version of the policy."""
     TRANSCRIPT = 11
     """Which groups are written down. Counter: block, of as many groups as a step trains on."""
+    REWARD_MODEL = 20
+    """What the training of a reward model draws: the head's first weights, dropout."""
+    REWARD_MODEL_SPLIT = 21
+    """Which comparisons are held out."""
+    REWARD_MODEL_ORDER = 22
+    """In which they are learned from. Counter: epoch."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED

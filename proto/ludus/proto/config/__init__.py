@@ -21,14 +21,17 @@ from ludus.proto.config.environment import (
     EnvironmentConfig,
     LocalEnvironment,
     RemoteEnvironment,
+    RewardModelTerm,
     RewardTerm,
 )
 from ludus.proto.config.load import (
     apply_overrides,
+    load_reward_model_config,
     load_run_config,
     parse_override,
     run_config_from,
 )
+from ludus.proto.config.reward_model import RewardModelConfig
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
 from ludus.proto.config.sections import (
     CanaryConfig,
@@ -79,6 +82,8 @@ __all__ = [
     "RayWeightStore",
     "ReinforceConfig",
     "RemoteEnvironment",
+    "RewardModelConfig",
+    "RewardModelTerm",
     "RewardTerm",
     "RolloutConfig",
     "RunConfig",
@@ -93,6 +98,7 @@ __all__ = [
     "WandbSink",
     "WeightStoreConfig",
     "apply_overrides",
+    "load_reward_model_config",
     "load_run_config",
     "parse_override",
     "run_config_from",

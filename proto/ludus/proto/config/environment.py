@@ -21,8 +21,9 @@ RANDOM_POLICY = "random"
 
 
 class RewardTerm(Section):
-    """One term of an episode's reward."""
+    """A term of an episode's reward: the environment's own return, or a function."""
 
+    kind: Literal["function"] = "function"
     function: ImportPath | None = None
     """Called with lists, one entry per episode of a group that is not void, as keyword
     arguments: prompts, completions, and every field of the rollouts (docs/rewards.md); returns
@@ -33,8 +34,34 @@ class RewardTerm(Section):
     """In metrics; null takes the function's name, or "environment"."""
 
 
-def name_of_term(term: RewardTerm) -> str:
+class RewardModelTerm(Section):
+    """A term that a reward model says of an episode's prompt and completion."""
+
+    kind: Literal["model"] = "model"
+    path: str
+    """Folder, or Hugging Face id, of a sequence classifier of one label, as `ludus train-reward`
+    writes it. Each rollout worker loads it once, whatever the number of terms."""
+    weight: float = 1.0
+    """What the term is multiplied with; with 0 it is shown, and decides nothing."""
+    name: str | None = None
+    """In metrics; null takes the last part of the path."""
+    device: str | None = None
+    """One of "cpu", "cuda", "cuda:1"; null takes a GPU where the rollout worker has one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of its weights."""
+    max_tokens_per_batch: PositiveInt = 16384
+    """Padded tokens that go through it at once."""
+
+
+RewardTermConfig = Annotated[
+    RewardTerm | RewardModelTerm, Field(discriminator="kind"), default_kind("function")
+]
+
+
+def name_of_term(term: RewardTerm | RewardModelTerm) -> str:
     """What metrics call a term of the reward."""
+    if isinstance(term, RewardModelTerm):
+        return term.name or term.path.rstrip("/").rpartition("/")[2]
     return term.name or (term.function or "environment").rpartition(":")[2]
 
 
@@ -58,7 +85,7 @@ class _Environment(Section):
     """The baseline at which gap_closed is 1."""
     policy_chart: ImportPath | None = None
     """Situations for the policy chart of the report: () -> list of PolicyChartPrompt."""
-    rewards: tuple[RewardTerm, ...] = (RewardTerm(),)
+    rewards: tuple[RewardTermConfig, ...] = (RewardTerm(),)
     """What an episode is worth: the weighted sum of these terms."""
     weight: PositiveFloat = 1.0
     """Share of the groups that are played here, relative to the other environments."""

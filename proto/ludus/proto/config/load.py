@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ludus.proto.config.presets import with_preset
+from ludus.proto.config.reward_model import RewardModelConfig
 from ludus.proto.config.run import RunConfig
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.values import parse_value
@@ -57,6 +58,28 @@ def run_config_from(
             # It was written alone; its name is not the user's.
             lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
         raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
+
+
+def load_reward_model_config(path: Path | None, overrides: Sequence[str] = ()) -> RewardModelConfig:
+    """How a reward model is trained, by a file, after `field=value` overrides.
+
+    Args:
+        path: .toml, .yaml, .yml or .json; None starts from the defaults.
+
+    Raises:
+        NotFoundError: the file is not there.
+        ConfigError: one line per mistake, each with field, value and way out.
+    """
+    tree = _read_file(path) if path else {}
+    apply_overrides(tree, overrides)
+    try:
+        return RewardModelConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(detail, RewardModelConfig) for detail in error.errors()]
+        source = str(path) if path else "the configuration"
+        raise ConfigError(
+            f"{source} is no valid training of a reward model:\n" + "\n".join(lines)
+        ) from None
 
 
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
@@ -126,9 +149,9 @@ def _parse(suffix: str, text: str) -> Any:
             raise ConfigError(f"expected a .toml, .yaml or .json file, got '{suffix}'")
 
 
-def _explain(detail: ErrorDetails) -> str:
+def _explain(detail: ErrorDetails, root: type[BaseModel] = RunConfig) -> str:
     location = [str(part) for part in detail["loc"]]
-    path, sections = _follow(location)
+    path, sections = _follow(location, root)
     value = detail["input"]
     match detail["type"]:
         case "extra_forbidden":
@@ -145,13 +168,13 @@ def _explain(detail: ErrorDetails) -> str:
             return f"  {path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {value!r}"
 
 
-def _follow(location: Sequence[str]) -> tuple[str, list[type[BaseModel]]]:
+def _follow(location: Sequence[str], root: type[BaseModel]) -> tuple[str, list[type[BaseModel]]]:
     """The field's name as people write it, and the sections that could hold its last part.
 
     pydantic puts the chosen variant of a union into the location; people do not.
     """
     names: list[str] = []
-    sections: list[type[BaseModel]] = [RunConfig]
+    sections: list[type[BaseModel]] = [root]
     for depth, part in enumerate(location):
         chosen = [section for section in sections if _kind(section) == part]
         if chosen and not any(part in section.model_fields for section in sections):

@@ -19,6 +19,7 @@ from huggingface_hub import constants as hub
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,7 +27,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ludus.proto.errors import NotFoundError
+from ludus.proto.errors import ConfigError, NotFoundError
 
 # In the log of a job, each refresh of a bar is a line.
 disable_progress_bar()
@@ -34,6 +35,7 @@ disable_progress_bar()
 _log = logging.getLogger(__name__)
 
 _HUB_ANSWERS_WITHIN_S = 5.0
+_CLASSIFIER = "ForSequenceClassification"
 _SELF_CONTAINED = "TokenizersBackend"
 """What transformers names a tokenizer whose tokenizer.json says all there is to know."""
 
@@ -66,6 +68,48 @@ def load_language_model(
             attn_implementation="sdpa",
             local_files_only=is_local,
             adapter_kwargs={"local_files_only": is_local},
+        )
+
+
+def check_reward_model(path: str | Path, field: str = "path") -> None:
+    """Check that there is a sequence classifier of one label; its weights are not read.
+
+    Args:
+        field: of the configuration, which a message names.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: it is another kind of model.
+    """
+    with _refusing(path, field) as is_local:
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
+    kinds = config.architectures or []
+    if not any(kind.endswith(_CLASSIFIER) for kind in kinds) or config.num_labels != 1:
+        raise ConfigError(
+            f"{field} = '{path}': expected a reward model, which is a sequence classifier with "
+            f"num_labels = 1, got {', '.join(kinds) or 'a model of no kind'} with num_labels = "
+            f"{config.num_labels}; train one with `ludus train-reward`"
+        )
+
+
+def load_sequence_classifier(
+    path: str | Path, dtype: torch.dtype, *, begins: bool = False
+) -> PreTrainedModel:
+    """The sequence classifier of one label in a folder, or of a Hugging Face id.
+
+    Args:
+        dtype: of its weights.
+        begins: it may be a causal language model, which gets a random head.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: it is another kind of model.
+    """
+    if not begins:
+        check_reward_model(path)
+    with _refusing(path, "model" if begins else "path") as is_local:
+        return AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=dtype, local_files_only=is_local
         )
 
 
@@ -124,7 +168,7 @@ def _hub_answers(minute: int) -> bool:
 
 
 @contextmanager
-def _refusing(path: str | Path) -> Iterator[bool]:
+def _refusing(path: str | Path, field: str = "model.path") -> Iterator[bool]:
     """Whether all there is lies on this machine; what cannot be loaded is said in one sentence."""
     is_path = Path(path).is_absolute() or Path(path).is_dir()
     is_local = is_path or hub.HF_HUB_OFFLINE or not _hub_answers(_minute())
@@ -136,12 +180,12 @@ def _refusing(path: str | Path) -> Iterator[bool]:
             if not hub.HF_HUB_OFFLINE:
                 why = f"does not answer within {_HUB_ANSWERS_WITHIN_S:g} s"
             raise NotFoundError(
-                f"model.path = '{path}': Hugging Face ({hub.ENDPOINT}) {why}, and the cache "
+                f"{field} = '{path}': Hugging Face ({hub.ENDPOINT}) {why}, and the cache "
                 f"'{hub.HF_HUB_CACHE}' does not hold all of it; see the network, set HF_ENDPOINT "
                 "to a mirror, or give a folder"
             ) from error
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(
-            f"model.path = '{path}': no model can be loaded from there ({reason}); expected a "
+            f"{field} = '{path}': no model can be loaded from there ({reason}); expected a "
             "folder that save_pretrained wrote, or a Hugging Face id"
         ) from error
