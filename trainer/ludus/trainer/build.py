@@ -13,11 +13,13 @@ from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
     PretrainedModel,
+    RewardModelTerm,
+    RewardTerm,
     RunConfig,
     TransformersGenerator,
     VllmGenerator,
 )
-from ludus.proto.config.environment import RANDOM_POLICY
+from ludus.proto.config.environment import RANDOM_POLICY, name_of_term
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Phase, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import place_in_ray
@@ -220,4 +222,20 @@ def resolved(run: RunConfig) -> RunConfig:
         # One that is not there is refused by the name that the user gave it.
         if folder.exists():
             changes["model"] = run.model.model_copy(update={"path": str(folder)})
+    changes["environments"] = {
+        name: environment.model_copy(
+            update={"rewards": tuple(_located(term) for term in environment.rewards)}
+        )
+        for name, environment in run.environments.items()
+    }
     return run.model_copy(update=changes)
+
+
+def _located(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
+    """The term with an absolute path where its reward model is a folder of this machine."""
+    if isinstance(term, RewardModelTerm):
+        folder = Path(term.path).expanduser().absolute()
+        if folder.exists():
+            # Metrics keep the name that the path gave it.
+            return term.model_copy(update={"path": str(folder), "name": name_of_term(term)})
+    return term

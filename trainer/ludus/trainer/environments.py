@@ -26,7 +26,13 @@ from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.transports.address import parse_address
 from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt
-from ludus.proto.config import EnvironmentConfig, LocalEnvironment, RemoteEnvironment, RunConfig
+from ludus.proto.config import (
+    EnvironmentConfig,
+    LocalEnvironment,
+    RemoteEnvironment,
+    RewardTerm,
+    RunConfig,
+)
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
@@ -62,7 +68,7 @@ def check_names(run: RunConfig) -> None:
             if path is not None:
                 import_object(path, f"environment.{field}")
         for term in environment.rewards:
-            if term.function is not None:
+            if isinstance(term, RewardTerm) and term.function is not None:
                 import_object(term.function, "environment.rewards")
     chart_prompts(run)
 

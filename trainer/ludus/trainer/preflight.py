@@ -20,7 +20,7 @@ from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import check_streams, read_state
 from ludus.trainer.environments import check_names, check_remote, fixed_policies
-from ludus.trainer.prepare import check_model_path
+from ludus.trainer.prepare import check_model_path, check_reward_models
 from ludus.trainer.run_folder import new_run_id, path_of
 
 
@@ -35,6 +35,7 @@ def preflight(run: RunConfig, resume: Resume) -> None:
     asyncio.run(check_remote(run))
     if isinstance(run.model, PretrainedModel):
         check_model_path(run.model.path)
+    check_reward_models(run)
     if is_local():
         _check_gpus(run)
     folder = path_of(run)

@@ -17,7 +17,7 @@ import torch
 
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
-from ludus.proto.config import PretrainedModel, RunConfig, TinyModel
+from ludus.proto.config import PretrainedModel, RewardModelTerm, RunConfig, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
 from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.environments import Environment
@@ -30,7 +30,7 @@ from ludus.trainer.learner.warm_start import (
     warm_start,
 )
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.load import check_language_model
+from ludus.trainer.models.load import check_language_model, check_reward_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Opening
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
@@ -313,6 +313,27 @@ def _make_tiny(
 
 def _legal_answers(result: StepResult) -> list[str]:
     return result.text.legal_answers if result.text else []
+
+
+def check_reward_models(run: RunConfig) -> None:
+    """Refuse reward models that are not there, or say more than one number; no weights are read.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: it is no reward model.
+    """
+    for name, environment in run.environments.items():
+        field = f"{run.section_of(name)}.rewards.path"
+        for path in {
+            term.path for term in environment.rewards if isinstance(term, RewardModelTerm)
+        }:
+            if is_folder(path) and not (Path(path).expanduser() / _MODEL_CONFIG_FILE).is_file():
+                raise NotFoundError(
+                    f"{field} = '{path}': no reward model there; expected a folder with "
+                    "config.json, as `ludus train-reward` writes it, or a Hugging Face id"
+                )
+            place = str(Path(path).expanduser()) if is_folder(path) else path
+            check_reward_model(place, field)
 
 
 def is_folder(model_path: str) -> bool:

@@ -37,7 +37,7 @@ from ludus.trainer.controller import Controller
 from ludus.trainer.environments import chart_prompts, check_names
 from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
-from ludus.trainer.prepare import check_model_path
+from ludus.trainer.prepare import check_model_path, check_reward_models
 from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
@@ -136,6 +136,7 @@ class Trainer:
         check_names(self.run)
         if isinstance(self.run.model, PretrainedModel):
             await asyncio.to_thread(check_model_path, self.run.model.path)
+        await asyncio.to_thread(check_reward_models, self.run)
         checkpoint = starting_point(self.run, self._resume)
         state = RunState()
         changes: list[Change] = []

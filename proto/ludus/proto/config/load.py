@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -60,25 +60,27 @@ def run_config_from(
         raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
 
 
-def load_reward_model_config(path: Path | None, overrides: Sequence[str] = ()) -> RewardModelConfig:
-    """How a reward model is trained, by a file, after `field=value` overrides.
+def load_reward_model_config(
+    source: Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> RewardModelConfig:
+    """How a reward model is trained, after `field=value` overrides.
 
     Args:
-        path: .toml, .yaml, .yml or .json; None starts from the defaults.
+        source: a file, .toml, .yaml, .yml or .json, or the fields themselves.
 
     Raises:
         NotFoundError: the file is not there.
         ConfigError: one line per mistake, each with field, value and way out.
     """
-    tree = _read_file(path) if path else {}
+    tree = _read_file(source) if isinstance(source, Path) else dict(source)
     apply_overrides(tree, overrides)
     try:
         return RewardModelConfig.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(detail, RewardModelConfig) for detail in error.errors()]
-        source = str(path) if path else "the configuration"
+        name = str(source) if isinstance(source, Path) else "this"
         raise ConfigError(
-            f"{source} is no valid training of a reward model:\n" + "\n".join(lines)
+            f"{name} is no valid training of a reward model:\n" + "\n".join(lines)
         ) from None
 
 

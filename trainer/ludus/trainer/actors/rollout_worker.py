@@ -31,6 +31,7 @@ from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player, sampling_of
+from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import Tasks
@@ -92,11 +93,18 @@ class RolloutWorkerActor:
         self._merger = None
         if run.model.lora is not None:
             self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
+        self._reward_models = RewardModels()
         self._players = {}
         for name, client in clients.items():
             max_sessions = (await client.describe()).max_sessions
             self._players[name] = make_player(
-                run, name, client, self._generator, chat, max_sessions
+                run,
+                name,
+                client,
+                self._generator,
+                chat,
+                max_sessions,
+                reward_models=self._reward_models,
             )
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
@@ -208,6 +216,7 @@ class RolloutWorkerActor:
         """End the engine and the connections."""
         await self._clients.aclose()
         self._generator.close()
+        self._reward_models.close()
         self._closed.set()
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:

@@ -25,7 +25,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
@@ -107,7 +112,7 @@ def load_sequence_classifier(
     """
     if not begins:
         check_reward_model(path)
-    with _refusing(path, "model" if begins else "path") as is_local:
+    with _refusing(path, "model" if begins else "path") as is_local, _without_report():
         return AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, local_files_only=is_local
         )
@@ -141,6 +146,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     loader = PreTrainedTokenizerFast if is_self_contained else AutoTokenizer
     with _refusing(path) as is_local:
         return loader.from_pretrained(path, local_files_only=is_local)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keeps transformers from telling at length that a new head is new."""
+    before = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(before)
 
 
 def _minute() -> int:

@@ -9,6 +9,7 @@ from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import make_renderer
+from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tool_adapter import Toolbox
 from ludus.trainer.types import Sampling
@@ -21,8 +22,13 @@ def make_player(
     generate: GenerateFn,
     chat: ChatTokenizer,
     max_sessions: int,
+    *,
+    reward_models: RewardModels | None = None,
 ) -> Player:
     """What plays environment `name` of the run, and scores what it has played.
+
+    Args:
+        reward_models: those of this process, which all environments share.
 
     Raises:
         ConfigError: a function that the environment names cannot be imported.
@@ -42,7 +48,7 @@ def make_player(
         place=list(run.environments).index(name),
         toolbox=Toolbox(client, name) if config.tools else None,
         rollout_function=None if play is None else import_object(play, "environment.rollout"),
-        reward=Reward(config.rewards, run.rollout.invalid_action_reward),
+        reward=Reward(config.rewards, run.rollout.invalid_action_reward, reward_models),
     )
 
 

@@ -3,7 +3,7 @@
     played episodes --term by term--> values --weights--> rewards
                           |
                           +-- the environment's own return, or a function of the run's,
-                              called once with the whole group
+                              called once with the whole group, or a reward model
 
 A function gets lists, one entry per episode that is not void, as keyword arguments, and takes
 those that it names. It runs on the event loop when it is asynchronous, else in a thread.
@@ -15,29 +15,23 @@ be compared must not be learned from. A term of weight 0 is shown, and decides n
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from ludus.env import Message
-from ludus.proto.config.environment import RewardTerm, name_of_term
-from ludus.proto.errors import ConfigError, RewardFunctionError, UserError
+from ludus.proto.config.environment import RewardModelTerm, RewardTerm, name_of_term
+from ludus.proto.errors import UserError
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.rollout.reward_function import Columns, RewardFunction
+from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
 
 ENVIRONMENT_TERM = RewardTerm()
 """The environment's own return, with weight 1."""
-
-Columns = dict[str, list[Any]]
 
 _NUM_THREADS = 32
 
@@ -64,11 +58,20 @@ class PlayedEpisode:
         return not self.rollout.status.is_void
 
 
+class Scorer(Protocol):
+    """What says a number of each episode of a group."""
+
+    async def values(
+        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
+    ) -> Sequence[float | None]:
+        """[num_episodes] what it says, as the term `name`; None of what it cannot score."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Term:
     name: str
     weight: float
-    function: _RewardFunction | None
+    scorer: Scorer | None
     """None is the environment's own return."""
 
 
@@ -87,22 +90,25 @@ class Reward:
 
     def __init__(
         self,
-        terms: Sequence[RewardTerm] = (ENVIRONMENT_TERM,),
+        terms: Sequence[RewardTerm | RewardModelTerm] = (ENVIRONMENT_TERM,),
         invalid_action_reward: float = -1.0,
+        reward_models: RewardModels | None = None,
     ) -> None:
-        """`invalid_action_reward` is what an answer costs that was no action."""
+        """Import the functions, and load the reward models that are not loaded yet.
+
+        Args:
+            terms: what an episode is worth is their weighted sum.
+            invalid_action_reward: what an answer costs that was no action.
+            reward_models: those of this process, which all environments share.
+        """
         # Functions that never end must keep no threads but their own.
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
+        models = RewardModels() if reward_models is None else reward_models
         self._terms = [
-            _Term(
-                name_of_term(term),
-                term.weight,
-                None if term.function is None else _RewardFunction(term.function, threads),
-            )
-            for term in terms
+            _Term(name_of_term(term), term.weight, _scorer(term, threads, models)) for term in terms
         ]
         self._invalid_action_reward = invalid_action_reward
-        self._has_own = any(term.function is None and term.weight for term in self._terms)
+        self._has_own = any(term.scorer is None and term.weight for term in self._terms)
         """Whether the environment's own return counts, which has that reward in it already."""
 
     async def score(self, played: Sequence[PlayedEpisode], timeout_s: float) -> list[Rollout]:
@@ -122,10 +128,10 @@ class Reward:
         ]
 
     async def _ask(self, term: _Term, scored: Sequence[PlayedEpisode], timeout_s: float) -> _Scores:
-        if term.function is None or not scored:
+        if term.scorer is None or not scored:
             return _Scores(term, [episode.rollout.episode_return for episode in scored])
         try:
-            values = await term.function.values(term.name, _columns(scored), len(scored), timeout_s)
+            values = await term.scorer.values(term.name, _columns(scored), len(scored), timeout_s)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary to the run's own code
@@ -162,89 +168,12 @@ def _weighted_sum(scores: Sequence[_Scores], values: Sequence[float | None]) -> 
     return total
 
 
-class _RewardFunction:
-    """One imported function, and which arguments it takes."""
-
-    def __init__(self, path: str, threads: ThreadPoolExecutor) -> None:
-        self._path = path
-        self._threads = threads
-        self._function: Callable[..., Any] = import_object(path, "environment.rewards.function")
-        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
-            getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
-        )
-        parameters = inspect.signature(self._function).parameters.values()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._named = frozenset(p.name for p in named)
-        self._required = frozenset(p.name for p in named if p.default is p.empty)
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise ConfigError(
-                f"environment.rewards.function = '{path}' expected keyword arguments, got "
-                "positional-only ones; remove the '/' from its signature"
-            )
-
-    async def values(
-        self, name: str, columns: Columns, num_episodes: int, timeout_s: float
-    ) -> list[float | None]:
-        """[num_episodes] what the function says of each episode."""
-        arguments = self._arguments(columns)
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                returned = await self._call(arguments)
-        except UserError:
-            raise
-        except Exception as error:  # the boundary to the run's own code
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise RewardFunctionError(
-                    f"reward function '{self._path}' expected to end within "
-                    f"rollout.group_timeout_s = {timeout_s:g} s, still running; make it faster or "
-                    "raise the limit"
-                ) from None
-            raise RewardFunctionError(
-                f"reward function '{self._path}' (term '{name}') raised {describe(error)}"
-            ) from error
-        return self._checked(returned, num_episodes)
-
-    async def _call(self, arguments: Columns) -> Any:
-        if self._is_async:
-            return await self._function(**arguments)
-        # A long computation must not keep the other episodes waiting.
-        loop = asyncio.get_running_loop()
-        returned = await loop.run_in_executor(self._threads, partial(self._function, **arguments))
-        return await returned if inspect.isawaitable(returned) else returned
-
-    def _arguments(self, columns: Columns) -> Columns:
-        missing = sorted(self._required - columns.keys())
-        if missing:
-            raise RewardFunctionError(
-                f"reward function '{self._path}' asks for '{missing[0]}', which no episode of the "
-                f"group has; expected arguments out of {sorted(columns)}"
-            )
-        if self._takes_all:
-            return columns
-        return {key: value for key, value in columns.items() if key in self._named}
-
-    def _checked(self, returned: Any, num_episodes: int) -> list[float | None]:
-        listed = returned.tolist() if hasattr(returned, "tolist") else returned
-        if not isinstance(listed, (list, tuple)) or len(listed) != num_episodes:
-            got = f"{len(listed)}" if isinstance(listed, (list, tuple)) else repr(listed)[:100]
-            raise RewardFunctionError(
-                f"reward function '{self._path}' expected to return a list of {num_episodes} "
-                f"numbers or None, one per episode, got {got}"
-            )
-        return [self._number(value, index) for index, value in enumerate(listed)]
-
-    def _number(self, value: Any, index: int) -> float | None:
-        if value is None:
-            return None
-        if hasattr(value, "item"):
-            value = value.item()
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardFunctionError(
-                f"reward function '{self._path}' expected a finite number or None for episode "
-                f"{index}, got {value!r:.100}; return None for an episode that cannot be scored"
-            )
-        return float(value)
+def _scorer(
+    term: RewardTerm | RewardModelTerm, threads: ThreadPoolExecutor, models: RewardModels
+) -> Scorer | None:
+    if isinstance(term, RewardModelTerm):
+        return models.scorer(term)
+    return None if term.function is None else RewardFunction(term.function, threads)
 
 
 def _columns(episodes: Sequence[PlayedEpisode]) -> Columns:

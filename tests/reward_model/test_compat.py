@@ -1,0 +1,43 @@
+"""Gymformer's `train_reward`, its import line changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.trainer import train_reward
+
+
+def test_the_call_of_the_readme_writes_a_reward_model_and_returns_it(
+    gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = train_reward(
+        model_name=gpt2_path,
+        datasets_path=str(preferences),
+        reward_model_path=str(tmp_path / "models/reward_model"),
+        batch_size=32,
+        epochs=3,
+    )
+    assert isinstance(model, torch.nn.Module)
+    [score] = model.score(["Tell me about bread."], ["bread good"])
+    assert isinstance(score, float)
+    metrics = json.loads((tmp_path / "models/reward_model/metrics.json").read_text())
+    assert len(metrics["epochs"]) == 3
+    assert {"accuracy", "mrr", "loss"} <= metrics.keys()
+    assert "epoch 3/3: loss" in capsys.readouterr().err
+    # Once more replaces it, as a notebook's cell does.
+    assert train_reward(gpt2_path, preferences, tmp_path / "models/reward_model", epochs=1)
+
+
+def test_a_dry_run_looks_at_the_data_and_writes_nothing(
+    gpt2_path: str, preferences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_reward(gpt2_path, preferences, tmp_path / "rm", dry_run=True) is None
+    assert "77 comparisons to train on, 19 held out" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"epochs: .*greater than or equal to 1, got 0"):
+        train_reward(gpt2_path, preferences, tmp_path / "rm", epochs=0)

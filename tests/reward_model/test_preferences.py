@@ -1,0 +1,152 @@
+"""Preferences are read from every shape and file; a row that is none is named."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.reward_model.preferences import Comparison, comparisons_of
+
+PAIRS = [
+    {"prompt": "Tell me about bread.", "chosen": "It is warm.", "rejected": "No."},
+    {"prompt": 'Tell me about "snow",\nplease.', "chosen": "Cold.", "rejected": "Hot."},
+]
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any] | str]) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, PAIRS[0].keys())
+        writer.writeheader()
+        writer.writerows(PAIRS)
+    return path
+
+
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps(PAIRS), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(PAIRS), path)
+    return path
+
+
+def write_saved(path: Path, *, in_split: bool) -> Path:
+    """A folder as `datasets` saves it: Arrow streams beside a file that names them."""
+    folder = path / "train" if in_split else path
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist(PAIRS)
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    if in_split:
+        (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    return path
+
+
+def said(comparisons: Iterator[Comparison]) -> list[tuple[Any, ...]]:
+    return [(one.prompt, *one.answers, one.best) for one in comparisons]
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "parquet", "saved", "saved_splits", "folder"]
+)
+def test_every_kind_of_file_says_the_same(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{kind}"
+    match kind:
+        case "jsonl":
+            write_jsonl(path, PAIRS)
+        case "json":
+            write_json(path)
+        case "csv":
+            write_csv(path)
+        case "parquet":
+            write_parquet(path)
+        case "folder":
+            path.mkdir()
+            write_jsonl(path / "a.jsonl", PAIRS[:1])
+            write_jsonl(path / "b.jsonl", PAIRS[1:])
+            (path / "README.md").write_text("no data")
+        case _:
+            write_saved(path, in_split=kind == "saved_splits")
+    found = said(comparisons_of(path))
+    assert found == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
+
+
+def test_openais_shape_has_as_many_samples_as_there_are(tmp_path: Path) -> None:
+    row = {"query": "Q", "sample0": "a", "sample1": "b", "sample2": "c", "sample3": "d", "best": 2}
+    [found] = said(comparisons_of(write_jsonl(tmp_path / "data.jsonl", [row])))
+    assert found == ("Q", "a", "b", "c", "d", 2)
+
+
+def test_messages_and_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+    user, good = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    rows = [
+        {"prompt": [user], "chosen": [good], "rejected": "Go"},
+        {"prompt": [5, 6], "chosen": [7], "rejected": [8, 9]},
+    ]
+    found = said(comparisons_of(write_jsonl(tmp_path / "data.jsonl", rows)))
+    assert found == [([user], [good], "Go", 0), ([5, 6], [7], [8, 9], 0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "p", "chosen": "a"},
+            "row 2: column 'rejected' expected a text, .* got nothing",
+        ),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "row 2: column 'prompt' .* got 3"),
+        ({"question": "p"}, r"row 2: expected columns prompt, chosen, .* got \['question'\]"),
+        ({"query": "q", "sample0": "a", "sample1": "b", "best": 2}, "0 to 1, got 2"),
+        ({"query": "q", "sample0": "a", "sample1": "b", "best": None}, "0 to 1, got None"),
+        ({"query": "q", "sample0": "a", "sample2": "b", "best": 0}, "column 'sample1'"),
+        (
+            {"query": "q", "sample0": "a", "sample1": "b", "sample2": "c", "best": 0},
+            "row 2: expected 2 answers, as the rows before have, got 3",
+        ),
+        ("[1, 2]", "row 2: expected an object with columns, got list"),
+        ("{nonsense", "row 2: expected one JSON object a line, got '{nonsense'"),
+    ],
+)
+def test_a_row_that_is_no_comparison_is_named_with_what_is_wrong(
+    row: Mapping[str, Any] | str, message: str, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [PAIRS[0], row])
+    with pytest.raises(ConfigError, match=message):
+        list(comparisons_of(path))
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nothing there"):
+        list(comparisons_of(tmp_path / "missing.jsonl"))
+    (tmp_path / "data.txt").write_text("hello")
+    with pytest.raises(ConfigError, match=r"ends with one of \.jsonl"):
+        list(comparisons_of(tmp_path / "data.txt"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match="holds no file"):
+        list(comparisons_of(tmp_path / "empty"))
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(ConfigError, match=r"broken\.parquet' cannot be read"):
+        list(comparisons_of(tmp_path / "broken.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(ConfigError, match="expected UTF-8"):
+        list(comparisons_of(tmp_path / "latin.jsonl"))
+    (tmp_path / "nothing.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="got no row"):
+        list(comparisons_of(tmp_path / "nothing.jsonl"))

@@ -1,0 +1,181 @@
+"""A reward model as a term: loaded once, asked in batches, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.build import resolved
+from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.prepare import check_reward_models
+from ludus.trainer.reward_model import RewardModel, load_reward_model
+from ludus.trainer.rollout.reward_models import RewardModels
+from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
+from ludus.trainer.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
+from tests.learner.tiny_policy import make_policy_folder
+
+
+@pytest.fixture(scope="module")
+def policy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def path(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a reward model with a random head."""
+    folder = tmp_path_factory.mktemp("reward") / "pleasing"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
+    RewardModel(model, load_tokenizer(policy_path), format="chat").save(folder)
+    return str(folder)
+
+
+def episode(answer: str, status: RolloutStatus = RolloutStatus.TERMINATED) -> PlayedEpisode:
+    """An episode of one turn, for which the environment has paid 1."""
+    tokens = TokenSequence(np.array([1, 2, 3]), np.array([0.0, -1, -1]), (TurnSpan(1, 3, 0),))
+    rollout = Rollout("count", 7, (tokens,), 1.0, 1.0, (), status, 0)
+    said = [{"role": "assistant", "content": answer}]
+    return PlayedEpisode(rollout, [{"role": "user", "content": "go"}], said, [2, 3])
+
+
+async def test_a_term_is_what_the_model_says_of_prompt_and_completion(path: str) -> None:
+    terms = [RewardTerm(weight=0.5), RewardModelTerm(path=path, weight=2.0)]
+    lost = episode("", RolloutStatus.LOST)
+    rollouts = await Reward(terms).score([episode("HIT"), lost, episode("STAND")], 60.0)
+    model = load_reward_model(path)
+    scores = model.score(["go", "go"], ["HIT", "STAND"])
+    assert rollouts[0].reward == pytest.approx(0.5 + 2 * scores[0])
+    assert rollouts[2].reward == pytest.approx(0.5 + 2 * scores[1])
+    assert scores[0] != scores[1]
+    assert [one.name for one in rollouts[0].terms] == ["environment", "pleasing"]
+    assert [one.value for one in rollouts[1].terms] == [None, None]  # it was not asked
+
+
+async def test_a_model_is_loaded_once_whatever_the_number_of_environments_and_terms(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = RewardModels()
+    terms = [RewardModelTerm(path=path), RewardModelTerm(path=path, name="again", weight=-1)]
+    rewards = [Reward(terms, reward_models=models) for _ in range(3)]
+    assert len(models) == 1
+    for reward in rewards:
+        [rollout] = await reward.score([episode("HIT")], 60.0)
+        assert rollout.reward == pytest.approx(0.0)
+
+
+async def test_groups_that_wait_at_the_same_time_are_scored_together(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    threads: set[int] = set()
+    whole = RewardModel.score
+
+    def slowly(self: RewardModel, prompts: list, answers: list, **settings: int) -> list[float]:
+        asked.append(len(prompts))
+        threads.add(threading.get_ident())
+        time.sleep(0.05)
+        return whole(self, prompts, answers, **settings)
+
+    monkeypatch.setattr(RewardModel, "score", slowly)
+    reward = Reward([RewardModelTerm(path=path)])
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    groups = [[episode("HIT"), episode("STAND " * number)] for number in range(1, 9)]
+    scored = await asyncio.gather(*(reward.score(group, 60.0) for group in groups))
+    ticking.cancel()
+    # All begin in one turn of the event loop, so at most two calls are made for the eight.
+    assert sum(asked) == 16
+    assert len(asked) <= 2
+    assert ticks > 5  # the event loop turned meanwhile
+    assert threads.isdisjoint({threading.get_ident()})
+    assert len(threads) == 1
+    model = load_reward_model(path)
+    for group, rollouts in zip(groups, scored, strict=True):
+        answers = [one.completion[0]["content"] for one in group]
+        expected = whole(model, ["go", "go"], answers)
+        assert [one.reward for one in rollouts] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_a_model_that_fails_or_is_late_voids_its_group_and_the_next_is_scored(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = Reward([RewardModelTerm(path=path)])
+    whole = RewardModel.score
+
+    def out_of_memory(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+        raise RuntimeError("CUDA out of memory")
+
+    def never(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+        time.sleep(0.3)
+        return [0.0]
+
+    def strange(self: RewardModel, *asked: object, **settings: int) -> list[float]:
+        return [float("nan")]
+
+    for broken, message, timeout_s in [
+        (out_of_memory, "has failed: RuntimeError: CUDA out of memory", 60.0),
+        (never, "expected to answer within rollout.group_timeout_s = 0.05 s", 0.05),
+        (strange, "expected finite scores, got nan", 60.0),
+    ]:
+        monkeypatch.setattr(RewardModel, "score", broken)
+        [rollout] = await reward.score([episode("HIT")], timeout_s)
+        assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+        assert message in rollout.failure
+    monkeypatch.setattr(RewardModel, "score", whole)
+    [rollout] = await reward.score([episode("HIT")], 60.0)
+    assert rollout.status is RolloutStatus.TERMINATED
+
+
+def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
+    path: str, policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(where: str) -> None:
+        tree = {"environment": {"rewards": [{}, {"kind": "model", "path": where}]}}
+        check_reward_models(run_config_from(tree))
+
+    run(path)
+    with pytest.raises(NotFoundError, match=r"rewards\.path = './nowhere': no reward model there"):
+        run("./nowhere")
+    with pytest.raises(ConfigError, match="num_labels = 1, got LlamaForCausalLM"):
+        run(policy_path)
+    two = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=2)
+    two.save_pretrained(tmp_path / "two")
+    with pytest.raises(ConfigError, match="with num_labels = 2"):
+        run(str(tmp_path / "two"))
+
+
+def test_processes_elsewhere_are_told_where_a_folder_lies(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(path).parent)
+    tree = {"environment": {"rewards": [{"kind": "model", "path": "pleasing/"}]}}
+    [term] = resolved(run_config_from(tree)).environment.rewards
+    assert isinstance(term, RewardModelTerm)
+    assert (term.path, term.name) == (path, "pleasing")
+
+
+def test_a_term_of_neither_kind_is_refused_by_name() -> None:
+    for term, message in [
+        ({"kind": "mode", "path": "x"}, "rewards.*kind: expected one of 'function', 'model'"),
+        ({"kind": "model"}, "path: required, but not set"),
+        ({"kind": "model", "path": "x", "function": "a:b"}, "function: unknown key"),
+        ({"path": "x"}, "path: unknown key"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            run_config_from({"environment": {"rewards": [term]}})

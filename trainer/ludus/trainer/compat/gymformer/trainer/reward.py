@@ -1,0 +1,95 @@
+"""`train_reward`: a reward model of preferences, in one call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ludus.proto.config import load_reward_model_config
+from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
+from ludus.trainer.reward_model import RewardModel, train_reward_model
+from ludus.trainer.reward_model.training import check_training
+
+
+def train_reward(
+    model_name: str,
+    datasets_path: str | Path,
+    reward_model_path: str | Path,
+    test_size: float = 0.2,
+    batch_size: int = 32,
+    epochs: int = 100,
+    warmup_steps: int = 500,
+    weight_decay: float = 0.01,
+    learning_rate: float = 1e-5,
+    device: str | None = None,
+    seed: int = 42,
+    dry_run: bool = False,
+    resume_checkpoint: str | Path | None = None,
+    freeze_backbone: bool = False,
+) -> RewardModel | None:
+    """The reward model, trained on what people prefer; its folder is written, with metrics.json.
+
+    All of the model learns, unless `freeze_backbone` is set. A reward model that is in the folder
+    already is replaced.
+
+    Args:
+        model_name: Hugging Face id or folder of a causal language model of any family.
+        datasets_path: comparisons (docs/reward-models.md).
+        reward_model_path: folder to write.
+        test_size: share of the comparisons that is held out.
+        batch_size: comparisons per optimizer step.
+        epochs: passes over the comparisons.
+        warmup_steps: over which the learning rate rises.
+        weight_decay: decoupled.
+        learning_rate: its peak, from which it falls to 0.
+        device: None takes a GPU where there is one.
+        seed: fixes all that is random.
+        dry_run: only looks at model and data, and returns None.
+        resume_checkpoint: a checkpoint to continue from, or the folder that holds it.
+        freeze_backbone: trains the head alone.
+
+    Raises:
+        UserError: model or data are not as expected; the row is named.
+    """
+    config = load_reward_model_config(
+        {
+            "model": str(model_name),
+            "data": str(datasets_path),
+            "output": str(reward_model_path),
+            "test_size": test_size,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "warmup_steps": warmup_steps,
+            "weight_decay": weight_decay,
+            "learning_rate": learning_rate,
+            "device": device,
+            "seed": seed,
+            "freeze_backbone": freeze_backbone,
+        }
+    )
+    if dry_run:
+        num_train, num_test = check_training(config, overwrite=True)
+        _say(f"{num_train} comparisons to train on, {num_test} held out; nothing was written")
+        return None
+    resume = None if resume_checkpoint is None else Path(resume_checkpoint)
+    model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
+    return model
+
+
+def _tell(progress: RewardModelProgress) -> None:
+    if progress.finished is not None:
+        _say(_in_words(progress.finished, progress.num_epochs))
+
+
+def _in_words(epoch: RewardModelEpoch, num_epochs: int) -> str:
+    words = f"epoch {epoch.epoch}/{num_epochs}: loss {epoch.train_loss:.4f}"
+    if epoch.test is None:
+        return words
+    test = epoch.test
+    return (
+        f"{words}; held out: loss {test.loss:.4f}, accuracy {test.accuracy:.4f}, MRR {test.mrr:.4f}"
+    )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
