@@ -70,6 +70,9 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
         "ANSWER": 9,
         "REWARD_SHUFFLE": 10,
         "TRANSCRIPT": 11,
+        "REWARD_MODEL": 20,
+        "REWARD_MODEL_SPLIT": 21,
+        "REWARD_MODEL_ORDER": 22,
     }
     assert key_of(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
     assert training_seed(0, 5, 0) == 715_490_776
