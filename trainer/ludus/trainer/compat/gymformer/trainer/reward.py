@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ludus.proto.config import load_reward_model_config
+from ludus.proto.config import RewardModelConfig, load_reward_model_config
 from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
@@ -36,12 +36,8 @@ def train_reward(
         model_name: Hugging Face id or folder of a causal language model of any family.
         datasets_path: comparisons (docs/reward-models.md).
         reward_model_path: folder to write.
-        test_size: share of the comparisons that is held out.
-        batch_size: comparisons per optimizer step.
-        epochs: passes over the comparisons.
-        warmup_steps: over which the learning rate rises.
-        weight_decay: decoupled.
-        learning_rate: its peak, from which it falls to 0.
+        test_size: share of the comparisons that is held out; a step takes `batch_size` of them.
+        learning_rate: its peak, after `warmup_steps`; from there it falls to 0.
         device: None takes a GPU where there is one.
         seed: fixes all that is random.
         dry_run: only looks at model and data, and returns None.
@@ -68,12 +64,15 @@ def train_reward(
         }
     )
     if dry_run:
-        num_train, num_test = check_training(config, overwrite=True)
-        _say(f"{num_train} comparisons to train on, {num_test} held out; nothing was written")
-        return None
+        return _look_at(config)
     resume = None if resume_checkpoint is None else Path(resume_checkpoint)
     model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
     return model
+
+
+def _look_at(config: RewardModelConfig) -> None:
+    num_train, num_test = check_training(config, overwrite=True)
+    _say(f"{num_train} comparisons to train on, {num_test} held out; nothing was written")
 
 
 def _tell(progress: RewardModelProgress) -> None:
