@@ -15,6 +15,7 @@ from ludus.trainer.actors import rollout_worker
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor
 from ludus.trainer.interfaces import FetchedWeights, PublishedWeights
 from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.types import Sampling
 from tests.controller.fake_workers import groups_of, weights_of
 from tests.env.polling import turns_of_the_loop
@@ -37,6 +38,14 @@ class HeldStore:
         return FetchedWeights({"w": torch.tensor(float(version))}, 4, 0.0)
 
 
+class NeverDone:
+    """A player whose groups come to no end."""
+
+    async def play_groups(self, *_: Any) -> None:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+
+
 def worker_with(engine: FakeEngine) -> RolloutWorkerActor:
     """A worker that has started."""
     worker = RolloutWorkerActor(torch.get_num_threads())
@@ -44,15 +53,12 @@ def worker_with(engine: FakeEngine) -> RolloutWorkerActor:
     worker._weights = worker._run.weights
     worker._generator = Generator(engine)
     worker._merger = None
-    worker._players = {"coins": None}
+    worker._players = {"coins": NeverDone()}
+    worker._reward_models = RewardModels()
     return worker
 
 
-async def test_what_is_abandoned_comes_back_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: Any, **__: Any) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(rollout_worker, "play_group", never)
+async def test_what_is_abandoned_comes_back_as_lost() -> None:
     worker = worker_with(FakeEngine())
     playing = asyncio.create_task(worker.play(groups_of(3, 4)))
     await turns_of_the_loop()

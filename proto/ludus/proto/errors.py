@@ -27,6 +27,7 @@
     │   ├── StoreUnavailableError        the weight store does not answer now
     │   └── CanaryError
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
+    ├── RolloutFunctionError      one that plays several groups at once raised, or returned no rows
     ├── EpisodesFailedError       nearly all that is played is void, since code fails
     ├── TrainingStalledError      nothing that is played comes to its end, or teaches anything
     ├── LearnerLostError          a learner rank died, or its ranks no longer meet
@@ -248,6 +249,10 @@ class TrainingStalledError(LudusError):
 
 class RewardFunctionError(LudusError):
     """A reward function raised, took too long, or returned something other than rewards."""
+
+
+class RolloutFunctionError(LudusError):
+    """A rollout function that plays several groups in one call returned none that can be used."""
 
 
 class EpisodesFailedError(LudusError):

@@ -63,7 +63,9 @@ def check_names(run: RunConfig) -> None:
         ConfigError: it cannot.
     """
     for environment in run.environments.values():
-        for field in ("render", "parse", "rollout", "policies", "policy_chart"):
+        if environment.rollout_function is not None:
+            import_object(environment.rollout_function, "environment.rollout")
+        for field in ("render", "parse", "policies", "policy_chart"):
             path = getattr(environment, field)
             if path is not None:
                 import_object(path, f"environment.{field}")

@@ -12,10 +12,13 @@ from ludus.proto.config.section import (
     ImportPath,
     PositiveFloat,
     PositiveInt,
+    RolloutPath,
     Section,
     default_kind,
 )
 
+TRL_PREFIX = "trl:"
+"""Of rollout functions that play many episodes in one call."""
 RANDOM_POLICY = "random"
 """The fixed policy that every environment has which describes its actions."""
 
@@ -72,8 +75,10 @@ class _Environment(Section):
     """Replaces the environment's parser: (text, observation) -> action."""
     tools: bool = False
     """Whether answers call the environment's tools, which the chat template then lists."""
-    rollout: ImportPath | None = None
-    """Plays the episodes in place of the usual loop of answers and steps (docs/rewards.md)."""
+    rollout: RolloutPath | None = None
+    """Plays the episodes in place of the usual loop of answers and steps (docs/rewards.md);
+    "trl:module:function" plays many in one call, as TRL's rollout functions do
+    (docs/from-trl.md)."""
     policies: ImportPath | None = None
     """Fixed policies to compare with: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
@@ -159,6 +164,33 @@ class _Environment(Section):
                 "unheard; remove the one or the other"
             )
         return self
+
+    @model_validator(mode="after")
+    def _is_judged_by_functions(self) -> Self:
+        if not self.plays_in_batches:
+            return self
+        if any(isinstance(term, RewardTerm) and term.function is None for term in self.rewards):
+            raise ValueError(
+                f"rollout = '{self.rollout}' plays without the environment's own return, so "
+                "rewards expected functions alone, got a term without one; set rewards = "
+                "[{function = 'module:callable'}]"
+            )
+        if self.baselines:
+            raise ValueError(
+                f"rollout = '{self.rollout}' is judged by its rewards, which baselines = "
+                f"{list(self.baselines)} have not; remove them"
+            )
+        return self
+
+    @property
+    def plays_in_batches(self) -> bool:
+        """Whether a rollout function of TRL's plays many episodes in one call."""
+        return self.rollout is not None and self.rollout.startswith(TRL_PREFIX)
+
+    @property
+    def rollout_function(self) -> str | None:
+        """What `rollout` imports."""
+        return None if self.rollout is None else self.rollout.removeprefix(TRL_PREFIX)
 
 
 class LocalEnvironment(_Environment):

@@ -269,12 +269,23 @@ class RunConfig(Section):
                 "never train it; remove it, or set algorithm.kind = 'ppo'"
             )
         self._check_distribution()
+        self._check_batch_rollouts()
         if self.rollout.min_workers > self.rollout.num_workers:
             raise ValueError(
                 f"rollout.min_workers = {self.rollout.min_workers} is more than "
                 f"rollout.num_workers = {self.rollout.num_workers}; lower the one or raise the "
                 "other"
             )
+
+    def _check_batch_rollouts(self) -> None:
+        for name, environment in self.environments.items():
+            if environment.plays_in_batches and self.rollout.group_seed != "shared":
+                raise ValueError(
+                    f"{self.section_of(name)}.rollout = '{environment.rollout}' answers each "
+                    "prompt group_size times, but rollout.group_seed = "
+                    f"'{self.rollout.group_seed}' gives every episode another one; set "
+                    "rollout.group_seed = 'shared'"
+                )
 
     def _check_distribution(self) -> None:
         """Refuse to compare log-probs of a distribution that the learner does not compute."""

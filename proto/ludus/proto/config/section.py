@@ -18,6 +18,9 @@ class Section(BaseModel):
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """A Python object by name: "module:attribute"."""
 
+RolloutPath = Annotated[str, StringConstraints(pattern=r"^(trl:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+"""A rollout function by name: "module:attribute", or "trl:module:attribute" for one of TRL's."""
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -185,6 +185,10 @@ class RolloutConfig(Section):
     """What an answer earns that was no action; it ends the episode (docs/rewards.md)."""
     group_timeout_s: PositiveFloat = 300.0
     """How long a group, or a game of an evaluation, may take before it is void."""
+    generate_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Loopback port on which each rollout worker answers POST /generate/ as `trl vllm-serve`
+    does (docs/from-trl.md); a worker that finds it taken takes a free one, and so does 0. Null
+    opens none."""
 
     @property
     def changed_distribution(self) -> tuple[str, float, str] | None:

@@ -27,10 +27,12 @@ from ludus.trainer.environments import how_to_reach
 from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.batch.completions import Completions
+from ludus.trainer.rollout.batch.generate_port import GeneratePort
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.player import make_player, sampling_of
+from ludus.trainer.rollout.group_player import WorkerParts, make_group_player
+from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
@@ -94,46 +96,30 @@ class RolloutWorkerActor:
         if run.model.lora is not None:
             self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
         self._reward_models = RewardModels()
-        self._players = {}
-        for name, client in clients.items():
-            max_sessions = (await client.describe()).max_sessions
-            self._players[name] = make_player(
-                run,
-                name,
-                client,
-                self._generator,
-                chat,
-                max_sessions,
-                reward_models=self._reward_models,
-            )
+        number, max_tokens = spec.number, run.rollout.max_tokens
+        completions = Completions(self._generator, chat, max_tokens, run.seed, number)
+        port = await self._open_port(completions, run.rollout.generate_port)
+        parts = WorkerParts(self._generator, chat, self._reward_models, completions, port)
+        self._players = {
+            name: await make_group_player(run, name, client, parts)
+            for name, client in clients.items()
+        }
         freeze_heap()
         return ray.get_runtime_context().get_node_id()
 
     async def play(self, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
-        """The groups, once all of them are over; all are lost where they were abandoned."""
-        rollout = self._run.rollout
-        sampling = sampling_of(rollout)
-        per_step = self._run.metrics.transcripts_per_step
-        groups_per_step = self._run.training.groups_per_step
-        groups = [
-            play_group(
-                self._players[spec.environment],
-                spec,
-                sampling,
-                rollout.group_timeout_s,
-                num_transcripts=num_transcripts(
-                    spec.index, per_step, groups_per_step, self._run.seed
-                ),
-            )
-            for spec in specs
-        ]
+        """The groups, in any order, once all of them are over; lost where they were abandoned."""
+        of_environment: dict[str, list[GroupSpec]] = {}
+        for spec in specs:
+            of_environment.setdefault(spec.environment, []).append(spec)
+        groups = [self._play(name, own) for name, own in of_environment.items()]
         abandoned = asyncio.ensure_future(self._abandoned.wait())
         playing = asyncio.gather(*groups)
         either: list[asyncio.Future[Any]] = [playing, abandoned]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if playing.done():
-                return list(playing.result())
+                return [group for own in playing.result() for group in own]
             playing.cancel()
             # Their sessions are free before others begin.
             await asyncio.wait([playing])
@@ -150,15 +136,8 @@ class RolloutWorkerActor:
         self, environment: str, seeds: Sequence[int], temperature: float
     ) -> list[EpisodeOutcome]:
         """The outcome of one game per seed, in their order."""
-        rollout, player = self._run.rollout, self._players[environment]
-        sampling = Sampling(temperature, rollout.max_completion_tokens)
-        slots = asyncio.Semaphore(rollout.num_groups_in_flight * rollout.group_size)
-
-        async def play(seed: int) -> EpisodeOutcome:
-            async with slots:
-                return _outcome(await player.play(seed, sampling))
-
-        return list(await asyncio.gather(*(play(seed) for seed in seeds)))
+        sampling = Sampling(temperature, self._run.rollout.max_completion_tokens)
+        return list(map(_outcome, await self._players[environment].play_games(seeds, sampling)))
 
     async def answer(
         self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
@@ -218,6 +197,26 @@ class RolloutWorkerActor:
         self._generator.close()
         self._reward_models.close()
         self._closed.set()
+
+    async def _play(self, environment: str, specs: Sequence[GroupSpec]) -> list[RolloutGroup]:
+        """The groups of one environment, with what is written down of them."""
+        run = self._run
+        per_step, groups_per_step = run.metrics.transcripts_per_step, run.training.groups_per_step
+        numbers = [
+            num_transcripts(spec.index, per_step, groups_per_step, run.seed) for spec in specs
+        ]
+        return await self._players[environment].play_groups(
+            specs, sampling_of(run.rollout), numbers
+        )
+
+    async def _open_port(self, completions: Completions, port: int | None) -> int | None:
+        """Where POST /generate/ is answered; None where nobody asked for it."""
+        if port is None:
+            return None
+        listening = GeneratePort(completions, port)
+        await listening.start()
+        self._clients.push_async_callback(listening.stop)
+        return listening.port
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
         environment = spec.run.environments[name]

@@ -38,6 +38,8 @@ class WorkerProcess:
     actor: ActorHandle
     max_groups: int
     """Groups that it plays at once."""
+    slot_size: int
+    """Groups of a slot, where so many are free."""
     num_groups: int = 0
     """Groups for which it has given slots."""
     node: str | None = None
@@ -57,7 +59,10 @@ class WorkerProcess:
     def start(cls, spec: RolloutWorkerSpec, placement: Placement, number: int) -> WorkerProcess:
         """A process that asks Ray for room, and waits there for its first call."""
         actor = make_actor(spec, placement)
-        return cls(number, actor, spec.run.rollout.num_groups_in_flight)
+        most = spec.run.rollout.num_groups_in_flight
+        # A rollout function that plays many groups in one call gets all that there are.
+        in_batches = any(one.plays_in_batches for one in spec.run.environments.values())
+        return cls(number, actor, most, most if in_batches else -(-most // _NUM_SLOTS))
 
     @property
     def num_free(self) -> int:
@@ -71,7 +76,7 @@ class WorkerProcess:
 
     def take_slot(self) -> Slot:
         """A slot of what is free, which must be something."""
-        size = min(-(-self.max_groups // _NUM_SLOTS), self.num_free)
+        size = min(self.slot_size, self.num_free)
         self.num_groups += size
         return Slot(self, size)
 

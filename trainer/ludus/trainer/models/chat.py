@@ -72,6 +72,22 @@ class ChatTokenizer:
             keep_thinking=config.keep_thinking,
         )
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """What it stands on."""
+        return self._tokenizer
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of a text that no template was applied to, with what begins a text."""
+        begin = self._tokenizer.bos_token
+        # A text to which a template was applied has it already, and twice is none that was trained.
+        is_begun = begin is not None and text.startswith(str(begin))
+        return list(self._tokenizer.encode(text, add_special_tokens=not is_begun))
+
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """The text of a new conversation, up to where the assistant speaks."""
+        return self._template.render(messages)
+
     def first_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
     ) -> list[int]:

@@ -72,6 +72,11 @@ class Generator:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
+    @property
+    def version(self) -> int:
+        """Of the weights that all further tokens come from."""
+        return self._version
+
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
         """One sampled completion; a call that is cancelled ends its generation.
 

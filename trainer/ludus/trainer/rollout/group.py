@@ -58,18 +58,22 @@ async def play_group(
     else:
         episodes = [
             player.play_alone(seed, sampling, key)
-            for seed, key in zip(spec.seeds, _keys(player, spec), strict=True)
+            for seed, key in zip(spec.seeds, group_keys(player.run_seed, spec), strict=True)
         ]
         played = await _play_until(deadline_s, player, episodes, spec.seeds)
     rollouts = await player.reward.score(played, timeout_s)
-    if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
-        # What fails at once would be replaced, and fail, a thousand times a second.
-        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
-    transcripts = _written(spec.index, rollouts[:num_transcripts], played[:num_transcripts])
+    await paused_where_all_failed(rollouts)
+    transcripts = written(spec.index, rollouts[:num_transcripts], played[:num_transcripts])
     return RolloutGroup(spec.index, spec.environment, tuple(rollouts), transcripts)
 
 
-def _written(
+async def paused_where_all_failed(rollouts: Sequence[Rollout]) -> None:
+    """Wait: what fails at once would be replaced, and fail, a thousand times a second."""
+    if all(rollout.status is RolloutStatus.FAILED for rollout in rollouts):
+        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+
+
+def written(
     index: int, rollouts: Sequence[Rollout], played: Sequence[PlayedEpisode]
 ) -> tuple[Transcript, ...]:
     """What was said in the episodes, where that can be written down."""
@@ -86,12 +90,10 @@ def _opens_together(player: Player, spec: GroupSpec) -> bool:
     return len(set(spec.seeds)) == 1 and len(spec.seeds) <= player.max_sessions
 
 
-def _keys(player: Player, spec: GroupSpec) -> list[int]:
+def group_keys(run_seed: int, spec: GroupSpec) -> list[int]:
     """One per episode: a group that is played again, and no other, samples the same."""
     stream = Stream.TRAINING_SAMPLING
-    return [
-        key_of(player.run_seed, stream, spec.index, number) for number in range(len(spec.seeds))
-    ]
+    return [key_of(run_seed, stream, spec.index, number) for number in range(len(spec.seeds))]
 
 
 async def _play_together(
@@ -106,7 +108,7 @@ async def _play_together(
         return [player.void(seed, reason) for seed in seeds]
     episodes = [
         player.play_opened(one, seed, sampling, key)
-        for one, seed, key in zip(opened, seeds, _keys(player, spec), strict=True)
+        for one, seed, key in zip(opened, seeds, group_keys(player.run_seed, spec), strict=True)
     ]
     try:
         return await _play_until(deadline_s, player, episodes, seeds)

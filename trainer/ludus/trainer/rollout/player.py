@@ -34,7 +34,7 @@ def make_player(
         ConfigError: a function that the environment names cannot be imported.
     """
     config = run.environments[name]
-    play = config.rollout
+    play = config.rollout_function
     return Player(
         environment=name,
         client=client,

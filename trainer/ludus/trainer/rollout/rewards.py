@@ -41,10 +41,10 @@ class PlayedEpisode:
     """A rollout, and what reward functions may ask about it."""
 
     rollout: Rollout
-    prompt: Sequence[Message] = ()
-    """The messages before the first answer."""
-    completion: Sequence[Message] = ()
-    """The first answer and all that follows, up to the last answer."""
+    prompt: Sequence[Message] | str = ()
+    """The messages before the first answer; text where a data set asks with text."""
+    completion: Sequence[Message] | str = ()
+    """The first answer and all that follows, up to the last answer; text where the prompt is."""
     completion_ids: Sequence[int] = ()
     """All sampled tokens."""
     fields: Mapping[str, Any] | None = None
@@ -186,8 +186,8 @@ def _columns(episodes: Sequence[PlayedEpisode]) -> Columns:
     for name in sorted({key for episode in episodes for key in episode.fields or ()}):
         columns[name] = [(episode.fields or {}).get(name) for episode in episodes]
     return columns | {
-        "prompts": [list(episode.prompt) for episode in episodes],
-        "completions": [list(episode.completion) for episode in episodes],
+        "prompts": [_own(episode.prompt) for episode in episodes],
+        "completions": [_own(episode.completion) for episode in episodes],
         "completion_ids": [list(episode.completion_ids) for episode in episodes],
         "episode_return": [rollout.episode_return for rollout in rollouts],
         "terminated": [rollout.status is RolloutStatus.TERMINATED for rollout in rollouts],
@@ -196,3 +196,8 @@ def _columns(episodes: Sequence[PlayedEpisode]) -> Columns:
         "seed": [rollout.seed for rollout in rollouts],
         "environment": [rollout.environment for rollout in rollouts],
     }
+
+
+def _own(said: Sequence[Message] | str) -> list[Message] | str:
+    """What a reward function may change."""
+    return said if isinstance(said, str) else list(said)
