@@ -1,0 +1,337 @@
+"""A GRPOConfig as the configuration of a run.
+
+    rows of an optimizer step    R = per_device_train_batch_size * gradient_accumulation_steps
+    rows of a generation batch   B = generation_batch_size
+    groups of a batch            max(B, R) / num_generations
+    optimizer steps of a batch   max(B, R) / R                      learner.num_minibatches
+
+TRL counts optimizer steps, a run counts batches: `Batches` translates. As in TRL, whatever is
+trained on was sampled by the newest weights (training.max_staleness = 0).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.rollout.engines import has_vllm
+
+DEFAULT_OUTPUT_DIR = "trainer_output"
+_LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
+_KEEP_ALL = 1_000_000
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+_AGGREGATIONS = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}
+_SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How rows, prompts and steps of TRL's become batches of a run."""
+
+    num_groups: int
+    """Of a batch."""
+    num_updates: int
+    """Optimizer steps of a batch."""
+    num_steps: int
+    """Batches of the run."""
+    num_prompts: int
+    """Of the data set."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.num_steps * self.num_updates
+
+    @property
+    def per_epoch(self) -> float:
+        """Batches in which every prompt comes once."""
+        return self.num_prompts / self.num_groups
+
+    def of_optimizer_steps(self, number: float) -> int:
+        """The batches of so many optimizer steps, or of such a share of all, at least one."""
+        wanted = number * self.num_optimizer_steps if number < 1 else number
+        return max(1, round(wanted / self.num_updates))
+
+
+def batches_of(args: GRPOConfig, num_prompts: int) -> Batches:
+    """The batches of a training on so many prompts.
+
+    Raises:
+        ConfigError: sizes that do not fit each other, or fewer prompts than a batch has.
+    """
+    group = args.num_generations
+    of_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = max(_generated_at_once(args), of_update)
+    if rows % of_update or rows % group or (rows // group) % (rows // of_update):
+        raise ConfigError(
+            f"GRPOConfig expected a generation batch of {rows} rows that holds whole optimizer "
+            f"steps of per_device_train_batch_size * gradient_accumulation_steps = {of_update} "
+            f"rows, and in each of them whole groups of num_generations = {group}; set "
+            f"gradient_accumulation_steps or generation_batch_size to a multiple of {group}"
+        )
+    num_groups, num_updates = rows // group, rows // of_update
+    if args.max_steps > 0:
+        num_steps = math.ceil(args.max_steps / num_updates)
+    else:
+        # As TRL does, the rows left at the end that fill no batch are not trained on.
+        num_steps = math.floor(args.num_train_epochs * num_prompts / num_groups + 1e-9)
+    if num_steps < 1:
+        raise ConfigError(
+            f"expected at least {num_groups} prompts, a generation batch of {rows} rows / "
+            f"num_generations = {group}, got {num_prompts} for num_train_epochs = "
+            f"{args.num_train_epochs:g}; add rows, or lower the batch"
+        )
+    return Batches(num_groups, num_updates, num_steps, num_prompts)
+
+
+def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
+    """The sections of the run, but for its environment and model.
+
+    Args:
+        max_tokens: of prompt and completion together.
+
+    Raises:
+        ConfigError: a field has a value that no run can have.
+    """
+    folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR)
+    return {
+        "name": folder.name,
+        "output_dir": str(folder.parent),
+        "seed": args.seed,
+        "generator": _generator(args),
+        "rollout": _rollout(args, batches, max_tokens),
+        "algorithm": _algorithm(args),
+        "learner": _learner(args, batches),
+        "training": _training(args, batches),
+        "metrics": _metrics(args),
+    }
+
+
+def server_port(args: GRPOConfig) -> int | None:
+    """Where POST /generate/ is answered; None where TRL would start no server.
+
+    Raises:
+        ConfigError: the server is elsewhere.
+    """
+    if not args.use_vllm or _one_of(args, "vllm_mode", ("server", "colocate")) == "colocate":
+        return None
+    host, port = args.vllm_server_host, args.vllm_server_port
+    if args.vllm_server_base_url is not None:
+        parts = urlsplit(args.vllm_server_base_url)
+        host, port = parts.hostname, parts.port or port
+    if host not in _LOCAL_HOSTS:
+        raise ConfigError(
+            f"GRPOConfig.vllm_server_host = {host!r} is not honoured here, expected one of "
+            f"{list(_LOCAL_HOSTS)}: rollout workers generate, each on its own machine; leave it out"
+        )
+    return int(port)
+
+
+def _generated_at_once(args: GRPOConfig) -> int:
+    if args.generation_batch_size is not None and args.steps_per_generation is not None:
+        raise ConfigError(
+            "GRPOConfig expected generation_batch_size or steps_per_generation, got both; remove "
+            "one of them"
+        )
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    return int(args.generation_batch_size or args.per_device_train_batch_size * steps)
+
+
+def _generator(args: GRPOConfig) -> dict[str, Any]:
+    if not args.use_vllm or not has_vllm():
+        return {"kind": "transformers"}
+    return {
+        "kind": "vllm",
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+    }
+
+
+def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
+    if args.max_completion_length is None:
+        raise ConfigError(
+            "GRPOConfig.max_completion_length expected a number of tokens, got None; set it"
+        )
+    return {
+        "group_size": args.num_generations,
+        "group_seed": "shared",
+        "num_groups_in_flight": batches.num_groups,
+        "num_gpus_per_worker": _gpus(args) * (args.vllm_tensor_parallel_size or 1),
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": max(args.top_k or 0, 0),
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "max_completion_tokens": args.max_completion_length,
+        "max_tokens": max_tokens,
+        "generate_port": server_port(args),
+    }
+
+
+def _algorithm(args: GRPOConfig) -> dict[str, Any]:
+    scale = _SCALES.get(args.scale_rewards)
+    if scale is None:
+        raise _unknown(args, "scale_rewards", _SCALES)
+    loss, aggregation = _loss(args)
+    return {
+        "kind": "grpo",
+        "baseline": "mean",
+        "scale": scale,
+        "credit": "episode",
+        "zero_variance_groups": "keep",
+        "loss": loss,
+        "aggregation": aggregation,
+        "correction": _correction(args),
+        "geometric_mask": None,
+        "old_logprobs": "recompute",
+        "entropy_coef": args.entropy_coef,
+        "kl_coef": args.beta,
+        # TRL's default weights k3 by the ratio, by which its gradient is that of the divergence on
+        # average, as k2's is; without that weight it is k3 as it stands.
+        "kl_estimator": "k2" if args.use_bias_correction_kl else "k3",
+    }
+
+
+def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
+    """The loss, and how it is summed up."""
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.loss_type == "cispo":
+        return {"kind": "cispo", "clip_low": 1.0, "clip_high": max(high - 1, 1e-9)}, "token_mean"
+    aggregation = _AGGREGATIONS.get(args.loss_type)
+    if aggregation is None:
+        raise _unknown(args, "loss_type", [*_AGGREGATIONS, "cispo"])
+    clips = {"clip_low": args.epsilon, "clip_high": high}
+    level = _one_of(args, "importance_sampling_level", ("token", "sequence"))
+    if level == "token":
+        return {"kind": "clip", **clips, "dual_clip": args.delta}, aggregation
+    if aggregation != "sequence_mean" or args.delta is not None:
+        raise ConfigError(
+            "GRPOConfig.importance_sampling_level = 'sequence' has one ratio per sequence, "
+            f"expected loss_type = 'grpo' and delta = None, got {args.loss_type!r} and "
+            f"{args.delta}; set both"
+        )
+    return {"kind": "gspo", **clips}, aggregation
+
+
+def _correction(args: GRPOConfig) -> dict[str, Any]:
+    if not args.use_vllm or not args.vllm_importance_sampling_correction:
+        return {"kind": "off"}
+    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    cap = args.vllm_importance_sampling_cap or cap
+    mode = args.vllm_importance_sampling_mode
+    kinds = {
+        "token_truncate": "token_tis",
+        "sequence_truncate": "sequence_tis",
+        "sequence_mask": "sequence_mask",
+    }
+    if mode == "token_mask" and low is not None and cap is not None:
+        return {"kind": "icepop", "low": low, "high": cap}
+    if mode not in kinds or low is not None or cap is None:
+        raise ConfigError(
+            f"GRPOConfig.vllm_importance_sampling_mode = {mode!r} with clip_min = {low} and "
+            f"clip_max = {cap} is not honoured here; expected 'token_mask' with both, or one of "
+            f"{sorted(kinds)} with clip_max alone"
+        )
+    return {"kind": kinds[mode], "cap": cap}
+
+
+def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    if schedule not in _SCHEDULES:
+        raise _unknown(args, "lr_scheduler_type", _SCHEDULES)
+    warmup = args.warmup_steps if schedule != "constant" else 0
+    if 0 < warmup < 1:
+        warmup = math.ceil(warmup * batches.num_optimizer_steps)
+    if not args.max_grad_norm:
+        raise ConfigError(
+            "GRPOConfig.max_grad_norm expected a number above 0, got "
+            f"{args.max_grad_norm}; set a large one for no clipping"
+        )
+    is_reduced = args.bf16 if args.bf16 is not None else _has_gpu(args)
+    return {
+        "learning_rate": args.learning_rate,
+        "schedule": _SCHEDULES[schedule],
+        "learning_rate_final": 0.0,
+        "warmup_steps": int(warmup),
+        "weight_decay": args.weight_decay,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "max_grad_norm": args.max_grad_norm,
+        "num_minibatches": batches.num_updates,
+        "num_gpus_per_rank": _gpus(args),
+        "dtype": "bfloat16" if is_reduced else "float32",
+        "activation_checkpointing": bool(args.gradient_checkpointing),
+        "compile": bool(args.torch_compile),
+    }
+
+
+def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
+    when = _one_of(args, "save_strategy", ("no", "steps", "epoch"))
+    every = {
+        # One more is written at the end.
+        "no": batches.num_steps + 1,
+        "epoch": max(1, round(batches.per_epoch)),
+        "steps": batches.of_optimizer_steps(args.save_steps),
+    }
+    return {
+        "num_steps": batches.num_steps,
+        "groups_per_step": batches.num_groups,
+        "max_staleness": 0,
+        "checkpoint_every_steps": every[when],
+        "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
+    }
+
+
+def _metrics(args: GRPOConfig) -> dict[str, Any]:
+    named = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    wanted = {str(name) for name in named} - {"none"}
+    unknown = sorted(wanted - {"wandb", "tensorboard"})
+    if unknown:
+        raise ConfigError(
+            f"GRPOConfig.report_to = {args.report_to!r} expected 'none', 'wandb' or 'tensorboard', "
+            f"got {unknown}; every run has metrics.jsonl, a report and `ludus watch` as well"
+        )
+    settings: dict[str, Any] = {"tensorboard": "tensorboard" in wanted}
+    if "wandb" in wanted:
+        settings["wandb"] = {"project": args.project}
+    if args.log_completions:
+        settings["transcripts_per_step"] = args.num_completions_to_print or args.num_generations
+    return settings
+
+
+def _has_gpu(args: GRPOConfig) -> bool:
+    return not args.use_cpu and torch.cuda.is_available()
+
+
+def _gpus(args: GRPOConfig) -> float:
+    """For the learner, and as much for the rollout worker."""
+    if not _has_gpu(args):
+        return 0.0
+    return 1.0 if torch.cuda.device_count() > 1 else 0.5
+
+
+def _one_of(args: GRPOConfig, name: str, known: tuple[str, ...]) -> str:
+    value = getattr(args, name)
+    value = str(getattr(value, "value", value))
+    if value not in known:
+        raise _unknown(args, name, known)
+    return value
+
+
+def _unknown(args: GRPOConfig, name: str, known: Any) -> ConfigError:
+    return ConfigError(
+        f"GRPOConfig.{name} = {getattr(args, name)!r} is not honoured here, expected one of "
+        f"{list(known)}"
+    )
