@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -31,9 +32,9 @@ def test_nothing_of_a_large_vocabulary_is_listed() -> None:
 
 
 def test_a_token_level_environment_keeps_the_contract() -> None:
-    check_environment(environment_factory(f"gymnasium:{TOKENS}", {}))
+    check_environment(environment_factory(f"gymnasium:{TOKENS}", {})).raise_if_failed()
     target = f"{TokenLevelEnvironment.__module__}:TokenLevelEnvironment"
-    check_environment(environment_factory(target, {"env_id": TOKENS}))
+    check_environment(environment_factory(target, {"env_id": TOKENS})).raise_if_failed()
 
 
 def test_every_token_of_an_answer_has_its_reward() -> None:
@@ -76,9 +77,19 @@ def test_a_token_beyond_the_vocabulary_changes_nothing() -> None:
 
 def test_an_id_of_another_process_is_made_from_its_entry_point() -> None:
     entry_point = f"{CountingTokens.__module__}:CountingTokens"
-    environment = TokenLevelEnvironment("ludus-tests/Elsewhere-v0", entry_point, first=7)
+    environment = TokenLevelEnvironment(
+        "ludus-tests/Elsewhere-v0", entry_point=entry_point, first=7
+    )
     assert environment.reset(seed=0).observation.token_ids[0] == 7
     assert environment.options["entry_point"] == entry_point
+
+
+def test_the_module_of_an_entry_point_may_lie_in_a_folder_that_is_named(tmp_path: Path) -> None:
+    text = "from tests.env.token_env import CountingTokens\n\n\nclass Apart(CountingTokens): ...\n"
+    (tmp_path / "ludus_tests_apart.py").write_text(text)
+    options = {"entry_point": "ludus_tests_apart:Apart", "import_from": str(tmp_path)}
+    environment = TokenLevelEnvironment("ludus-tests/Apart-v0", **options)
+    assert environment.reset(seed=0).observation.rewards == []
 
 
 def test_an_environment_serves_one_session_after_the_other() -> None:

@@ -13,6 +13,7 @@ given: what follows was then chosen without having seen that.
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from typing import Annotated, Any, ClassVar
 
@@ -63,6 +64,7 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
     Args:
         env_id: that `gymnasium.make` knows, also as `module:id`.
         entry_point: "module:Class" of an id that this process may not know yet.
+        import_from: a folder in which its module is found.
         options: keyword arguments of `gymnasium.make`.
 
     Raises:
@@ -75,9 +77,18 @@ class TokenLevelEnvironment(Environment[TokenAnswer, TokenObservation, Gymnasium
     name: ClassVar[str] = f"{GYMNASIUM}-tokens"
     description: ClassVar[str] = "A token-level Gymnasium environment, an answer at a time"
 
-    def __init__(self, env_id: str, entry_point: str | None = None, **options: Any) -> None:
-        self._options = {"env_id": env_id, **({"entry_point": entry_point} if entry_point else {})}
-        self._options |= options
+    def __init__(
+        self,
+        env_id: str,
+        *,
+        entry_point: str | None = None,
+        import_from: str | None = None,
+        **options: Any,
+    ) -> None:
+        named = {"env_id": env_id, "entry_point": entry_point, "import_from": import_from}
+        self._options = {name: value for name, value in named.items() if value} | options
+        if import_from is not None and import_from not in sys.path:
+            sys.path.append(import_from)
         if entry_point is not None:
             _register(env_id, entry_point)
         self._key = orjson.dumps(self._options, option=orjson.OPT_SORT_KEYS)

@@ -1,0 +1,271 @@
+"""Gymformer's language environments: seeds, ends, and what an answer is worth."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from ludus.env.check import check_environment
+from ludus.env.targets.targets import environment_factory
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.env.cot_env import CoTEnv
+from ludus.trainer.compat.gymformer.env.problems import Split, read_problems, sums_below
+from ludus.trainer.compat.gymformer.env.rewards import (
+    best_summary_reward,
+    distance_to_answer,
+    distances_to_answers,
+    summary_reward,
+    summary_rewards,
+)
+from ludus.trainer.compat.gymformer.env.rlhf_env import RLHFEnv
+from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, SummarizationEnv
+from ludus.trainer.compat.gymformer.env.token_env import TokenEnv
+from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork
+from tests.compat.readme_environment import SummarizationEnv as Printed
+from tests.compat.tiny_models import tiny_model
+
+WORDS = " ".join(article.text for article in ARTICLES)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return tiny_model(folder, [WORDS, "<final_answer> </final_answer> 0 1 2 3 4 5 6 7 8 9"])
+
+
+def say(environment: TokenEnv, text: str, *, end: bool = True) -> tuple[float, bool, bool, dict]:
+    """What the last token of an answer led to."""
+    token_ids = environment.tokenizer.encode(text, add_special_tokens=False)
+    for token_id in [*token_ids, environment.tokenizer.eos_token_id][: None if end else -1]:
+        _, reward, terminated, truncated, info = environment.step(token_id)
+        if terminated or truncated:
+            break
+        assert reward == 0
+    return reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("<think>3 + 4</think><final_answer>7</final_answer>", 0),
+        ("<final_answer> 7.0 </final_answer>", 0),
+        ("<final_answer>-3</final_answer>", -10),
+        ("<final_answer>1,007</final_answer>", -1000),
+        ("<final_answer>1</final_answer> no, <final_answer>9</final_answer>", -2),
+        ("<final_answer>seven</final_answer>", -5),
+        ("<final_answer></final_answer>", -5),
+        ("<final_answer>nan</final_answer>", -5),
+        ("<final_answer>inf</final_answer>", -5),
+        ("<final_answer>-Infinity</final_answer>", -5),
+        ("<final_answer>1e999</final_answer>", -5),
+        ("<final_answer>" + "9" * 400 + "</final_answer>", -5),
+        ("<final_answer>1_0</final_answer>", -5),
+        ("<final_answer>\u0667</final_answer>", -5),
+        ("<final_answer>7", -10),
+        ("7", -10),
+        ("", -10),
+    ],
+)
+def test_an_answer_costs_its_distance_from_the_solution(text: str, worth: float) -> None:
+    assert distance_to_answer(text, 7.0) == worth
+
+
+def test_the_best_summary_has_ten_words_and_all_terms() -> None:
+    assert [best_summary_reward(one.key_terms) for one in ARTICLES] == pytest.approx([1.6, 1.4])
+    # No number of words and no choice of terms is worth more.
+    for article in ARTICLES:
+        terms = article.key_terms
+        worth = {
+            summary_reward(" ".join([*chosen, *["so"] * (length - len(chosen))]), terms)
+            for size in range(len(terms) + 1)
+            for chosen in itertools.combinations(terms, size)
+            for length in range(size, 61)
+        }
+        assert max(worth) == pytest.approx(best_summary_reward(terms))
+
+
+def test_reward_functions_score_what_the_policy_said_and_nothing_else() -> None:
+    said = [
+        [{"role": "assistant", "content": "<final_answer>4</final_answer>"}],
+        [{"role": "user", "content": "<final_answer>4</final_answer>"}],
+    ]
+    assert distances_to_answers(said, solution=[7, "4"], seed=[1, 2]) == [-3, -10]
+    summary = [[{"role": "assistant", "content": "Fish fish fish"}]]
+    assert summary_rewards(summary, key_terms=[["fish", "species"]]) == pytest.approx([0.2])
+
+
+def test_environments_are_registered_without_loading_anything() -> None:
+    program = (
+        "import sys, gymnasium, ludus.trainer.compat.gymformer.env; "
+        "print(sorted(i for i in gymnasium.registry if i.endswith('Env-v0'))); "
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert told.stdout.splitlines() == [
+        "['CoTEnv-v0', 'RLHFEnv-v0', 'SummarizationEnv-v0']",
+        "[]",
+    ], told.stderr
+
+
+def test_what_a_seed_shows_it_shows_again(model: str) -> None:
+    environment = SummarizationEnv(model)
+    shown = [environment.reset(seed=seed)[0] for seed in range(8)]
+    assert shown == [environment.reset(seed=seed)[0] for seed in range(8)]
+    assert len(set(shown)) == 2
+    assert all(tokens in environment.observation_space for tokens in shown)
+    begun = [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
+    assert begun == [SummarizationEnv(model, seed=seed).reset()[0] for seed in range(8)]
+    assert len(set(begun)) == 2
+
+
+def test_a_state_that_was_given_away_does_not_grow(model: str) -> None:
+    environment = SummarizationEnv(model)
+    first, _ = environment.reset(seed=0)
+    num_tokens = len(first)
+    environment.step(7)
+    assert len(first) == num_tokens
+
+
+def test_a_summary_is_worth_something_when_it_ends_and_nothing_when_it_is_cut_off(
+    model: str,
+) -> None:
+    environment = SummarizationEnv(model, max_generation=6)
+    environment.reset(seed=0)
+    terms = environment._article.key_terms
+    reward, terminated, truncated, info = say(environment, terms[0])
+    assert (reward, terminated, truncated) == (pytest.approx(0.2), True, False)
+    assert info["answer"] == terms[0]
+    environment.reset(seed=0)
+    reward, terminated, truncated, _ = say(environment, "fish " * 8)
+    assert (reward, terminated, truncated) == (0.0, False, True)
+
+
+def test_a_problem_is_worth_what_its_answer_says_also_when_time_is_up(model: str) -> None:
+    environment = CoTEnv(model, max_generation=40)
+    _, told = environment.reset(seed=1)
+    solution = sum(int(number) for number in told["question"].split(" + "))
+    reward, terminated, _, info = say(environment, f"<final_answer>{solution}</final_answer>")
+    assert (reward, terminated, info["solution"]) == (0, True, solution)
+    environment.reset(seed=1)
+    reward, terminated, truncated, info = say(environment, "0 1 2 3 4 5 6 7 8 9 " * 4)
+    assert (reward, terminated, truncated, info["is_cut_off"]) == (-10, True, False, True)
+
+
+def test_problems_for_judging_are_never_shown_in_training(model: str) -> None:
+    environment = CoTEnv(model)
+    asked = {
+        split: {
+            environment.reset(seed=seed, options={"split": split})[1]["question"]
+            for seed in range(300)
+        }
+        for split in ("train", "test")
+    }
+    assert not asked["train"] & asked["test"]
+    assert len(asked["test"]) == round(0.1 * len(sums_below(10)))
+    with pytest.raises(ConfigError, match="'train' or 'test'"):
+        environment.reset(options={"split": "dev"})
+
+
+def test_sums_below_ten_are_those_of_two_and_three_numbers() -> None:
+    problems = sums_below(10)
+    assert len(problems) == 55 + 220
+    assert all(problem.solution < 10 for problem in problems)
+
+
+def test_problems_are_read_with_answers_that_explain_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    rows = [
+        {"question": "Two and two?", "answer": "Two and two are four.\n#### 4"},
+        {"question": "A thousand and one?", "answer": 1001},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert [one.solution for one in read_problems(path)] == [4, 1001]
+    path.write_text(json.dumps({"question": "Why?", "answer": "because"}))
+    with pytest.raises(ConfigError, match="row 1: expected an answer that is a number"):
+        read_problems(path)
+
+
+def test_equal_questions_stay_on_one_side_of_the_split() -> None:
+    problems = sums_below(4) * 3
+    split = Split.of(problems, 0.3, seed=1)
+    train, test = ({one.question for one in part} for part in (split.train, split.test))
+    assert not train & test and len(split.train) + len(split.test) == len(problems)
+    with pytest.raises(ConfigError, match="leaves none to learn from"):
+        Split.of(problems[:1], 0.9, seed=1)
+
+
+def test_a_reward_model_scores_the_whole_answer_on_its_last_token(model: str) -> None:
+    def length(prompts, answers):
+        return [len(answer) for answer in answers]
+
+    environment = RLHFEnv(model, length, ["fish", "species"], max_generation=8)
+    environment.reset(seed=0)
+    reward, terminated, *_ = say(environment, "a new species")
+    assert (reward, terminated) == (len("a new species"), True)
+    environment.reset(seed=0)
+    reward, terminated, *_ = say(environment, "a new species of fish of fish of fish")
+    assert reward > 0 and terminated
+
+
+def test_a_policy_that_is_the_reference_diverges_by_nothing(model: str) -> None:
+    environment = RLHFEnv(model, lambda prompts, answers: [0.0], ["fish"], kl_coef=2.0)
+    actor = LMActorNetwork(model, pad_token_id=0)
+    state, _ = environment.reset(seed=0)
+    logprobs = []
+    generator = np.random.default_rng(0)
+    for _ in range(12):
+        with torch.no_grad():
+            distribution = actor(torch.tensor(state)).log_softmax(-1)
+        token_id = int(generator.integers(len(distribution)))
+        logprobs.append(distribution[token_id])
+        state, *_ = environment.step(token_id)
+    said = torch.stack(logprobs)
+    assert (said - environment.ref_logprobs()).abs().max() < 1e-5
+    assert environment.kl_rewards(said).abs().mean() < 1e-6 * 2
+    assert environment.kl_rewards(said + 0.5).tolist() == pytest.approx([-1.0] * 12, abs=1e-4)
+
+
+def test_an_environment_without_prompts_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        RLHFEnv(model, lambda prompts, answers: [0.0], [])
+    with pytest.raises(ConfigError, match="max_generation"):
+        SummarizationEnv(model, max_generation=0)
+
+
+@pytest.mark.slow
+def test_the_environments_keep_the_contract(model: str) -> None:
+    import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers them
+
+    for name in ("SummarizationEnv-v0", "CoTEnv-v0"):
+        factory = environment_factory(f"gymnasium:{name}", {"model_name": model})
+        check_environment(factory).raise_if_failed()
+
+
+class Seeded(Printed):
+    """The printed environment, with chance that follows from the seed."""
+
+    def reset(self, *, seed=None, options=None):
+        random.seed(seed)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.slow
+def test_the_printed_environment_keeps_all_of_the_contract_but_its_seed(model: str) -> None:
+    broken = {}
+    for kind in (Printed, Seeded):
+        env_id = f"ludus-tests/{kind.__name__}-{kind.__module__.rpartition('.')[2]}-v0"
+        gymnasium.register(env_id, kind, kwargs={"model_name": model})
+        report = check_environment(environment_factory(f"gymnasium:{env_id}", {}))
+        broken[kind] = {check.name for check in report.checks if not check.ok}
+    assert broken[Seeded] == set()
+    # Rules that play a seed twice: its two articles may come in the same order by chance.
+    assert "same_seed_and_actions_give_the_same_episode" in broken[Printed]

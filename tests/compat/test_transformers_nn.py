@@ -1,0 +1,96 @@
+"""Language models as actor and critic: padding changes nothing, wherever it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
+from tests.compat.tiny_models import tiny_model
+
+PAD = 0
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Models that turn positions into rotations, and into embeddings."""
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "llama":
+        return tiny_model(path / "model", ["one two three"])
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    ).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def actor(folder: str) -> LMActorNetwork:
+    return LMActorNetwork(folder, pad_token_id=PAD)
+
+
+@pytest.fixture(scope="module")
+def critic(folder: str) -> LMCriticNetwork:
+    made = LMCriticNetwork(folder, pad_token_id=PAD)
+    torch.nn.init.normal_(made.value_head.weight)
+    return made
+
+
+def test_a_state_has_the_logits_of_its_next_token(actor: LMActorNetwork) -> None:
+    state = torch.tensor([5, 6, 7])
+    logits = actor(state)
+    assert logits.shape == (actor.model.config.vocab_size,)
+    torch.testing.assert_close(logits, actor.model(input_ids=state[None]).logits[0, -1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_states_of_different_lengths_are_padded_without_a_trace(
+    actor: LMActorNetwork, critic: LMCriticNetwork, side: str
+) -> None:
+    states = [[5, 6, 7, 8, 9], [11, 12]]
+    filler = [PAD] * 3
+    short = [*filler, *states[1]] if side == "left" else [*states[1], *filler]
+    padded = torch.tensor([states[0], short])
+    for network in (actor, critic):
+        alone = torch.stack([network(torch.tensor(state)) for state in states])
+        torch.testing.assert_close(network(padded), alone, atol=1e-5, rtol=0)
+
+
+def test_the_padding_token_within_a_state_is_a_token_of_it(actor: LMActorNetwork) -> None:
+    with_it, without = torch.tensor([5, PAD, 7]), torch.tensor([5, 7])
+    assert not torch.allclose(actor(with_it), actor(without), atol=1e-3)
+
+
+def test_a_mask_says_where_padding_is_a_token(actor: LMActorNetwork) -> None:
+    ended = torch.tensor([5, 6, PAD])
+    told = actor(ended, attention_mask=torch.ones(3))
+    torch.testing.assert_close(told, actor.model(input_ids=ended[None]).logits[0, -1])
+    torch.testing.assert_close(actor(ended), actor(ended[:2]))
+
+
+def test_numbers_of_another_type_are_tokens_too(actor: LMActorNetwork) -> None:
+    torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
+
+
+def test_a_critic_begins_at_0_and_learns_what_it_is_told(folder: str) -> None:
+    torch.manual_seed(0)
+    critic = LMCriticNetwork(folder, pad_token_id=PAD)
+    states, returns = torch.tensor([[5, 6], [7, 8]]), torch.tensor([[1.0], [-1.0]])
+    assert critic(states).tolist() == [[0.0], [0.0]]
+    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    for _ in range(40):
+        loss = (critic(states) - returns).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_a_network_of_no_model_is_refused(tmp_path: Path) -> None:
+    from ludus.proto.errors import NotFoundError
+
+    with pytest.raises(NotFoundError, match="no model can be loaded"):
+        LMActorNetwork(str(tmp_path), pad_token_id=PAD)
