@@ -98,7 +98,7 @@ def test_reward_functions_score_what_the_policy_said_and_nothing_else() -> None:
         [{"role": "assistant", "content": "<final_answer>4</final_answer>"}],
         [{"role": "user", "content": "<final_answer>4</final_answer>"}],
     ]
-    assert distances_to_answers(said, solution=[7, "4"], seed=[1, 2]) == [-3, -10]
+    assert distances_to_answers(said, answer=[7, "4"], seed=[1, 2]) == [-3, -10]
     summary = [[{"role": "assistant", "content": "Fish fish fish"}]]
     assert summary_rewards(summary, key_terms=[["fish", "species"]]) == pytest.approx([0.2])
 

@@ -244,3 +244,29 @@ def shown_over(address: str) -> str:
         shown = env.reset(seed=5).observation.messages
         assert env.step(PromptsAction(text="x")).done
         return shown[0].content
+
+
+def test_a_pattern_finds_the_answer_in_what_is_said(path: str) -> None:
+    pattern = "<final>(.*?)</final>"
+    environment = make_environment(path=path, answer="solution", answer_pattern=pattern)
+    environment.reset(seed=0)
+    right = environment._row["solution"]
+    for text, worth in (
+        (f"<final>x</final> or rather <final> {right}\n</final>", 1.0),
+        (f"<final>{right}</final> or <final>x</final>", 0.0),
+        (right, 0.0),
+    ):
+        environment.reset(seed=0)
+        result = environment.step(PromptsAction(text=text))
+        assert (result.reward, result.success) == (worth, worth == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"),
+    [("(", "solution"), ("a", "solution"), ("(a)(b)", "solution"), ("(a)", None)],
+)
+def test_a_pattern_that_finds_no_answer_is_refused(
+    path: str, pattern: str, answer: str | None
+) -> None:
+    with pytest.raises(ConfigError, match="answer_pattern"):
+        make_environment(path=path, answer=answer, answer_pattern=pattern)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         system_prompt: a system message before it.
         answer: the column with the right answer. An answer that equals it, but for space around,
             is worth 1 and a success, any other 0; without it every answer is worth 0.
+        answer_pattern: a regular expression with one group, which holds the answer in what is
+            said; the last match counts, and without one the answer is wrong.
         max_turns: how often a wrong answer may be given again; more than 1 takes `answer`.
         retry_prompt: what is said of a wrong answer then.
         example_answers: what answers may look like, for the warm start of a tiny model: a list,
@@ -64,6 +67,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         template: str | None = None,
         system_prompt: str | None = None,
         answer: str | None = None,
+        answer_pattern: str | None = None,
         max_turns: int = 1,
         retry_prompt: str = _RETRY_PROMPT,
         example_answers: list[str] | str | None = None,
@@ -89,6 +93,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         if isinstance(example_answers, str):
             require_column("example_answers", example_answers, columns)
         self._answer = answer
+        self._pattern = _compiled(answer_pattern, answer)
         self._max_turns = max_turns
         self._retry_prompt = retry_prompt
         self._given_examples = example_answers
@@ -96,6 +101,7 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
             "path": source.path,
             "prompt": template or prompt,
             "answer": answer,
+            "answer_pattern": answer_pattern,
             "max_turns": max_turns,
             "test_size": test_size,
             "seed": seed,
@@ -157,6 +163,11 @@ class PromptsEnvironment(Environment[PromptsAction, PromptsObservation, PromptsS
         """Whether the answer is right; None where nobody says what is."""
         if self._answer is None:
             return None
+        if self._pattern is not None:
+            found = self._pattern.findall(text)
+            if not found:
+                return False
+            text = found[-1]
         return text.strip() == _as_text(self._row[self._answer])
 
     def _examples(self) -> list[str]:
@@ -187,6 +198,23 @@ def _answers_of(rows: Rows, column: str) -> list[str]:
     """Some of the answers of a data set; the first rows', which are as good as any."""
     some = (_as_text(rows[row][column]) for row in range(min(len(rows), _NUM_ROWS_FOR_EXAMPLES)))
     return list(dict.fromkeys(some))[:_MAX_EXAMPLES]
+
+
+def _compiled(pattern: str | None, answer: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"answer_pattern = {pattern!r} is no regular expression: {error}"
+        ) from None
+    if compiled.groups != 1 or answer is None:
+        raise ConfigError(
+            f"answer_pattern = {pattern!r} expected one group, which holds the answer, and answer, "
+            f"the column with the right one; got {compiled.groups} and answer = {answer!r}"
+        )
+    return compiled
 
 
 def _check_turns(max_turns: int, answer: str | None) -> None:

@@ -74,12 +74,12 @@ def best_summary_reward(key_terms: Sequence[str]) -> float:
 
 
 def distances_to_answers(
-    completions: Sequence[Sequence[Message]], solution: Sequence[Any], **_: Any
+    completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """`distance_to_answer` of each episode; `solution` is a column of the data set."""
+    """`distance_to_answer` of each episode; `answer` is a column of the data set."""
     return [
         distance_to_answer(text_of(one), float(number))
-        for one, number in zip(completions, solution, strict=True)
+        for one, number in zip(completions, answer, strict=True)
     ]
 
 

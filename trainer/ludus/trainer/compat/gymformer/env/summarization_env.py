@@ -61,9 +61,13 @@ class SummarizationEnv(TokenEnv):
 
     def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         self._article = self._articles[int(self.np_random.integers(len(self._articles)))]
-        text = self._article.text
-        return f"Article: {text}\n\nWrite a concise summary:", {"article": text}
+        return prompt_of(self._article), {"article": self._article.text}
 
     def _end(self, answer: str, *, ended: bool) -> Ending:
         reward = summary_reward(answer, self._article.key_terms) if ended else 0.0
         return Ending(reward, is_over=ended)
+
+
+def prompt_of(article: Article) -> str:
+    """What is asked of an article."""
+    return f"Article: {article.text}\n\nWrite a concise summary:"

@@ -1,0 +1,76 @@
+"""Answers of a run's policy to its prompts, and how far it has moved from where it began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ludus.proto.config import TinyModel
+from ludus.proto.runs import CHECKPOINTS_FOLDER
+from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.checkpoint import model_folder, newest_checkpoint
+from ludus.trainer.interfaces import EngineRequest
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.load import load_language_model
+from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.streams import mix
+from ludus.trainer.types import Sampling
+
+_START = "initial_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a policy said."""
+
+    prompt: str
+    text: str
+    logprob: float
+    """Of the whole answer, under the policy."""
+    ref_logprob: float
+    """The same under the policy that the run began with."""
+
+
+class Sampler:
+    """Samples from the weights that a run ended with, or, before training, began with."""
+
+    def __init__(self, run: Path, *, trained: bool = True) -> None:
+        newest = model_folder(newest_checkpoint(run / CHECKPOINTS_FOLDER)) if trained else None
+        self._chat = ChatTokenizer.load(str(run / _START), TinyModel())
+        self._start = load_language_model(run / _START).eval()
+        self._engine = TransformersEngine(
+            load_language_model(newest or run / _START), end_token_id=self._chat.end_token_id
+        )
+
+    def answers(self, prompts: Sequence[str], num_each: int, max_tokens: int) -> list[Answer]:
+        """`num_each` answers to each prompt, at temperature 1."""
+        sampling = Sampling(1.0, max_tokens)
+        asked: list[tuple[str, list[int]]] = []
+        for prompt in prompts:
+            token_ids = self._chat.first_prompt([{"role": "user", "content": prompt}])
+            asked += [(prompt, token_ids)] * num_each
+        for number, (_, token_ids) in enumerate(asked):
+            self._engine.submit(EngineRequest(number, token_ids, sampling, mix(7, number)))
+        found: dict[int, Answer] = {}
+        while self._engine.has_work:
+            for output in self._engine.step():
+                prompt, prompt_ids = asked[output.request_id]
+                found[output.request_id] = Answer(
+                    prompt,
+                    self._chat.decode(output.token_ids),
+                    sum(output.logprobs),
+                    _logprob(self._start, prompt_ids, output.token_ids),
+                )
+        return [found[number] for number in range(len(asked))]
+
+
+@torch.no_grad()
+def _logprob(model: PreTrainedModel, prompt_ids: Sequence[int], said: Sequence[int]) -> float:
+    token_ids = torch.tensor([[*prompt_ids, *said]])
+    logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits.float()
+    logprobs = token_logprobs(logits, token_ids[:, 1:])
+    return float(logprobs[0, len(prompt_ids) - 1 :].sum())
