@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 from gymnasium import spaces
@@ -34,7 +34,7 @@ class Ending:
     """False where a limit cut it off that its reward knows nothing of."""
 
 
-class TokenEnv(gymnasium.Env[Tokens, int]):
+class TokenEnv(gymnasium.Env[Tokens, Any]):
     """An episode is an answer to a prompt, a token a step.
 
     Args:
@@ -45,8 +45,6 @@ class TokenEnv(gymnasium.Env[Tokens, int]):
     Raises:
         ConfigError: the tokenizer has no end token, or the limit is below 1.
     """
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(self, model_name: str, max_generation: int, seed: int) -> None:
         if max_generation < 1:
