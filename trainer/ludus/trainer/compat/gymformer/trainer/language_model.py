@@ -12,7 +12,6 @@ price of the divergence from the starting policy, taken off the reward of each t
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -23,12 +22,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
-from ludus.proto.config import RunConfig, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.checkpoint import model_folder
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
+from ludus.trainer.compat.gymformer.trainer.language_run import make_run, run_name
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     EpisodeReturns,
@@ -37,17 +35,10 @@ from ludus.trainer.compat.gymformer.trainer.request import (
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.disk import written_whole
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.rollout.token_level import play_tokens
 from ludus.trainer.trainer import Trainer
 
 _T = TypeVar("_T")
 
-_MOST_TOKENS_AT_ONCE = 64
-"""Sampled before the environment hears of them: it may end the episode at any of them."""
-_MOST_POSITIONS = 32768
-"""Of a model that names no limit."""
-_GPU_SHARE = 0.5
-"""Of one GPU, for the learner and for the sampler each."""
 # Messages of canary prompts are all that goes through it; episodes are tokens.
 _PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
@@ -69,81 +60,9 @@ def train_language_model(request: AgentRequest) -> EpisodeReturns:
             f"LMCriticNetwork, got {type(request.critic).__name__}"
         )
     task = TokenTask.of(request.env_name, actor.model_name, request.max_timesteps, request.seed)
-    start = _write_start(actor, task, request.save_path / f"{_run_name(request)}.start")
+    start = _write_start(actor, task, request.save_path / f"{run_name(request)}.start")
     run = make_run(request, task, start, actor.model)
     return _finished(_train(Trainer(run, overwrite=True), request, actor))
-
-
-def make_run(
-    request: AgentRequest, task: TokenTask, start: Path, model: PreTrainedModel
-) -> RunConfig:
-    """The run that `request` asks for, from the model in folder `start`.
-
-    Raises:
-        ConfigError: the environment's prompts leave no room for an answer.
-    """
-    ppo = request.ppo_config
-    per_step = max(2, min(request.update_interval, request.max_episodes))
-    group_size = next(size for size in range(2, per_step + 1) if per_step % size == 0)
-    groups = per_step // group_size
-    positions = getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS
-    limits = [request.max_timesteps, _MOST_TOKENS_AT_ONCE, positions - task.longest_prompt]
-    completion = min(limits + ([task.max_generation] if task.max_generation else []))
-    if completion < 1:
-        raise ConfigError(
-            f"expected prompts that leave room for an answer in the model's {positions} "
-            f"positions, got one of {task.longest_prompt} tokens"
-        )
-    on_gpu = _GPU_SHARE if _takes_gpu(request.device) else 0.0
-    divergence = {"kl_coef": task.kl_coef, "kl_placement": "reward", "kl_estimator": "k1"}
-    return run_config_from(
-        {
-            "name": _run_name(request),
-            "output_dir": str(request.save_path),
-            "seed": request.seed,
-            "environment": {
-                "package": f"{TokenLevelEnvironment.__module__}:{TokenLevelEnvironment.__name__}",
-                "options": task.options,
-                "rollout": f"{play_tokens.__module__}:{play_tokens.__name__}",
-            },
-            "model": {"kind": "pretrained", "path": str(start)},
-            "rollout": {
-                "group_size": group_size,
-                # An environment may draw its prompts without asking for a seed; PPO compares with
-                # a critic, and needs no other episode of the same prompt.
-                "group_seed": "independent",
-                "num_groups_in_flight": max(groups, request.num_envs // group_size),
-                "max_completion_tokens": completion,
-                "max_turns": request.max_timesteps,
-                "max_tokens": positions,
-                "num_gpus_per_worker": on_gpu,
-            },
-            "algorithm": {
-                "kind": "ppo",
-                "gamma": ppo.gamma,
-                "lam": ppo.gae_lambda,
-                "value_coef": ppo.value_coef,
-                "entropy_coef": ppo.entropy_coef,
-                "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
-                **(divergence if task.kl_coef else {}),
-            },
-            "learner": {
-                "learning_rate": ppo.lr_actor,
-                "max_grad_norm": ppo.max_grad_norm,
-                "num_minibatches": _num_minibatches(groups, group_size, ppo.minibatch_size),
-                "num_gpus_per_rank": on_gpu,
-            },
-            "training": {
-                "num_steps": max(1, request.max_episodes // per_step),
-                "groups_per_step": groups,
-                "max_staleness": 0,
-                "checkpoint_every_steps": max(1, request.save_interval // per_step),
-            },
-            "eval": {"num_games": max(per_step, request.num_envs), "num_games_during": 0},
-            "metrics": {"transcripts_per_step": per_step},
-        },
-        (),
-    )
 
 
 async def _train(trainer: Trainer, request: AgentRequest, actor: LMActorNetwork) -> EpisodeReturns:
@@ -225,18 +144,3 @@ def _finished(training: Coroutine[Any, Any, _T]) -> _T:
 
     threading.Thread(target=run, name="train_agent").start()
     return done.result()
-
-
-def _num_minibatches(groups: int, group_size: int, minibatch_size: int) -> int:
-    """Into how many parts a batch is cut; `minibatch_size` counts episodes, -1 is all of them."""
-    wanted = 1 if minibatch_size < 0 else max(1, groups * group_size // minibatch_size)
-    return max(parts for parts in range(1, wanted + 1) if groups % parts == 0)
-
-
-def _run_name(request: AgentRequest) -> str:
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", request.env_name.rpartition(":")[2]).strip("-.")
-    return plain[:40] or "agent"
-
-
-def _takes_gpu(device: str | None) -> bool:
-    return torch.cuda.is_available() if device is None else device.startswith("cuda")
