@@ -61,6 +61,8 @@ class Stream(IntEnum):
     """Which comparisons are held out."""
     REWARD_MODEL_ORDER = 22
     """In which they are learned from. Counter: epoch."""
+    PROBLEM_SPLIT = 30
+    """Which of an environment's problems are held back."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED

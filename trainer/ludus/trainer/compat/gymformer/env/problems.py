@@ -7,7 +7,6 @@ and ends in "#### 42", as those of GSM8K do, is 42.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import number_in
 from ludus.trainer.reward_model.rows import rows_of
+from ludus.trainer.streams import Stream, random_of
 
 _QUESTIONS = ("question", "problem", "prompt")
 _SOLUTIONS = ("answer", "solution")
@@ -47,7 +47,7 @@ class Split:
         if not 0 <= test_share < 1:
             raise ConfigError(f"expected a test_split from 0 to below 1, got {test_share}")
         questions = list(dict.fromkeys(problem.question for problem in problems))
-        random.Random(f"problems {seed}").shuffle(questions)
+        random_of(seed, Stream.PROBLEM_SPLIT).shuffle(questions)
         held_back = set(questions[: round(test_share * len(questions))])
         train = tuple(one for one in problems if one.question not in held_back)
         if not train:
