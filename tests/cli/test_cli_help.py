@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 COMMANDS = [
     ("train",),
+    ("train-reward",),
     ("eval",),
     ("report",),
     ("scale",),

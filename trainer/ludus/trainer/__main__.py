@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Resume
 from ludus.trainer.disk import why_unwritten
@@ -26,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        run = load_run_config(args.config, args.set)
-        return _VERBS[args.command](run, args)
+        return _VERBS[args.command](args)
     except UserError as error:
         return _fail(error, UserError.exit_code)
     except LudusError as error:
@@ -39,10 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED_EXIT_CODE
 
 
-def _train(run: RunConfig, args: argparse.Namespace) -> int:
+def _run_of(args: argparse.Namespace) -> RunConfig:
+    return load_run_config(args.config, args.set)
+
+
+def _train(args: argparse.Namespace) -> int:
     from ludus.trainer.main import train
     from ludus.trainer.trainer import Stopped
 
+    run = _run_of(args)
     try:
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     except Stopped as stopped:
@@ -53,18 +57,19 @@ def _train(run: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(run: RunConfig, args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> int:
     from ludus.trainer.build import resolved
     from ludus.trainer.preflight import preflight
 
-    preflight(resolved(run), Resume(args.resume))
+    preflight(resolved(_run_of(args)), Resume(args.resume))
     return 0
 
 
-def _eval(run: RunConfig, args: argparse.Namespace) -> int:
+def _eval(args: argparse.Namespace) -> int:
     from ludus.trainer.main import evaluate
     from ludus.trainer.run_folder import write_atomically
 
+    run = _run_of(args)
     if args.run_dir is not None:
         place = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
         run = run.model_copy(update=place)
@@ -84,7 +89,21 @@ def _eval(run: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-_VERBS = {"train": _train, "check": _check, "eval": _eval}
+def _reward(args: argparse.Namespace) -> int:
+    from ludus.trainer.reward_model.main import train
+    from ludus.trainer.reward_model.training import Stopped
+
+    config = load_reward_model_config(args.config, args.set)
+    try:
+        said = train(config, resume=args.resume, overwrite=args.overwrite, dry_run=args.dry_run)
+    except Stopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return _INTERRUPTED_EXIT_CODE
+    sys.stdout.write(f"{said}\n")
+    return 0
+
+
+_VERBS = {"train": _train, "check": _check, "eval": _eval, "reward": _reward}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,7 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--games", type=int, help="default: eval.num_games")
     evaluate.add_argument("--temperature", type=float, help="default: eval.temperature")
     evaluate.add_argument("--output", type=Path, help="default: standard output")
-    for command in (train, check, evaluate):
+    reward = commands.add_parser("reward", help="train a reward model")
+    reward.add_argument("--resume", action="store_true", help="continue where it was stopped")
+    reward.add_argument("--overwrite", action="store_true", help="replace a reward model")
+    reward.add_argument("--dry-run", action="store_true", help="look at model and data only")
+    for command in (train, check, evaluate, reward):
         command.add_argument("--config", type=Path, required=True, help="TOML, YAML or JSON")
         command.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     return parser

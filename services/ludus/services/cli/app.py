@@ -19,6 +19,7 @@ from ludus.services.cli import (
     scale_command,
     submit_command,
     train_command,
+    train_reward_command,
     watch_command,
 )
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.add_typer(env_commands.app, name="env")
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
+app.command("train-reward")(train_reward_command.train_reward)
 app.command("eval")(train_command.evaluate)
 app.command("watch")(watch_command.watch)
 app.command("scale")(scale_command.scale)

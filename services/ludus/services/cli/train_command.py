@@ -103,12 +103,12 @@ def train(
     if resume is not Resume.NEVER:
         flags.append(f"--resume={resume}")
     if dry_run:
-        _exit_unless_well(_run_check(config, flags), run_dir, "nothing was written")
+        exit_unless_well(_run_check(config, flags), run_dir, "nothing was written")
         typer.echo(config.model_dump_json(indent=2))
         return
     _check_environments(config)
     end = _run_training(config, run_dir, flags)
-    _exit_unless_well(end, run_dir, _way_on(run_dir))
+    exit_unless_well(end, run_dir, _way_on(run_dir))
     show_results(
         run_dir,
         {
@@ -148,8 +148,8 @@ def evaluate(
     for flag, value in choices.items():
         if value is not None:
             arguments += [flag, str(value)]
-    end = _run_quietly("evaluating", [*arguments, "--output", str(output)])
-    _exit_unless_well(end, run_dir, "nothing was written")
+    end = run_quietly("evaluating", [*arguments, "--output", str(output)])
+    exit_unless_well(end, run_dir, "nothing was written")
     evaluation = Evaluation.model_validate_json(output.read_bytes())
     console = results_console()
     for part in eval_tables(evaluation):
@@ -199,7 +199,7 @@ def _run_check(config: RunConfig, flags: list[str]) -> TrainerEnd:
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         resolved = Path(folder) / CONFIG_FILE
         resolved.write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        return _run_quietly("checking", ["check", "--config", str(resolved), *flags])
+        return run_quietly("checking", ["check", "--config", str(resolved), *flags])
 
 
 def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> TrainerEnd:
@@ -232,7 +232,8 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
             return end
 
 
-def _run_quietly(doing: str, arguments: list[str]) -> TrainerEnd:
+def run_quietly(doing: str, arguments: list[str]) -> TrainerEnd:
+    """How the trainer ended, of which nothing but its warnings is shown."""
     console = progress_console()
 
     def show(output: TrainerOutput) -> None:
@@ -245,7 +246,7 @@ def _run_quietly(doing: str, arguments: list[str]) -> TrainerEnd:
         )
 
 
-def _exit_unless_well(end: TrainerEnd, run_dir: Path, after_stop: str) -> None:
+def exit_unless_well(end: TrainerEnd, run_dir: Path, after_stop: str) -> None:
     """Explain any end but a good one, and exit with its code."""
     console = progress_console()
     if end.was_stopped:

@@ -64,7 +64,8 @@ def train_reward(
         }
     )
     if dry_run:
-        return _look_at(config)
+        _look_at(config)
+        return None
     resume = None if resume_checkpoint is None else Path(resume_checkpoint)
     model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
     return model

@@ -1,0 +1,83 @@
+"""`ludus train-reward`: from a file of preferences to a folder that a run takes as a reward."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.reward_models import CHECKPOINT_FILE, RewardModelMetrics
+from tests.cli.commands import RunCli
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples/reward_model/make_preferences.py"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ and preferences.jsonl, as the example makes them."""
+    spec = importlib.util.spec_from_file_location("make_preferences", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    folder = tmp_path_factory.mktemp("made")
+    example.write_model(folder / "model", 0)
+    rows = [json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)]
+    (folder / "preferences.jsonl").write_text("".join(rows))
+    return folder
+
+
+def options(made: Path, output: Path) -> list[str]:
+    data, model = str(made / "preferences.jsonl"), str(made / "model")
+    return ["--model", model, "--data", data, "--output", str(output), "--set", "batch_size=8"]
+
+
+def test_a_reward_model_is_trained_stopped_and_continued(made: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rewards"
+    command = [str(Path(sys.executable).parent / "ludus"), "train-reward"]
+    command += [*options(made, output), "--set", "epochs=12"]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    progress = output.with_name("rewards.training") / "progress.jsonl"
+    while not (progress.exists() and '"finished":{' in progress.read_text()):
+        assert child.poll() is None
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGINT)
+    _, said = child.communicate()
+    assert child.returncode == 130
+    assert "continue with the same command and --resume" in said
+    assert not output.exists()
+    assert (progress.parent / CHECKPOINT_FILE).is_file()
+    ended = subprocess.run([*command, "--resume"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "epoch 11/12" in ended.stderr
+    assert f'rewards = [{{kind = "model", path = "{output}"}}]' in ended.stdout
+    metrics = RewardModelMetrics.model_validate_json((output / "metrics.json").read_text())
+    assert [epoch.epoch for epoch in metrics.epochs] == list(range(1, 13))
+    assert not progress.parent.exists()
+
+
+def test_a_row_that_is_no_comparison_ends_with_2_and_its_number(
+    ludus: RunCli, made: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "preferences.jsonl"
+    data.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
+    arguments = ["--model", str(made / "model"), "--data", str(data)]
+    result = ludus("train-reward", *arguments, "--dry-run")
+    assert result.code == 2
+    assert "preferences.jsonl, row 2: expected columns prompt, chosen, rejected" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_fields_are_checked_before_anything_starts(ludus: RunCli) -> None:
+    result = ludus("train-reward", "--set", "learning_rat=1", "--set", "epochs=0")
+    assert result.code == 2
+    for part in ("model: required", "data: required", "did you mean 'learning_rate'", "got 0"):
+        assert part in result.err
