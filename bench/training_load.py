@@ -24,10 +24,11 @@ from environment_load import Counts, answer_windows
 from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.episode import Player
-from ludus.trainer.rollout.group import group_seeds, play_group
+from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
 from ludus.trainer.types import Completion, GroupSpec, Sampling
 

@@ -18,13 +18,13 @@ from ludus.trainer.actors.placement import Placement, on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.build import make_learner_spec
+from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.environments import Environment, connected, local_servers
 from ludus.trainer.interfaces import PublishedWeights, StateDict
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.prepare import make_canary, prepare_model
-from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.types import CanaryPrompt, GroupSpec
 from ludus.trainer.weights import VersionStore, make_manifest
 

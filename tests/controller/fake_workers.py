@@ -23,6 +23,7 @@ from ludus.trainer.actors import supervisor, worker_process
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, WeightManifest
 from ludus.trainer.weights import CanaryReport, WorkerWeights
@@ -136,13 +137,15 @@ class CountingBuffer:
         self.kept: list[int] = []
         self.lost: list[int] = []
 
-    async def put(self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]) -> list[int]:
-        """The indices of groups whose episodes are all lost."""
+    async def put(
+        self, groups: Awaitable[list[RolloutGroup]] | list[RolloutGroup]
+    ) -> list[Refusal]:
+        """The groups whose episodes are all lost."""
         arrived = groups if isinstance(groups, list) else await groups
         lost = [one.index for one in arrived if all(r.reward is None for r in one.rollouts)]
         self.lost += lost
         self.kept += [one.index for one in arrived if one.index not in lost]
-        return lost
+        return [Refusal(index, is_lost=True) for index in lost]
 
 
 @dataclass(eq=False)

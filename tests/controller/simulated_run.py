@@ -21,12 +21,13 @@ from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
 from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
 from ludus.trainer.controller import Controller
-from ludus.trainer.data.buffer import BufferState, GroupSummary, TakenBatch
+from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.parts import Parts
 from ludus.trainer.processes import Slot
 from ludus.trainer.run_folder import RunFolder
+from ludus.trainer.schedule import in_steps
 from ludus.trainer.types import (
     Batch,
     CanaryPrompt,
@@ -56,7 +57,7 @@ class SimulatedBuffer(BufferActor):
         if self.is_alive:
             await super().begin(indices, version)
 
-    async def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
+    async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         if not self.is_alive:
             return await asyncio.get_running_loop().create_future()
         return await super().put(groups)
@@ -177,7 +178,7 @@ class SimulatedWorkers:
     def free(self, slot: Slot) -> None:
         self._slots.release()
 
-    async def play(self, slot: Slot, specs: Sequence[GroupSpec]) -> list[int]:
+    async def play(self, slot: Slot, specs: Sequence[GroupSpec]) -> list[Refusal]:
         assert 1 <= len(specs) <= slot.size
         try:
             if any(self.dies_with(spec) for spec in specs):
@@ -212,7 +213,7 @@ class SimulatedWorkers:
         report = CanaryReport(manifest.version, manifest.content_hash, error=1e-6)
         return {0: WorkerWeights(report, 0.0, 0.0, 0)}
 
-    async def _play_and_put(self, specs: Sequence[GroupSpec]) -> list[int]:
+    async def _play_and_put(self, specs: Sequence[GroupSpec]) -> list[Refusal]:
         return await self.buffer.put(await asyncio.gather(*(self._play(spec) for spec in specs)))
 
     async def _play(self, spec: GroupSpec) -> RolloutGroup:
@@ -234,6 +235,10 @@ class SimulatedRun:
     batches: dict[int, tuple[GroupSummary, ...]] = field(default_factory=dict)
     """What each step trained on, the last time it was trained."""
     prepare: Callable[[SimulatedWorkers, Controller], None] = lambda workers, controller: None
+    num_tasks: dict[str, int] = field(default_factory=dict)
+    """Of environments whose tasks are counted."""
+    begun: list[GroupSpec] = field(default_factory=list)
+    """Every group that was begun, in all lives."""
 
     @property
     def config(self) -> RunConfig:
@@ -259,7 +264,7 @@ class SimulatedRun:
 
     async def go(self, *, resume: bool = False) -> RunState:
         """The state in which the run ended."""
-        run = self.config
+        run = in_steps(self.config, self.num_tasks)
         path = self.folder / "run"
         state = read_state(newest_checkpoint(path / "checkpoints")) if resume else RunState()
         if resume:
@@ -280,6 +285,7 @@ class SimulatedRun:
             chat=None,
             canary=CANARY,
             servers={},
+            num_tasks=self.num_tasks,
         )
         controller = Controller(parts, state)
         self.prepare(workers, controller)
@@ -287,4 +293,5 @@ class SimulatedRun:
             await controller.run()
         finally:
             folder.close()
+            self.begun.extend(spec for spec, _ in workers.begun)
         return state

@@ -109,7 +109,7 @@ class Simulation:
         rewards = {"lives": (1, -1), "equal": (1, 1), "void": (1, None), "lost": (None, None)}
         group = make_group(*rewards[fate], index=index, version=self.begun_under[index])
         refused = self.buffer.put([group])
-        assert refused == ([] if fate == "lives" else [index])
+        assert [one.index for one in refused] == ([] if fate == "lives" else [index])
         self.admission.give_back(len(refused))
 
     def end_step(self, version: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.trainer.data.buffer import GroupBuffer
+from ludus.trainer.data.buffer import GroupBuffer, Refusal
 from ludus.trainer.data.counts import RolloutCounts, total
 from ludus.trainer.types import GroupSpec, lost_group
 from tests.data.rollouts import make_group
@@ -56,7 +56,7 @@ def test_a_group_that_teaches_nothing_is_refused_for_replacement(
 ) -> None:
     buffer = make_buffer()
     buffer.begin([0], version=0)
-    assert buffer.put([make_group(*rewards)]) == [0]
+    assert [one.index for one in buffer.put([make_group(*rewards)])] == [0]
     assert len(buffer) == 0
     assert buffer.put([make_group(*rewards)]) == [], "it is replaced once"
 
@@ -70,7 +70,9 @@ def test_rewards_that_differ_by_rounding_are_not_equal() -> None:
 def test_zero_variance_groups_are_kept_on_request_but_never_void_ones() -> None:
     buffer = make_buffer(keep_zero_variance_groups=True)
     buffer.begin([0, 1], version=0)
-    assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [1]
+    assert buffer.put([make_group(1, 1, index=0), make_group(1, None, index=1)]) == [
+        Refusal(1, is_lost=True)
+    ]
     assert [group.index for group in buffer.groups] == [0]
 
 
@@ -84,14 +86,14 @@ def test_groups_that_died_with_their_worker_are_to_be_replaced() -> None:
     buffer = make_buffer()
     buffer.begin([0, 1], version=0)
     lost = lost_group(GroupSpec(0, "coins", (1, 1)))
-    assert buffer.put([lost, make_group(1, -1, index=1)]) == [0]
+    assert buffer.put([lost, make_group(1, -1, index=1)]) == [Refusal(0, is_lost=True)]
     assert buffer.counts["coins"].num_lost == 2
 
 
 def test_a_group_sampled_by_older_weights_than_it_should_be_is_refused_and_counted() -> None:
     buffer = make_buffer(max_staleness=1)
     buffer.begin([0], version=5)
-    assert buffer.put([make_group(1, -1, version=4)]) == [0]
+    assert buffer.put([make_group(1, -1, version=4)]) == [Refusal(0, is_lost=True)]
     assert buffer.counts["coins"].num_stale_groups == 1
 
 
@@ -133,5 +135,5 @@ def test_all_that_is_held_is_told_at_once() -> None:
     buffer.put([make_group(1, -1, index=0), make_group(1, 1, index=1)])
     state = buffer.state()
     assert ([group.index for group in state.groups], state.played) == ([0], [2])
-    assert state.refused == [1]
+    assert state.refused == [Refusal(1, is_lost=False)]
     assert buffer.state().refused == []

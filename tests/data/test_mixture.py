@@ -14,6 +14,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture, MixtureState
+from ludus.trainer.data.seeds import GroupSeeds
 
 
 def make_run(weights: dict[str, float], **rest: object) -> RunConfig:
@@ -24,7 +25,7 @@ def make_run(weights: dict[str, float], **rest: object) -> RunConfig:
 
 def make_mixture(run: RunConfig, state: MixtureState | None = None) -> Mixture:
     """The mixture of a run, at its beginning unless it stands at `state`."""
-    return Mixture(run, state or MixtureState(), lambda index: (index, index))
+    return Mixture(run, state or MixtureState(), GroupSeeds(run.seed, 2, shared=True))
 
 
 def play(mixture: Mixture, num_groups: int) -> Counter[str]:

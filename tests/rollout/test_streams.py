@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ludus.proto.config import EvalConfig
-from ludus.trainer.rollout.group import group_seeds
+from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.streams import (
     Stream,
     key_of,

@@ -120,6 +120,8 @@ class MetricsRow(_Record):
     """Name of the fixed policy."""
     phase: Phase | None = None
     """What the run turns to now."""
+    num_steps: int | None = None
+    """Of the whole run; in rows of a phase, once it is known."""
     weights: tuple[HeldWeights, ...] = ()
     elapsed_s: float
     """Seconds of training so far; evaluations do not count."""

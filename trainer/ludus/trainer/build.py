@@ -37,6 +37,7 @@ from ludus.trainer.checkpoint import (
 from ludus.trainer.environments import (
     Environment,
     check_remote,
+    check_rewards,
     connected,
     fixed_policies,
     local_servers,
@@ -72,6 +73,12 @@ class Infrastructure:
     """Those that the run owns."""
     environments: dict[str, Environment]
     """All, in the run's order."""
+
+    @property
+    def num_tasks(self) -> dict[str, int]:
+        """Of the environments that say how many they have, by name."""
+        described = {name: one.description.tasks for name, one in self.environments.items()}
+        return {name: tasks.num_tasks for name, tasks in described.items() if tasks is not None}
 
     @property
     def first(self) -> Environment:
@@ -115,6 +122,7 @@ async def built(
             chat=chat,
             canary=canary,
             servers=infrastructure.servers,
+            num_tasks=infrastructure.num_tasks,
         )
     finally:
         # Before Ray ends: a supervisor would restart it to replace the worker that it lost.
@@ -135,6 +143,7 @@ async def infrastructure_of(
     check_reachable(located(run.weights, run_path, run_id(run_path)))
     await check_remote(run)
     with local_servers(run, run_path) as servers:
+        await check_rewards(run, servers)
         async with place_in_ray(run, with_learner=with_learner) as placement:
             with _token(run_path, placement) as token:
                 async with connected(run, servers) as environments:

@@ -72,11 +72,11 @@ from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import total
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.data.progress import Progress
+from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.delivery import Delivered, Delivery
 from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
 from ludus.trainer.parts import BetweenSteps, Parts, Step, go_on
-from ludus.trainer.rollout.group import group_seeds
 from ludus.trainer.sampling import SamplingLoop
 from ludus.trainer.schedule import coefficients
 from ludus.trainer.tasks import Tasks
@@ -129,12 +129,13 @@ class Controller:
     def __post_init__(self) -> None:
         self._saved_step = self.state.step
         run = self.parts.run
-        size, shared = run.rollout.group_size, run.rollout.group_seed == "shared"
-        self._mixture = Mixture(
-            run,
-            self.state.mixture,
-            lambda index: group_seeds(run.seed, index, size, shared=shared),
+        seeds = GroupSeeds(
+            run_seed=run.seed,
+            group_size=run.rollout.group_size,
+            shared=run.rollout.group_seed == "shared",
+            num_tasks=self.parts.num_tasks,
         )
+        self._mixture = Mixture(run, self.state.mixture, seeds)
 
     def stop(self) -> None:
         """End the run after the step it is in, with a checkpoint."""

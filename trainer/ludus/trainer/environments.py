@@ -25,7 +25,7 @@ from ludus.env.client.resume import check_replayable
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.transports.address import parse_address
-from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt
+from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt, TaskSet
 from ludus.proto.config import (
     EnvironmentConfig,
     LocalEnvironment,
@@ -38,6 +38,7 @@ from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableErro
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
+from ludus.trainer.rollout.reward_function import check_columns
 
 _ANSWERS_WITHIN_S = 3.0
 _PAUSE_S = 0.2
@@ -69,9 +70,8 @@ def check_names(run: RunConfig) -> None:
             path = getattr(environment, field)
             if path is not None:
                 import_object(path, f"environment.{field}")
-        for term in environment.rewards:
-            if isinstance(term, RewardTerm) and term.function is not None:
-                import_object(term.function, "environment.rewards")
+        for path in _functions_of(environment):
+            import_object(path, "environment.rewards")
     chart_prompts(run)
 
 
@@ -197,10 +197,45 @@ async def connected(
             description = await client.describe()
             if config.resume:
                 check_replayable(description)
+            check_rewards_of(run, name, description.tasks)
             environments[name] = Environment(
                 config, address, client, description, make_renderer(config)
             )
         yield environments
+
+
+async def check_rewards(run: RunConfig, servers: Mapping[str, LocalServer]) -> None:
+    """Check that what reward functions ask for is in the data of the run's own servers.
+
+    This speaks HTTP, and no gRPC, so that it may come before anything heavy starts; other servers
+    are held to it once they are connected.
+
+    Raises:
+        ConfigError: a function asks for a column that the data lacks.
+    """
+    for name, server in servers.items():
+        if server.addresses is None or not _functions_of(run.environments[name]):
+            continue
+        async with await AsyncEnvClient.connect(server.addresses.http) as client:
+            check_rewards_of(run, name, (await client.describe()).tasks)
+
+
+def check_rewards_of(run: RunConfig, name: str, tasks: TaskSet | None) -> None:
+    """Check that what the reward functions of an environment ask for is in its data.
+
+    Raises:
+        ConfigError: a function asks for a column that the data lacks.
+    """
+    config = run.environments[name]
+    # What a rollout function says of an episode takes the place of what the environment says.
+    if tasks is not None and config.rollout is None:
+        check_columns(_functions_of(config), tasks.columns, run.section_of(name))
+
+
+def _functions_of(config: EnvironmentConfig) -> list[str]:
+    """The paths of its reward functions."""
+    terms = [term for term in config.rewards if isinstance(term, RewardTerm)]
+    return [term.function for term in terms if term.function is not None]
 
 
 class Reaching(TypedDict, total=False):

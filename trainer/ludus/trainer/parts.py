@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
@@ -31,6 +31,8 @@ class Parts:
     canary: Sequence[CanaryPrompt]
     servers: Mapping[str, LocalServer]
     """The environment servers that this run owns."""
+    num_tasks: Mapping[str, int] = field(default_factory=dict)
+    """Of the environments that say how many they have, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import check_streams, read_state
-from ludus.trainer.environments import check_names, check_remote, fixed_policies
+from ludus.trainer.environments import check_names, check_remote, check_rewards_of, fixed_policies
 from ludus.trainer.prepare import check_model_path, check_reward_models
 from ludus.trainer.run_folder import new_run_id, path_of
 
@@ -52,7 +52,9 @@ def _check_environments(run: RunConfig) -> None:
     for name, environment in run.environments.items():
         if not isinstance(environment, LocalEnvironment):
             continue
-        environment_factory(environment.package, environment.options)().close()
+        built = environment_factory(environment.package, environment.options)()
+        built.close()
+        check_rewards_of(run, name, built.tasks)
         fixed_policies(run, name, environment.options)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.trainer.data.buffer import BufferState, TakenBatch
+from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import StepMetrics
@@ -83,8 +83,8 @@ class Workers(Protocol):
     def free(self, slot: Slot) -> None:
         """Give a slot back in which nothing was played."""
 
-    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
-        """The indices of the groups that must be replaced; the others are in the buffer.
+    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
+        """The groups that must be replaced; the others are in the buffer.
 
         What the slot has room for beyond these groups is given back at once.
         """

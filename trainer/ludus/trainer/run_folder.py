@@ -135,6 +135,12 @@ class RunFolder:
         """Write the configuration that the run has from now on."""
         write_atomically(self.path / CONFIG_FILE, self._run.model_dump_json(indent=2))
 
+    def lasts(self, run: RunConfig) -> None:
+        """Go on as the folder of `run`, which is the same but for the steps it takes."""
+        self._run = run
+        if self._resume_from is None:
+            self.configure()
+
     def open_sinks(self, *, in_job_log: bool = False) -> None:
         """Open the sinks of the configuration: rows go there, too, from now on.
 
@@ -181,7 +187,10 @@ class RunFolder:
     def phase(self, phase: Phase, step: int = 0) -> None:
         """Say what the run turns to."""
         _log.info("phase %s, step %d", phase, step)
-        self._append("phase", step, phase=phase)
+        # Passes over data become steps once the environment has said how much there is.
+        is_known = self._run.training.num_epochs is None or phase is not Phase.START_ENVIRONMENT
+        num_steps = self._run.training.num_steps if is_known else None
+        self._append("phase", step, phase=phase, num_steps=num_steps)
 
     def trained(self, step: int, num_games_trained: int, values: StepValues) -> None:
         """Append a training step's rows: the whole, then each environment's."""
@@ -289,6 +298,7 @@ class RunFolder:
         environment: str | None = None,
         policy: str | None = None,
         phase: Phase | None = None,
+        num_steps: int | None = None,
         weights: tuple[HeldWeights, ...] = (),
     ) -> None:
         self._write(
@@ -298,6 +308,7 @@ class RunFolder:
                 environment=environment,
                 policy=policy,
                 phase=phase,
+                num_steps=num_steps,
                 weights=weights,
                 elapsed_s=self.elapsed_s,
                 num_games_trained=num_games_trained,

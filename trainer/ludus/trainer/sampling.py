@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from ludus.proto.config import RunConfig
 from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.admission import Admission
+from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
 from ludus.trainer.processes import Buffer, Slot, Workers
@@ -52,7 +53,13 @@ class SamplingLoop:
         self._workers = workers
         self._buffer = buffer
         self._known = frozenset(run.environments)
-        self._admission = Admission(run.training.groups_per_step, run.training.max_staleness)
+        training = run.training
+        whole = training.num_steps * training.groups_per_step
+        self._admission = Admission(
+            training.groups_per_step,
+            training.max_staleness,
+            num_groups=None if training.num_epochs is None else whole,
+        )
         self._held_version: int | None = None
         self._waiting: deque[GroupSpec] = deque()
         """Groups to begin before new ones: unfinished before, or to replace others."""
@@ -149,10 +156,12 @@ class SamplingLoop:
     def _next(self) -> GroupSpec:
         return self._waiting.popleft() if self._waiting else self._mixture.next_group()
 
-    def _replace(self, indices: Sequence[int]) -> None:
-        refused = [self._playing.pop(index) for index in sorted(indices) if index in self._playing]
-        self._admission.give_back(len(refused))
-        self._waiting.extend(self._mixture.replacement(spec) for spec in refused)
+    def _replace(self, refusals: Sequence[Refusal]) -> None:
+        for refused in sorted(refusals, key=lambda one: one.index):
+            spec = self._playing.pop(refused.index, None)
+            if spec is not None:
+                self._admission.give_back(1)
+                self._waiting.append(self._mixture.replacement(spec, is_lost=refused.is_lost))
 
     def _note_idleness(self) -> None:
         if self._playing:

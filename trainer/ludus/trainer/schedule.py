@@ -1,11 +1,41 @@
-"""How learning rate and coefficients move over a run."""
+"""How long a run is, and how learning rate and coefficients move over it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ludus.proto.config import LearnerConfig, RunConfig
+from ludus.proto.errors import ConfigError
 from ludus.trainer.types import Coefficients
+
+_DIGITS = 9
+"""To which passes over a data set are told apart: 0.1 of 30 tasks are 3, and not 4."""
+
+
+def in_steps(run: RunConfig, num_tasks: Mapping[str, int]) -> RunConfig:
+    """The run, with training.num_steps from training.num_epochs where that is set.
+
+    Args:
+        num_tasks: of the environments that say how many they have, by name.
+
+    Raises:
+        ConfigError: the run counts passes, and its environment does not say over how many tasks.
+    """
+    training, epochs = run.training, run.training.num_epochs
+    if epochs is None:
+        return run
+    (name,) = run.environments
+    if name not in num_tasks:
+        raise ConfigError(
+            f"training.num_epochs = {epochs:g} counts passes over the tasks of an environment, but "
+            f"every seed of '{name}' is another task; set training.num_steps instead"
+        )
+    per_group = 1 if run.rollout.group_seed == "shared" else run.rollout.group_size
+    groups = round(epochs * num_tasks[name] / per_group, _DIGITS)
+    num_steps = max(1, math.ceil(round(groups / training.groups_per_step, _DIGITS)))
+    lasting = training.model_copy(update={"num_steps": num_steps})
+    return run.model_copy(update={"training": lasting})
 
 
 def coefficients(run: RunConfig, step: int) -> Coefficients:

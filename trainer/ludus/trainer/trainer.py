@@ -41,6 +41,7 @@ from ludus.trainer.prepare import check_model_path, check_reward_models
 from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
+from ludus.trainer.schedule import in_steps
 from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks
@@ -281,6 +282,8 @@ class Trainer:
         folder.open_sinks(in_job_log=self._print_rows)
         folder.phase(Phase.START_ENVIRONMENT)
         self._infrastructure = await enter(infrastructure_of(self.run, folder.path))
+        self.run = in_steps(self.run, self._infrastructure.num_tasks)
+        folder.lasts(self.run)
         self._parts = await enter(built(self.run, folder, self._infrastructure, checkpoint))
         self._state = state
         self._controller = Controller(self._parts, state, self._gate.pass_through)

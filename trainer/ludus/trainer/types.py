@@ -266,6 +266,8 @@ class GroupSpec:
     """[G] one per episode; all equal in a same-seed group."""
     num_replaced: int = 0
     """Groups in a row that taught nothing, and whose place this one has."""
+    num_lost: int = 0
+    """Groups in a row that were lost on the same task of a data set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ OF_NO_ACCOUNT = (
     "metrics",
     "placement",
     "training.num_steps",
+    "training.num_epochs",
     "training.checkpoint_every_steps",
     "training.keep_checkpoints",
     "training.max_learner_restarts",

@@ -47,6 +47,10 @@ class TrainingConfig(Section):
 
     num_steps: PositiveInt = 100
     """Batches to train on."""
+    num_epochs: PositiveFloat | None = None
+    """Passes over the tasks of an environment that has so many of them, such as rows of a data
+    set (docs/data.md). Takes the place of num_steps, which follows from it when the run starts;
+    the last step is filled up with tasks of the next pass."""
     groups_per_step: PositiveInt = 32
     """Groups in a batch."""
     max_staleness: NonNegativeInt = 1
@@ -175,6 +179,7 @@ class RunConfig(Section):
         self._check_sessions()
         self._check_algorithm()
         self._check_limits()
+        self._check_epochs()
         return self
 
     def _check_minibatches(self) -> None:
@@ -255,6 +260,23 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.group_timeout_s = {group_s:g} lets a group take as long as the run may "
                 f"stand still, training.idle_timeout_s = {idle_s:g}; raise idle_timeout_s above it"
+            )
+
+    def _check_epochs(self) -> None:
+        epochs = self.training.num_epochs
+        if epochs is None:
+            return
+        if len(self.environments) > 1:
+            raise ValueError(
+                f"training.num_epochs = {epochs:g} counts the tasks of one environment, got "
+                f"{len(self.environments)}; set training.num_steps instead, or put the rows of "
+                "all into one data set"
+            )
+        if self.algorithm.zero_variance_groups == "replace":
+            raise ValueError(
+                f"training.num_epochs = {epochs:g} trains on every task, but "
+                "algorithm.zero_variance_groups = 'replace' leaves groups of equal rewards out "
+                "and plays others; set it to 'keep', or set training.num_steps instead"
             )
 
     def _check_algorithm(self) -> None:

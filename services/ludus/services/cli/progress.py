@@ -52,6 +52,7 @@ class RunProgress:
             match row.kind:
                 case "phase":
                     self.phase = row.phase
+                    self.num_steps = row.num_steps or self.num_steps
                 case "eval":
                     self._take_place(row)
                     self._evals[row.environment or ""] = row.values

@@ -26,7 +26,7 @@ from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
-from ludus.trainer.data.buffer import BufferState, GroupBuffer, TakenBatch, summarise
+from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.tasks import TookTooLongError, limited
@@ -52,7 +52,7 @@ class BufferActor:
         """See GroupBuffer.begin."""
         self._buffer.begin(indices, version)
 
-    async def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
+    async def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put."""
         refused = self._buffer.put(groups)
         async with self._changed:
@@ -121,7 +121,7 @@ class RemoteBuffer:
         with suppress(BufferLostError):
             await self._prompt_answer("begin", list(indices), version)
 
-    async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[int]:
+    async def put(self, groups: ray.ObjectRef | list[RolloutGroup]) -> list[Refusal]:
         """See GroupBuffer.put; groups by reference come from where they were played.
 
         It waits for its cancellation once the buffer is lost: nothing can be said of the groups.

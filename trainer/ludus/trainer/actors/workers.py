@@ -37,6 +37,7 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
+from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import Slot
 from ludus.trainer.tasks import TookTooLongError, limited
@@ -149,8 +150,8 @@ class RolloutWorkers:
         """Give a slot back in which nothing was played."""
         self._free(slot.worker, slot.size)
 
-    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[int]:
-        """The indices of the groups that must be replaced; the others are in the buffer.
+    async def play(self, slot: Slot, groups: Sequence[GroupSpec]) -> list[Refusal]:
+        """The groups that must be replaced; the others are in the buffer.
 
         Episodes that end with their worker reach the buffer as lost: they are counted.
         """

@@ -81,6 +81,15 @@ class TakenBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A group in whose place another must be played."""
+
+    index: int
+    is_lost: bool
+    """Through no fault of its task: infrastructure failed, or its worker held older weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class BufferState:
     """All that the buffer holds, at one moment."""
 
@@ -88,7 +97,7 @@ class BufferState:
     """That wait, in the order in which they began."""
     played: list[int]
     """That have begun, and neither wait nor were refused."""
-    refused: list[int]
+    refused: list[Refusal]
     """That were refused since the last state; whoever put them was told, or is about to be."""
     counts: dict[str, RolloutCounts]
     """Since the last batch, by environment."""
@@ -124,8 +133,8 @@ class GroupBuffer:
         self._keep_zero_variance_groups = keep_zero_variance_groups
         self._active: dict[int, _Active] = {}
         """By index, in the order in which they began."""
-        self._refused: set[int] = set()
-        """Since `state` was called."""
+        self._refused: dict[int, Refusal] = {}
+        """By index, since `state` was called."""
         self._num_begun = 0
         self._counts: dict[str, RolloutCounts] = {}
 
@@ -147,8 +156,8 @@ class GroupBuffer:
         for index in indices:
             self._add(index, version + self._max_staleness)
 
-    def put(self, groups: Sequence[RolloutGroup]) -> list[int]:
-        """The indices of the groups that are refused: others must be played in their place.
+    def put(self, groups: Sequence[RolloutGroup]) -> list[Refusal]:
+        """The groups that are refused: others must be played in their place.
 
         Groups that began before `restore` are counted, and nothing takes their place.
         """
@@ -161,10 +170,10 @@ class GroupBuffer:
                 continue
             if self._teaches_nothing(counts):
                 del self._active[group.index]
-                refused.append(group.index)
+                refused.append(Refusal(group.index, _is_lost(counts)))
             else:
                 active.group = group
-        self._refused.update(refused)
+        self._refused.update({one.index: one for one in refused})
         return refused
 
     def take(self, version: int) -> list[RolloutGroup]:
@@ -183,7 +192,7 @@ class GroupBuffer:
     def state(self) -> BufferState:
         """All that is held."""
         played = [index for index, active in self._active.items() if active.group is None]
-        refused = sorted(self._refused)
+        refused = [self._refused[index] for index in sorted(self._refused)]
         self._refused.clear()
         return BufferState(self.groups, played, refused, dict(self._counts))
 
@@ -252,3 +261,7 @@ class GroupBuffer:
 
     def _count(self, environment: str, counts: RolloutCounts) -> None:
         self._counts[environment] = self._counts.get(environment, RolloutCounts()) + counts
+
+
+def _is_lost(counts: RolloutCounts) -> bool:
+    return bool(counts.num_stale_groups or (counts.num_void_groups and counts.num_lost))

@@ -11,6 +11,10 @@ The c-th group of environment number e, of E, has index c * E + e. So what is pl
 environment, and the seeds of it, do not depend on which places others took, and a group that
 must be replaced is replaced by the next one of the same environment.
 
+Where the tasks of an environment are counted, its groups take one after the other
+(`data/seeds.py`). A group that taught nothing has had its task. One that was lost without its
+fault has not: it is played again on the same, under an index of its own.
+
 With a curriculum the environments are opened one by one: the next when the win rate of the
 hardest open one, over its newest groups, reaches unlock_at; those below it keep part of their
 weight, so that they are not forgotten. What a win is, the environment says; one that does not say
@@ -20,13 +24,14 @@ it cannot open another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyResult
 from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.types import GroupSpec
 
 _log = logging.getLogger(__name__)
@@ -34,6 +39,10 @@ _log = logging.getLogger(__name__)
 _MAX_REPLACED = 8
 """Groups in a row that may teach nothing before their place goes to any environment: one that
 the policy has mastered or cannot begin to solve would hold up the batch for ever."""
+
+_MAX_LOST = 3
+"""Groups in a row that may be lost on one task of a data set: what ends a server or takes too
+long would do so for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class MixtureState:
     """The environments for which group indices were given, in their order."""
     num_begun: dict[str, int] = field(default_factory=dict)
     """Groups that got an index, by environment."""
+    num_dealt: dict[str, int] = field(default_factory=dict)
+    """Groups that got a task which none had before, by environment."""
     credits: dict[str, float] = field(default_factory=dict)
     num_open: int = 1
     """Environments that the curriculum has opened."""
@@ -71,12 +82,10 @@ def _says_no_success(name: str, num_episodes: int) -> str:
 class Mixture:
     """Deals out the groups of a run; `state` is its own and moves with it."""
 
-    def __init__(
-        self, run: RunConfig, state: MixtureState, seeds_of: Callable[[int], tuple[int, ...]]
-    ) -> None:
+    def __init__(self, run: RunConfig, state: MixtureState, seeds: GroupSeeds) -> None:
         self._run = run
         self._state = state
-        self._seeds_of = seeds_of
+        self._seeds = seeds
         names = list(run.environments)
         if state.names != names:
             # Other environments than before: begin where no index was given yet.
@@ -118,14 +127,18 @@ class Mixture:
         credits[chosen] -= 1.0
         return self._make(chosen)
 
-    def replacement(self, spec: GroupSpec) -> GroupSpec:
+    def replacement(self, spec: GroupSpec, *, is_lost: bool = False) -> GroupSpec:
         """The group that takes the place of one that taught nothing, or was lost."""
+        if is_lost and self._keeps_task(spec) and spec.num_lost < _MAX_LOST:
+            return replace(self._with_task_of(spec), num_lost=spec.num_lost + 1)
         if spec.num_replaced >= _MAX_REPLACED and len(self.weights) > 1:
             return self.next_group()
         return replace(self._make(spec.environment), num_replaced=spec.num_replaced + 1)
 
     def renewed(self, spec: GroupSpec) -> GroupSpec:
         """The same place under an index that no group ever had."""
+        if self._keeps_task(spec):
+            return self._with_task_of(spec)
         return replace(self._make(spec.environment), num_replaced=spec.num_replaced)
 
     def observe(self, counts: Mapping[str, RolloutCounts]) -> str | None:
@@ -175,11 +188,23 @@ class Mixture:
         """Go back to where it stood, but for the indices, which are given once only."""
         names = self._state.names
         self._state.credits = {name: earlier.credits.get(name, 0.0) for name in names}
+        self._state.num_dealt = {name: earlier.num_dealt.get(name, 0) for name in names}
         self._state.num_open = earlier.num_open
         self._state.wins = list(earlier.wins)
 
     def _make(self, name: str) -> GroupSpec:
+        index, place = self._next_index(name), self._state.num_dealt.get(name, 0)
+        self._state.num_dealt[name] = place + 1
+        return GroupSpec(index, name, self._seeds.of(name, index, place))
+
+    def _keeps_task(self, spec: GroupSpec) -> bool:
+        return self._seeds.are_counted(spec.environment)
+
+    def _with_task_of(self, spec: GroupSpec) -> GroupSpec:
+        return replace(spec, index=self._next_index(spec.environment))
+
+    def _next_index(self, name: str) -> int:
         state = self._state
         index = state.num_begun[name] * len(state.names) + state.names.index(name)
         state.num_begun[name] += 1
-        return GroupSpec(index, name, self._seeds_of(index))
+        return index

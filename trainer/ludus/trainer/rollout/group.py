@@ -25,7 +25,7 @@ from ludus.proto.runs import Transcript
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.transcript import make_transcript
-from ludus.trainer.streams import Stream, key_of, training_seed
+from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 
 _log = logging.getLogger(__name__)
@@ -140,10 +140,3 @@ async def _play_until(
         task.result() if task in done else player.void(seed, player.late())
         for task, seed in zip(tasks, seeds, strict=True)
     ]
-
-
-def group_seeds(run_seed: int, index: int, group_size: int, *, shared: bool) -> tuple[int, ...]:
-    """[G] the seeds of group `index`, never those of the warm start or of an evaluation."""
-    if shared:
-        return (training_seed(run_seed, index, 0),) * group_size
-    return tuple(training_seed(run_seed, index, number) for number in range(group_size))

@@ -4,19 +4,87 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
 
-from ludus.proto.errors import ConfigError, RewardFunctionError, UserError
+from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
 from ludus.trainer.data.failures import describe
 from ludus.trainer.functions import import_object
 
 Columns = dict[str, list[Any]]
 """The arguments of a reward function by name, each with one entry per episode."""
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "episode_return",
+        "terminated",
+        "status",
+        "num_turns",
+        "seed",
+        "environment",
+    }
+)
+"""What every reward function may ask for; a field of an environment never hides one of them."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_columns(functions: Sequence[str], columns: Sequence[str], section: str) -> None:
+    """Check that data whose columns are known has those that reward functions ask for.
+
+    Args:
+        functions: module:callable each.
+        section: that of the environment in the configuration.
+
+    Raises:
+        ConfigError: a function asks for another one; the message names those there are.
+    """
+    hidden = sorted(OWN_ARGUMENTS.intersection(columns))
+    if hidden and functions:
+        _log.warning(
+            "%s: reward functions get an argument of the trainer's own under %s; they do not see "
+            "the data's column of that name",
+            *(section, ", ".join(hidden)),
+        )
+    for path in functions:
+        needed = Arguments.of(import_object(path, f"{section}.rewards")).required
+        for name in sorted(needed - OWN_ARGUMENTS - frozenset(columns)):
+            hint = did_you_mean(name, columns)
+            raise ConfigError(
+                f"{section}.rewards: function '{path}' asks for '{name}', and the data has the "
+                f"columns {', '.join(columns)}"
+                + (f"; {hint}" if hint else "; give its argument the name of one, or a default")
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Which keyword arguments a function takes."""
+
+    named: frozenset[str]
+    required: frozenset[str]
+    """Those of them without a default."""
+    takes_all: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Arguments:
+        """What the function's signature says."""
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            named=frozenset(p.name for p in named),
+            required=frozenset(p.name for p in named if p.default is p.empty),
+            takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        )
 
 
 class RewardFunction:
@@ -29,11 +97,8 @@ class RewardFunction:
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
             getattr(self._function, "__call__", None)  # noqa: B004 - its coroutine, if it is one
         )
+        self._takes = Arguments.of(self._function)
         parameters = inspect.signature(self._function).parameters.values()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._named = frozenset(p.name for p in named)
-        self._required = frozenset(p.name for p in named if p.default is p.empty)
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ConfigError(
                 f"environment.rewards.function = '{path}' expected keyword arguments, got "
@@ -71,15 +136,15 @@ class RewardFunction:
         return await returned if inspect.isawaitable(returned) else returned
 
     def _arguments(self, columns: Columns) -> Columns:
-        missing = sorted(self._required - columns.keys())
+        missing = sorted(self._takes.required - columns.keys())
         if missing:
             raise RewardFunctionError(
                 f"reward function '{self._path}' asks for '{missing[0]}', which no episode of the "
                 f"group has; expected arguments out of {sorted(columns)}"
             )
-        if self._takes_all:
+        if self._takes.takes_all:
             return columns
-        return {key: value for key, value in columns.items() if key in self._named}
+        return {key: value for key, value in columns.items() if key in self._takes.named}
 
     def _checked(self, returned: Any, num_episodes: int) -> list[float | None]:
         listed = returned.tolist() if hasattr(returned, "tolist") else returned

@@ -121,7 +121,7 @@ class RunSeries:
             self._series[TrainSeries.ELAPSED].take(row.elapsed_s)
             match row.kind:
                 case "phase":
-                    self._show_phase(row.phase)
+                    self._show_phase(row.phase, row.num_steps)
                 case "train":
                     self._series[TrainSeries.STEP].take(row.step)
                     self._series[TrainSeries.STEPS].take(1)
@@ -167,7 +167,9 @@ class RunSeries:
             else:
                 self._series[_TRAIN_NAMES[name]].take(value, environment)
 
-    def _show_phase(self, current: Phase | None) -> None:
+    def _show_phase(self, current: Phase | None, num_steps: int | None = None) -> None:
+        if num_steps is not None:
+            self._series[TrainSeries.TARGET_STEPS].take(num_steps)
         for phase in Phase:
             self._series[TrainSeries.PHASE].take(phase is current, phase)
         self._series[TrainSeries.PHASE_START].take(self._now())

@@ -1,0 +1,204 @@
+"""Passes over the rows of a data set: each row once, whatever is lost, stopped or begun again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import read_metrics
+from ludus.trainer.controller import Controller
+from ludus.trainer.data.mixture import Mixture, MixtureState
+from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.schedule import in_steps
+from ludus.trainer.types import GroupSpec
+from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
+from tests.controller.test_recovery import die_in
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_ROWS = 48
+
+
+def make_run(folder: Path, **training: Any) -> SimulatedRun:
+    """A run of two passes over 48 rows; groups take uneven times, and some die with a worker."""
+    settings = {
+        "training": {"groups_per_step": 8, "num_epochs": 2, "checkpoint_every_steps": 3} | training,
+        "algorithm": {"zero_variance_groups": "keep"},
+    }
+    run = SimulatedRun(folder, settings, num_tasks={"coins": NUM_ROWS})
+    run.prepare = prepare
+    return run
+
+
+def prepare(workers: SimulatedWorkers, controller: Controller) -> None:
+    """Let games take uneven times, a third have equal rewards, and every ninth worker die."""
+
+    def duration_s(spec: GroupSpec) -> float:
+        return random.Random(spec.index).lognormvariate(-6, 1.0)
+
+    workers.duration_s = duration_s
+    workers.rewards = lambda spec: (1, 1) if spec.index % 3 == 0 else (1, -1)
+    workers.dies_with = lambda spec: spec.index % 9 == 4
+
+
+def places_trained(run: SimulatedRun) -> list[int]:
+    """The seeds that the run's steps trained on, in their order."""
+    seeds = {spec.index: spec.seeds[0] for spec in run.begun}
+    return [seeds[index] for index in run.trained]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_each_pass_trains_on_each_row_once_though_groups_are_lost(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    run = make_run(tmp_path, max_staleness=max_staleness)
+    state = await run.go()
+    assert state.step == 2 * NUM_ROWS // 8
+    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+    assert state.episodes_lost > 10
+    assert max(spec.seeds[0] for spec in run.begun) < 2 * NUM_ROWS, "none is played for nothing"
+
+
+async def test_a_run_that_is_stopped_and_continued_misses_no_row_and_repeats_none(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, num_epochs=1)
+    state = await run.go()
+    assert sorted(places_trained(run)) == list(range(NUM_ROWS))
+    run.settings["training"]["num_epochs"] = 2
+    state = await run.go(resume=True)
+    assert state.step == 12
+    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+
+
+async def test_a_run_stopped_amid_a_pass_goes_on_with_the_rows_that_are_left(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, num_epochs=1)
+
+    def stop_early(workers: SimulatedWorkers, controller: Controller) -> None:
+        prepare(workers, controller)
+        begin = run.learner.in_step
+
+        async def in_step(step: int) -> None:
+            await begin(step)
+            if step == 2:
+                controller.stop()
+
+        run.learner.in_step = in_step
+
+    run.prepare = stop_early
+    assert (await run.go()).step == 3
+    run.prepare = prepare
+    await run.go(resume=True)
+    assert sorted(places_trained(run)) == list(range(NUM_ROWS))
+
+
+async def test_a_learner_that_dies_goes_back_to_the_rows_of_its_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    die_in(run, 4, 8)
+    state = await run.go()
+    assert state.learner_restarts == 2
+    assert sorted(places_trained(run)) == list(range(2 * NUM_ROWS))
+
+
+async def test_whoever_follows_the_run_learns_how_many_steps_it_takes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    await run.go()
+    rows = read_metrics(tmp_path / "run")
+    assert {row.num_steps for row in rows if row.kind == "phase"} == {12}
+
+
+# -- places ----------------------------------------------------------------------------
+
+
+def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
+    run = RunConfig.model_validate({"environments": {"rows": {}, "coins": {}}})
+    return Mixture(run, state, GroupSeeds(run.seed, 2, shared=True, num_tasks=num_tasks))
+
+
+def test_a_group_that_was_lost_has_its_task_again_three_times_and_one_that_taught_nothing_not():
+    mixture = make_mixture(MixtureState(), rows=10)
+    specs = [mixture.next_group() for _ in range(4)]
+    assert [spec.seeds for spec in specs if spec.environment == "rows"] == [(0, 0), (1, 1)]
+    first = next(spec for spec in specs if spec.environment == "rows")
+    assert mixture.replacement(first).seeds == (2, 2)
+    again = first
+    for _ in range(3):
+        before, again = again, mixture.replacement(again, is_lost=True)
+        assert again.seeds == first.seeds and again.index > before.index
+    assert mixture.replacement(again, is_lost=True).seeds == (3, 3)
+    assert mixture.renewed(first).seeds == first.seeds
+    coins = next(spec for spec in specs if spec.environment == "coins")
+    assert mixture.replacement(coins, is_lost=True).seeds != coins.seeds
+
+
+def test_places_go_on_where_other_environments_join() -> None:
+    state = MixtureState()
+    mixture = make_mixture(state, rows=10)
+    dealt = [mixture.next_group() for _ in range(6)]
+    places = [spec.seeds[0] for spec in dealt if spec.environment == "rows"]
+    run = RunConfig.model_validate({"environments": {"rows": {}, "dice": {}, "coins": {}}})
+    seeds = GroupSeeds(run.seed, 2, shared=True, num_tasks={"rows": 10})
+    joined = Mixture(run, MixtureState(**vars_of(state)), seeds)
+    more = [joined.next_group() for _ in range(6)]
+    places += [spec.seeds[0] for spec in more if spec.environment == "rows"]
+    assert places == [0, 1, 2, 3, 4]
+    assert {spec.index for spec in dealt}.isdisjoint(spec.index for spec in more)
+
+
+def vars_of(state: MixtureState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in state.__slots__}
+
+
+def test_episodes_with_a_task_each_take_as_many_places_as_they_are() -> None:
+    seeds = GroupSeeds(0, 3, shared=False, num_tasks={"rows": 10})
+    assert [seeds.of("rows", index, index) for index in range(2)] == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_places_begin_anew_after_whole_passes_below_the_seeds_of_the_warm_start() -> None:
+    seeds = GroupSeeds(0, 1, shared=True, num_tasks={"rows": 10})
+    last = 2**30 // 10 * 10 - 1
+    assert (seeds.of("rows", 0, last), seeds.of("rows", 0, last + 1)) == ((last,), (0,))
+
+
+# -- steps -----------------------------------------------------------------------------
+
+
+def configured(**training: Any) -> RunConfig:
+    tree = {"environment": {"package": "coins"}, "algorithm": {"zero_variance_groups": "keep"}}
+    return RunConfig.model_validate(tree | {"training": training})
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_tasks", "num_steps"),
+    [(1, 64, 8), (2, 64, 16), (1, 65, 9), (0.5, 64, 4), (0.1, 240, 3), (1, 3, 1)],
+)
+def test_passes_become_steps(num_epochs: float, num_tasks: int, num_steps: int) -> None:
+    run = in_steps(configured(num_epochs=num_epochs, groups_per_step=8), {"coins": num_tasks})
+    assert run.training.num_steps == num_steps
+
+
+def test_passes_over_nothing_that_is_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match="every seed of 'coins' is another task"):
+        in_steps(configured(num_epochs=1), {})
+    assert in_steps(configured(num_steps=7), {}).training.num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"environments": {"a": {}, "b": {}}}, "counts the tasks of one environment, got 2"),
+        ({}, "zero_variance_groups = 'replace' leaves groups of equal rewards out"),
+    ],
+)
+def test_what_cannot_be_counted_in_passes_is_refused_at_parse(
+    tree: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(tree | {"training": {"num_epochs": 1}})

@@ -1,0 +1,82 @@
+"""A reward that asks for a column which the data lacks is refused before anything heavy starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import Resume
+from ludus.trainer.environments import check_rewards, local_servers
+from ludus.trainer.preflight import preflight
+from ludus.trainer.rollout.reward_function import check_columns
+from prompts_env import write_rows
+
+
+def needs_solution(completions, solution):
+    """A reward by a column."""
+    return [0.0 for _ in completions]
+
+
+def needs_nothing(completions, level=1, **columns):
+    """A reward that takes what there is."""
+    return [0.0 for _ in completions]
+
+
+def path_of(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def make_run(folder: Path, **columns: list[str]) -> RunConfig:
+    path = write_rows({"prompt": ["a", "b"], **columns}, folder / "rows.jsonl")
+    return RunConfig.model_validate(
+        {
+            "name": "run",
+            "output_dir": str(folder / "runs"),
+            "environment": {
+                "package": "prompts_env",
+                "options": {"path": str(path)},
+                "rewards": [{"function": f"{__name__}:needs_solution"}],
+            },
+        }
+    )
+
+
+def test_a_column_that_is_lacking_is_named_with_those_there_are() -> None:
+    columns = ["prompt", "answer"]
+    with pytest.raises(ConfigError) as refused:
+        check_columns([path_of("needs_solution")], columns, "environment")
+    assert str(refused.value) == (
+        f"environment.rewards: function '{__name__}:needs_solution' asks for 'solution', and the "
+        "data has the columns prompt, answer; give its argument the name of one, or a default"
+    )
+    with pytest.raises(ConfigError, match="did you mean 'solutions'"):
+        check_columns([path_of("needs_solution")], ["solutions"], "environment")
+
+
+def test_what_has_a_default_or_takes_everything_needs_no_column() -> None:
+    check_columns([path_of("needs_nothing")], ["prompt"], "environment")
+    check_columns([path_of("needs_solution")], ["prompt", "solution"], "environment")
+
+
+def test_a_column_that_an_argument_of_ours_hides_is_said(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_columns([path_of("needs_nothing")], ["prompt", "seed", "status"], "environment")
+    assert "under seed, status" in caplog.text
+
+
+def test_a_check_of_a_run_finds_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="asks for 'solution', and the data has the columns"):
+        preflight(make_run(tmp_path), Resume.NEVER)
+    preflight(make_run(tmp_path, solution=["1", "2"]), Resume.NEVER)
+
+
+@pytest.mark.slow
+async def test_a_run_finds_it_in_what_its_server_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    refused = pytest.raises(ConfigError, match="asks for 'solution'")
+    with local_servers(run, tmp_path) as servers, refused:
+        await check_rewards(run, servers)
