@@ -28,6 +28,7 @@ from ludus.env.transports.address import parse_address
 from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt, TaskSet
 from ludus.proto.config import (
     EnvironmentConfig,
+    GrpoConfig,
     LocalEnvironment,
     RemoteEnvironment,
     RewardTerm,
@@ -56,7 +57,7 @@ class Environment:
 
 
 def check_names(run: RunConfig) -> None:
-    """Check that what the run's environments name can be imported, and the chart's prompts made.
+    """Check that what the run names can be imported, and the chart's prompts made.
 
     Much of it is used late, and a run must not train for hours to find that out.
 
@@ -72,6 +73,8 @@ def check_names(run: RunConfig) -> None:
                 import_object(path, f"environment.{field}")
         for path in _functions_of(environment):
             import_object(path, "environment.rewards")
+    if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
+        import_object(run.algorithm.advantages, "algorithm.advantages")
     chart_prompts(run)
 
 

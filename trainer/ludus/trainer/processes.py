@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
@@ -23,6 +22,7 @@ from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.types import (
     CanaryPrompt,
     Coefficients,
+    Completion,
     GroupSpec,
     RolloutGroup,
     Sampling,
@@ -94,10 +94,10 @@ class Workers(Protocol):
     ) -> list[EpisodeOutcome]:
         """The outcome of one game per seed, in the order of the seeds."""
 
-    async def answer(
-        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[str]:
-        """What the policy says to the messages, once per seed."""
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """What the policy says after the prompt, once per seed."""
 
     async def load_weights(
         self, published: PublishedWeights, timeout_s: float

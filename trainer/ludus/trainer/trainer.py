@@ -19,12 +19,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.env import Message
 from ludus.proto.config import PretrainedModel, RunConfig, load_run_config, run_config_from
 from ludus.proto.config.changes import Change, in_words
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
@@ -37,12 +35,10 @@ from ludus.trainer.controller import Controller
 from ludus.trainer.environments import chart_prompts, check_names
 from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
+from ludus.trainer.policy import Policy
 from ludus.trainer.prepare import check_model_path, check_reward_models
-from ludus.trainer.processes import Workers
-from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
 from ludus.trainer.schedule import in_steps
-from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
 from ludus.trainer.tasks import Tasks
 
@@ -54,41 +50,6 @@ class Stopped(Exception):
 
     is_wanted = False
     """True where the run's control file said so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The policy that is trained, as the rollout workers hold it."""
-
-    _run: RunConfig
-    _workers: Workers
-
-    async def generate(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        num: int = 1,
-        temperature: float | None = None,
-        max_tokens: int | None = None,
-        seed: int = 0,
-    ) -> list[str]:
-        """`num` answers to a user's words, or to the messages of a conversation.
-
-        Args:
-            temperature: 0 takes the likeliest token; None is that of the rollouts.
-            max_tokens: of an answer; None is rollout.max_completion_tokens.
-            seed: decides what is sampled.
-        """
-        rollout = self._run.rollout
-        sampling = sampling_of(rollout, temperature)
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=max_tokens)
-        messages: Sequence[Message] = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        )
-        run_seed = self._run.seed
-        keys = [key_of(run_seed, Stream.ANSWER, seed, number) for number in range(num)]
-        return await self._workers.answer(messages, sampling, keys)
 
 
 class Trainer:
@@ -222,7 +183,7 @@ class Trainer:
     @property
     def policy(self) -> Policy:
         """The policy with its newest weights, where training stands still; else, nearly."""
-        return Policy(self.run, self._parts.workers)
+        return Policy(self.run, self._parts.workers, self._parts.chat)
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
         """By environment: the policy as it is now, beside the fixed policies on the same seeds.

@@ -6,7 +6,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.proto.config.section import NonNegativeFloat, PositiveFloat, Section, default_kind
+from ludus.proto.config.section import (
+    ImportPath,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    default_kind,
+)
 
 BelowRatio = Annotated[float, Field(gt=0, le=1)]
 """How far below 1 a ratio may fall; 1 lets it fall to 0."""
@@ -199,6 +205,24 @@ class GrpoConfig(_PolicyGradient):
     the episodes of the group that reached the same turn."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per turn; for credit = "turn"."""
+    advantages: ImportPath | None = None
+    """Replaces baseline, scale and credit: called with the scored episodes of a group, each with
+    its `reward`; returns one advantage for each (docs/algorithms.md)."""
+
+    @model_validator(mode="after")
+    def _advantages_are_made_one_way(self) -> Self:
+        replaced = ("baseline", "scale", "credit")
+        said = [f"{name} = '{getattr(self, name)}'" for name in replaced if self._says(name)]
+        if self.advantages is not None and said:
+            raise ValueError(
+                f"advantages = '{self.advantages}' makes them in place of {' and '.join(said)}; "
+                "remove the one or the other"
+            )
+        return self
+
+    def _says(self, name: str) -> bool:
+        """Whether a field has another value than where nothing is said."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @model_validator(mode="after")
     def _baseline_fits(self) -> Self:

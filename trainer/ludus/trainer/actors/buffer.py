@@ -28,6 +28,7 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarise
 from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.tasks import TookTooLongError, limited
 from ludus.trainer.types import Batch, RolloutGroup
@@ -36,7 +37,9 @@ from ludus.trainer.types import Batch, RolloutGroup
 class BufferActor:
     """Holds groups from their beginning to their training; calls interleave on one event loop."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, functions: Mapping[str, Function]) -> None:
+        """`functions` are what the run names and nobody can import."""
+        take_functions(functions)
         self._run = run
         self._buffer = GroupBuffer(
             groups_per_step=run.training.groups_per_step,
@@ -109,7 +112,7 @@ class RemoteBuffer:
 
     def __init__(self, run: RunConfig, placement: Placement) -> None:
         actor_class = ray.remote(**placement.beside_driver())(BufferActor)
-        self._actor: ActorHandle = actor_class.remote(run)
+        self._actor: ActorHandle = actor_class.remote(run, given_functions())
         self._timeout_s = run.training.idle_timeout_s
 
     def close(self) -> None:

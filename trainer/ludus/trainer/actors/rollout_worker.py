@@ -16,7 +16,6 @@ from typing import Any
 import ray
 import torch
 
-from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.runtime import freeze_heap
@@ -38,6 +37,7 @@ from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
 from ludus.trainer.tasks import Tasks
 from ludus.trainer.types import (
+    Completion,
     GroupSpec,
     Rollout,
     RolloutGroup,
@@ -89,7 +89,7 @@ class RolloutWorkerActor:
         self._run = run
         self._weights = spec.weights
         self._store = make_store(spec.weights)
-        self._chat = chat = ChatTokenizer.load(spec.model_path, run.model)
+        chat = ChatTokenizer.load(spec.model_path, run.model)
         clients = {name: await self._connect(spec, name) for name in run.environments}
         self._generator = Generator(make_engine(run, spec.model_path, chat))
         self._merger = None
@@ -139,13 +139,12 @@ class RolloutWorkerActor:
         sampling = Sampling(temperature, self._run.rollout.max_completion_tokens)
         return list(map(_outcome, await self._players[environment].play_games(seeds, sampling)))
 
-    async def answer(
-        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[str]:
-        """What the policy says to the messages, once per seed."""
-        prompt = self._chat.first_prompt(messages, ())
-        said = [self._generator(prompt, sampling, seed) for seed in seeds]
-        return [self._chat.decode(one.token_ids) for one in await asyncio.gather(*said)]
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """What the policy says after the prompt, once per seed."""
+        said = (self._generator(list(prompt_ids), sampling, seed) for seed in seeds)
+        return list(await asyncio.gather(*said))
 
     async def load_weights(self, published: PublishedWeights, from_scratch: bool) -> WorkerWeights:
         """What the worker holds now, and how it answers the canary prompt.

@@ -27,7 +27,6 @@ from typing import Any
 
 import ray
 
-from ludus.env import Message
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
@@ -41,7 +40,7 @@ from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.processes import Slot
 from ludus.trainer.tasks import TookTooLongError, limited
-from ludus.trainer.types import GroupSpec, Sampling, lost_group
+from ludus.trainer.types import Completion, GroupSpec, Sampling, lost_group
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)
@@ -186,15 +185,15 @@ class RolloutWorkers:
             missing = [seed for seed in missing if seed not in outcomes]
         return [outcomes[seed] for seed in seeds]
 
-    async def answer(
-        self, messages: Sequence[Message], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[str]:
-        """What the policy says to the messages, once per seed."""
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """What the policy says after the prompt, once per seed."""
         while True:
             slot = await self.slot()
             worker: WorkerProcess = slot.worker
             try:
-                return await worker.actor.answer.remote(list(messages), sampling, list(seeds))
+                return await worker.actor.complete.remote(list(prompt_ids), sampling, list(seeds))
             except LOST:
                 self._roster.leave(worker)
             finally:

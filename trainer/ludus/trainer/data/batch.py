@@ -32,6 +32,7 @@ from ludus.trainer.algorithms.advantages import (
     turn_advantages,
 )
 from ludus.trainer.algorithms.moments import moments, whiten
+from ludus.trainer.data.own_advantages import GroupAdvantages
 from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import (
     Batch,
@@ -123,6 +124,9 @@ def _group_credits(
     groups: Sequence[RolloutGroup], algorithm: GrpoConfig
 ) -> list[list[Iterable[float]]]:
     """For every group's every episode, the advantages of its turns."""
+    if algorithm.advantages is not None:
+        advantages_of = GroupAdvantages(algorithm.advantages)
+        return [[repeat(advantage) for advantage in advantages_of(group)] for group in groups]
     credit_of_group: dict[int, list[Iterable[float]]] = {}
     for rows in _by_environment(groups).values():
         members = [groups[row] for row in rows]
