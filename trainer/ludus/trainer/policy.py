@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.env import Message
@@ -32,6 +32,8 @@ class Policy:
     run: RunConfig
     workers: Workers
     chat: ChatTokenizer
+    settled: Callable[[], Awaitable[None]]
+    """Waits until no newer weights are on their way."""
 
     async def generate(
         self,
@@ -97,6 +99,7 @@ class Policy:
                 "lower max_tokens"
             )
         keys = [key_of(self.run.seed, Stream.ANSWER, seed, number) for number in range(num)]
+        await self.settled()
         completions = await self.workers.complete(prompt_ids, sampling, keys)
         return [
             Answer(self.chat.decode(one.token_ids), list(prompt_ids), one) for one in completions

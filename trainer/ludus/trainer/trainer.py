@@ -17,7 +17,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -138,7 +138,7 @@ class Trainer:
             finally:
                 self._leave_folder(error, is_new=self._state.step == 0)
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncGenerator[Step, None]:
         """The training steps as they are done, until the last one.
 
         Training stands still while the body of the loop runs, and goes on with the next turn;
@@ -181,9 +181,15 @@ class Trainer:
         return self._task.done() and self._controller.finished
 
     @property
+    def num_steps_trained(self) -> int:
+        """Steps trained so far, those before a checkpoint that the run continues from included."""
+        return self._state.step
+
+    @property
     def policy(self) -> Policy:
         """The policy with its newest weights, where training stands still; else, nearly."""
-        return Policy(self.run, self._parts.workers, self._parts.chat)
+        parts = self._parts
+        return Policy(self.run, parts.workers, parts.chat, self._controller.settled)
 
     async def evaluate(self, num_games: int | None = None) -> dict[str, EvalReport]:
         """By environment: the policy as it is now, beside the fixed policies on the same seeds.

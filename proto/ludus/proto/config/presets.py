@@ -145,10 +145,10 @@ def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     preset = tree.get("preset")
     settings = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return _merged(settings, tree)
+    return merge_sections(settings, tree)
 
 
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over`, and what `under` says beside it; section by section.
 
     A section of another kind replaces the one underneath: its fields do not fit.
@@ -159,6 +159,6 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     for key, value in over.items():
         below = under.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = _merged(below, value)
+            value = merge_sections(below, value)
         merged[key] = value
     return merged

@@ -110,6 +110,14 @@ class ChatTokenizer:
         """The tokens of a conversation with earlier answers, as the template shows those."""
         return list(self._encode_first((_key(messages), json.dumps(tools))))
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that went through the chat template already."""
+        return list(self._encode(text))
+
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt, special tokens and all."""
+        return self._tokenizer.decode(list(token_ids))
+
     def answer_ids(self, text: str) -> list[int]:
         """The tokens of an answer as the policy would sample it, end token included."""
         answer = self._template.space_before_answer + text

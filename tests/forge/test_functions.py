@@ -1,0 +1,51 @@
+"""Forge's rewards and advantages, as the functions that a run calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ludus.trainer.compat.forge.functions import Functions, group_advantages, reward_term
+
+PROMPTS = [[{"role": "system", "content": "Play."}, {"role": "user", "content": "hard 16 vs 10"}]]
+COMPLETIONS = [
+    [
+        {"role": "assistant", "content": "HIT"},
+        {"role": "user", "content": "hard 19 vs 10"},
+        {"role": "assistant", "content": "STAND"},
+    ]
+]
+
+
+def evaluate_response(prompt: str, response: str, game_reward: float) -> float:
+    return game_reward if (prompt, response) == ("Play.\nhard 16 vs 10", "STAND") else -9.0
+
+
+class Rewarding:
+    async def evaluate_response(self, prompt: str, response: str, game_reward: float) -> float:
+        return evaluate_response(prompt, response, game_reward)
+
+
+@pytest.mark.parametrize("reward", [evaluate_response, Rewarding, Rewarding()])
+async def test_a_reward_sees_the_first_prompt_the_last_answer_and_the_return(reward: Any) -> None:
+    term = reward_term(reward)
+    assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [0.5]
+
+
+def test_advantages_are_those_of_a_class_an_object_or_a_function() -> None:
+    class Centred:
+        def compute(self, group: list[Any]) -> list[float]:
+            mean = sum(episode.reward for episode in group) / len(group)
+            return [episode.reward - mean for episode in group]
+
+    group = [SimpleNamespace(reward=reward) for reward in (1.0, 3.0)]
+    for one in (Centred, Centred(), Centred().compute):
+        assert group_advantages(one)(group) == [-1.0, 1.0]
+
+
+def test_what_is_not_given_changes_nothing() -> None:
+    assert Functions().of_environment == {} == Functions().of_algorithm
+    fields = Functions(compute_advantages=len).of_algorithm
+    assert (fields["scale"], fields["baseline"]) == ("none", "mean")

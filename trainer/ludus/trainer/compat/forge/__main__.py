@@ -1,0 +1,67 @@
+"""`python -m ludus.trainer.compat.forge --config X.yaml [key=value ...]`: trains as Forge's does.
+
+In place of `python -m apps.grpo.main` and `apps.grpo.blackjack_main_fixed`; overrides are written
+as there. Ctrl-C ends the run after its step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.proto.errors import LudusError, UserError
+from ludus.proto.runs import Resume
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 done, 2 bad input, 130 stopped by a signal, 1 anything else."""
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from ludus.trainer.trainer import Stopped
+
+    try:
+        asyncio.run(_train(args))
+    except Stopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return 0 if stopped.is_wanted else 130
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    except LudusError as error:
+        sys.stderr.write(f"error: {getattr(error, 'cause', None) or error}\n")
+        return UserError.exit_code if isinstance(error, UserError) else 1
+    return 0
+
+
+async def _train(args: argparse.Namespace) -> None:
+    from ludus.trainer.compat.forge.training import run_of
+    from ludus.trainer.main import train
+
+    resume = Resume(args.resume)
+    run = await run_of(args.config, args.overrides, resume=resume, overwrite=args.overwrite)
+    folder = await train(run, resume=resume, overwrite=args.overwrite)
+    sys.stdout.write(f"{folder}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ludus.trainer.compat.forge")
+    parser.add_argument("--config", type=Path, required=True, help="Forge's YAML")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="group_size=8, ...")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run of that name")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=Resume.ALWAYS,
+        default=Resume.NEVER,
+        choices=[Resume.ALWAYS, Resume.AUTO],
+        help="continue from the newest checkpoint; with =auto begin anew where there is none",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What Forge's parts hand to each other."""

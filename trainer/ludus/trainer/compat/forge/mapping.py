@@ -1,0 +1,330 @@
+"""A configuration of Forge's as a run of Ludus: what each of its keys means here, if anything.
+
+    group_size, local_batch_size, dp_size   -> rollout.group_size, training.groups_per_step
+    max_req_tokens, max_res_tokens          -> rollout.max_tokens, rollout.max_completion_tokens
+    off_by_n                                -> training.max_staleness
+    rollout_threads, services.policy        -> rollout.num_groups_in_flight, rollout.num_workers
+    model                                   -> model.path; "tiny" is made on the spot
+    blackjack_env.server_url                -> environment.address
+    policy                                  -> generator, rollout.temperature, rollout.top_p
+    trainer                                 -> learner, training.num_steps, checkpoints
+    ludus                                   -> laid over all of that, in the words of Ludus
+
+What Forge's files leave to its code (its algorithm, with a pull of 0.1 to the starting policy) is
+preset "torchforge".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.proto.config.presets import merge_sections
+from ludus.proto.errors import ConfigError, did_you_mean
+from ludus.trainer.compat.forge.configuration import ForgeConfig, Leaves
+from ludus.trainer.compat.forge.known_keys import known_keys
+
+OWN_SECTION = "ludus"
+"""Fields of a run of Ludus, which stand wherever both say something."""
+TINY = "tiny"
+_HUB = "hf://"
+_FOREVER = 1_000_000
+"""Steps of a file that names none: as many as Forge's own files say."""
+_GROUP_SIZE = 4
+"""Where the file says nothing."""
+_NUM_GAMES = 1_000
+"""Of the evaluation after the last step, of which Forge has none."""
+_ONE_WAY = "one group of processes shards the model over its ranks (data_parallel_shard_degree)"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """What a configuration of Forge's comes to."""
+
+    tree: dict[str, Any]
+    """Of a run's sections."""
+    unused: tuple[str, ...]
+    """Forge's keys that are set, and mean nothing here."""
+
+
+def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
+    """The sections of a run, and the keys that are not honoured.
+
+    Args:
+        name: of the run.
+        has_gpu: decides for vLLM; on a CPU, transformers is faster for small models.
+
+    Raises:
+        ConfigError: a key that Forge does not have, or a value that means something which no run
+            of Ludus does.
+    """
+    leaves = Leaves(config, apart=OWN_SECTION)
+    _check_names(leaves)
+    _refuse_other_parallelism(leaves)
+    _refuse_other_optimizers(leaves)
+    environment = _environment(leaves)
+    rollout, training = _sizes(leaves)
+    own = config.get(OWN_SECTION, {})
+    tree: dict[str, Any] = {
+        "preset": "torchforge",
+        "name": name,
+        "model": _model(leaves, rollout["max_tokens"]),
+        "generator": _generator(leaves, has_gpu=has_gpu),
+        "rollout": rollout,
+        "learner": _learner(leaves),
+        "training": training,
+        "metrics": _metrics(leaves),
+        "eval": {"num_games": _NUM_GAMES, "num_games_during": 0},
+    }
+    _add_gpus(tree, leaves, has_gpu=has_gpu)
+    if "environments" not in own:
+        tree["environment"] = environment
+        if "address" not in environment and "environment" not in own:
+            raise ConfigError(
+                "blackjack_env.server_url is not set, so nothing says where episodes are played; "
+                "set it to the address of a server, or write a section ludus.environment"
+            )
+    return Mapped(merge_sections(tree, own), tuple(leaves.unasked))
+
+
+def _check_names(leaves: Leaves) -> None:
+    known = known_keys()
+    unknown = [key for key in leaves if key not in known]
+    if not unknown:
+        return
+    lines = [f"  {key}: {_hint(key, known)}" for key in unknown]
+    raise ConfigError("expected keys of Forge's configuration, got\n" + "\n".join(lines))
+
+
+def _hint(key: str, known: frozenset[str]) -> str:
+    section = key.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == section]
+    said = did_you_mean(key, beside or known)
+    return f"unknown{', ' + said if said else ''}; fields of Ludus stand in section {OWN_SECTION}"
+
+
+def _refuse_other_parallelism(leaves: Leaves) -> None:
+    for part in ("trainer", "ref_model"):
+        for kind in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel"):
+            _must_be_one(leaves, f"{part}.parallelism.{kind}_degree", _ONE_WAY)
+        for kind in ("context_parallel", "expert_parallel", "expert_tensor_parallel"):
+            _must_be_one(leaves, f"{part}.parallelism.{kind}_degree", _ONE_WAY)
+    for name in ("engine_args", "engine_config"):
+        way = "an engine spreads over GPUs by tensor_parallel_size"
+        _must_be_one(leaves, f"policy.{name}.pipeline_parallel_size", way)
+
+
+def _must_be_one(leaves: Leaves, key: str, way: str) -> None:
+    value = leaves.whole(key)
+    if value not in (None, 1):
+        raise ConfigError(f"{key} = {value}: expected 1, because here {way}; set it to 1")
+
+
+def _refuse_other_optimizers(leaves: Leaves) -> None:
+    name = leaves.get("trainer.optimizer.name")
+    if name not in (None, "AdamW"):
+        raise ConfigError(f"trainer.optimizer.name = '{name}': expected AdamW; set it to that")
+
+
+def _environment(leaves: Leaves) -> dict[str, Any]:
+    environment = {
+        "kind": "remote",
+        "address": leaves.get("blackjack_env.server_url"),
+        "max_turns": leaves.whole("blackjack_env.max_turns"),
+    }
+    leaves.get("blackjack_env.game_name")  # compared with what the server plays, when it is asked
+    return _said(environment)
+
+
+def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections `rollout` and `training`."""
+    group_size = leaves.whole("group_size", "grpo.group_size") or _GROUP_SIZE
+    per_rank = leaves.whole(
+        "replay_buffer.batch_size",
+        "trainer.training.local_batch_size",
+        "local_batch_size",
+        "batch_size",
+    )
+    num_ranks = _num_ranks(leaves)
+    dp_size = leaves.whole("replay_buffer.dp_size")
+    if dp_size not in (None, num_ranks):
+        raise ConfigError(
+            f"replay_buffer.dp_size = {dp_size}, but the trainer has {num_ranks} data-parallel "
+            "ranks; make them equal"
+        )
+    groups, rest = divmod((per_rank or group_size) * num_ranks, group_size)
+    if rest or not groups:
+        raise ConfigError(
+            f"local_batch_size = {per_rank} on {num_ranks} ranks is no multiple of group_size = "
+            f"{group_size}: a step trains on whole groups; set it to one, for example "
+            f"{max(1, groups) * group_size}"
+        )
+    answer = leaves.whole("max_res_tokens")
+    longest = leaves.whole("blackjack_env.max_seq_len", "max_seq_len")
+    if longest is None:
+        longest = (leaves.whole("max_req_tokens") or 512) + (answer or 32)
+    sampling = _sampling(leaves, answer, longest)
+    threads = leaves.whole("rollout_threads") or 1
+    rollout = {
+        "group_size": group_size,
+        "num_groups_in_flight": max(threads, groups),
+        "num_workers": leaves.whole("services.policy.num_replicas"),
+        "max_tokens": _fitting(longest, leaves),
+        **sampling,
+    }
+    max_age = leaves.whole("replay_buffer.max_policy_age", "off_by_n")
+    steps = leaves.whole("trainer.training.steps")
+    training = {
+        "num_steps": _FOREVER if steps is None or steps < 0 else steps,
+        "groups_per_step": groups,
+        "max_staleness": max_age,
+        "checkpoint_every_steps": leaves.whole("trainer.checkpoint.interval"),
+        "keep_checkpoints": leaves.whole("trainer.checkpoint.keep_latest_k"),
+    }
+    return _said(rollout), _said(training)
+
+
+def _sampling(leaves: Leaves, answer: int | None, longest: int) -> dict[str, Any]:
+    names = [f"policy.{name}" for name in ("sampling_params", "sampling_config")]
+    most = leaves.whole(*(f"{name}.max_tokens" for name in names))
+    if most is not None and most >= longest:
+        # An answer may be as long as the whole game: half of it is left for what is shown.
+        most = answer or longest // 2
+    if answer is not None and most not in (None, answer):
+        raise ConfigError(
+            f"{names[0]}.max_tokens = {most}, but max_res_tokens = {answer}; make them equal"
+        )
+    return {
+        "max_completion_tokens": answer or most or longest // 2,
+        "temperature": leaves.get(*(f"{name}.temperature" for name in names)),
+        "top_p": leaves.get(*(f"{name}.top_p" for name in names)),
+    }
+
+
+def _fitting(longest: int, leaves: Leaves) -> int:
+    """The length of an episode, which the trainer must be able to take."""
+    limit = leaves.whole("trainer.training.seq_len")
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"trainer.training.seq_len = {limit} is less than the {longest} tokens of "
+            "max_req_tokens and max_res_tokens; raise the one or lower the others"
+        )
+    return longest
+
+
+def _num_ranks(leaves: Leaves) -> int:
+    shards = leaves.whole("trainer.parallelism.data_parallel_shard_degree")
+    processes = leaves.whole("actors.trainer.procs") or 1
+    if shards is None or shards == -1:
+        return processes
+    if "actors.trainer.procs" in leaves and processes != shards:
+        raise ConfigError(
+            f"actors.trainer.procs = {processes}, but trainer.parallelism."
+            f"data_parallel_shard_degree = {shards}: each rank is a process; make them equal"
+        )
+    return shards
+
+
+def _model(leaves: Leaves, longest: int) -> dict[str, Any]:
+    keys = (
+        "model",
+        "policy.engine_args.model",
+        "policy.engine_config.model",
+        "trainer.model.hf_assets_path",
+        "trainer.checkpoint.initial_load_path",
+        "ref_model.model.hf_assets_path",
+        "ref_model.checkpoint.initial_load_path",
+        "blackjack_env.model",
+        "dataset.model",
+    )
+    named = {key: _path(str(leaves.get(key))) for key in keys if leaves.get(key) is not None}
+    if len(set(named.values())) > 1:
+        said = ", ".join(f"{key} = '{path}'" for key, path in named.items())
+        raise ConfigError(
+            f"expected one model, got several: {said}; policy, trainer and reference begin as the "
+            "same model here: name it once"
+        )
+    path = next(iter(named.values()), TINY)
+    if path == TINY:
+        return {"kind": "tiny", "max_tokens": longest}
+    return {"kind": "pretrained", "path": path}
+
+
+def _path(name: str) -> str:
+    return name.removeprefix(_HUB)
+
+
+def _generator(leaves: Leaves, *, has_gpu: bool) -> dict[str, Any]:
+    if not has_gpu:
+        return {"kind": "transformers"}
+
+    def engine(name: str) -> Any:
+        return leaves.get(f"policy.engine_args.{name}", f"policy.engine_config.{name}")
+
+    vllm = {
+        "kind": "vllm",
+        "tensor_parallel_size": engine("tensor_parallel_size"),
+        "enforce_eager": engine("enforce_eager"),
+        "gpu_memory_utilization": engine("gpu_memory_utilization"),
+        "max_num_seqs": engine("max_num_seqs"),
+        "max_model_tokens": engine("max_model_len"),
+    }
+    return _said(vllm)
+
+
+def _learner(leaves: Leaves) -> dict[str, Any]:
+    def said(name: str) -> Any:
+        return leaves.get(f"trainer.{name}")
+
+    rate, floor = said("optimizer.lr"), said("lr_scheduler.min_lr_factor")
+    betas = (said("optimizer.beta1"), said("optimizer.beta2"))
+    mode = said("activation_checkpoint.mode")
+    if mode not in (None, "none", "selective", "full"):
+        raise ConfigError(
+            f"trainer.activation_checkpoint.mode = '{mode}': expected none, selective or full"
+        )
+    return _said(
+        {
+            "num_ranks": _num_ranks(leaves),
+            "learning_rate": rate,
+            "learning_rate_final": float(rate) * float(floor) if rate and floor else None,
+            "schedule": said("lr_scheduler.decay_type"),
+            "warmup_steps": said("lr_scheduler.warmup_steps"),
+            "eps": said("optimizer.eps"),
+            "betas": [betas[0] or 0.9, betas[1] or 0.95] if any(betas) else None,
+            "weight_decay": said("optimizer.weight_decay"),
+            "max_grad_norm": said("training.max_norm"),
+            "dtype": said("training.dtype"),
+            "activation_checkpointing": None if mode is None else mode != "none",
+            "compile": said("compile.enable"),
+        }
+    )
+
+
+def _metrics(leaves: Leaves) -> dict[str, Any]:
+    """Section `metrics`: without a key, what W&B would get is kept in the run's folder."""
+    project = leaves.get("metric_logging.wandb.project")
+    if project is None:
+        return {}
+    mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+    entity = leaves.get("metric_logging.wandb.entity")
+    return {"wandb": _said({"project": project, "entity": entity, "mode": mode})}
+
+
+def _add_gpus(tree: dict[str, Any], leaves: Leaves, *, has_gpu: bool) -> None:
+    wanted = {
+        name: leaves.get(name) for name in ("services.policy.with_gpus", "actors.trainer.with_gpus")
+    }
+    if not has_gpu:
+        return
+    if wanted["services.policy.with_gpus"]:
+        tree["rollout"]["num_gpus_per_worker"] = tree["generator"].get("tensor_parallel_size", 1)
+    if wanted["actors.trainer.with_gpus"]:
+        tree["learner"]["num_gpus_per_rank"] = 1
+
+
+def _said(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not None: the rest is the preset's to say."""
+    return {key: value for key, value in section.items() if value is not None}
