@@ -98,6 +98,7 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("replay_buffer.max_policy_age=3", "these mean one thing here; make them equal"),
         ("replay_buffer.dp_size=2", "but the trainer has 1 data-parallel ranks"),
         ("policy.engine_args.model=other/model", "expected one model, got several"),
+        ("policy.engine_args.dtype=float16", "log-probs of the two are compared"),
         ("trainer.training.seq_len=100", "is less than the 544 tokens"),
         ("group_size=four", "group_size = 'four': expected a whole number"),
         ("model=${modell}", "refers to a key that is not there"),

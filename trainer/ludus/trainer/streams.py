@@ -63,6 +63,8 @@ class Stream(IntEnum):
     """In which they are learned from. Counter: epoch."""
     PROBLEM_SPLIT = 30
     """Which of an environment's problems are held back."""
+    REPLAY_BUFFER = 30
+    """Which episodes a part's replay buffer gives out; runs have no such draw."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED

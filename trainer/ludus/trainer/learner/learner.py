@@ -41,6 +41,7 @@ from ludus.trainer.disk import why_unwritten
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.device import take_device
+from ludus.trainer.learner.logits_loss import LogitsLoss
 from ludus.trainer.learner.lora import (
     ADAPTER_FOLDER,
     adapter_state,
@@ -159,6 +160,23 @@ class Learner:
             grad_norms.append(self._apply_gradients())
         metrics = _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
+
+    def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
+        """The mean of the losses before an update by it; with a gradient that is not finite none.
+
+        The algorithm of the configuration has no part in it.
+        """
+        self._policy.train()
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = 0.0
+        for rows in losses:
+            inputs = (one.to(self._device) for one in rows[:3])
+            loss = rows.of_logits(self._policy.all_logits(*inputs)) / len(losses)
+            (loss * self._num_ranks).backward()
+            total += float(loss.detach())
+        self._apply_gradients()
+        return total
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -92,6 +93,16 @@ class Policy(nn.Module):
             last_values = output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
 
+    def all_logits(self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """float32 logits [B, S, V] of whole rows of tokens [B, S]."""
+        logits: Tensor = self.language_model(
+            input_ids=token_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+        ).logits
+        return logits.float()
+
     def full_names(self) -> dict[str, str]:
         """The Hugging Face name of each parameter of the language model."""
         return {
@@ -153,6 +164,7 @@ def prepare(
     for modules, index in layers:
         fully_shard(modules[index], mesh=mesh, mp_policy=mixed, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=where)
+    register_fsdp_forward_method(policy, "all_logits")
     return policy
 
 

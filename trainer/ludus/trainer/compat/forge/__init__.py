@@ -1,22 +1,42 @@
 """Forge's calls (https://github.com/meta-pytorch/torchforge) over what is here.
 
-from ludus.trainer.compat.forge import setup_forge_training
+A run, as its tutorial has it:
 
-trainer = await setup_forge_training("blackjack.yaml")
-results = await trainer.run(steps=100)
-completions = await trainer.policy.generate("hard 16 vs 10")
-await trainer.shutdown()
+    trainer = await setup_forge_training("blackjack.yaml")
+    results = await trainer.run(steps=100)
+    completions = await trainer.policy.generate("hard 16 vs 10")
+    await trainer.shutdown()
+
+Parts by name, for a loop of one's own, in this process: Generator, RLTrainer, ReplayBuffer,
+ReferenceModel, ComputeAdvantages, and ForgeActor with `endpoint` for parts of one's own.
 """
 
+from ludus.trainer.compat.forge.actors.advantages import ComputeAdvantages
+from ludus.trainer.compat.forge.actors.generator import Generator
+from ludus.trainer.compat.forge.actors.reference_model import ReferenceModel
+from ludus.trainer.compat.forge.actors.replay_buffer import ReplayBuffer
+from ludus.trainer.compat.forge.actors.trainer import RLTrainer
 from ludus.trainer.compat.forge.configuration import ForgeConfig, load_forge_config
+from ludus.trainer.compat.forge.controller.actor import ForgeActor
+from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
+from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
 from ludus.trainer.compat.forge.training import GRPOTrainer, Results, setup_forge_training
 
 __all__ = [
     "Completion",
+    "ComputeAdvantages",
+    "ForgeActor",
     "ForgeConfig",
     "GRPOTrainer",
+    "Generator",
+    "RLTrainer",
+    "ReferenceModel",
+    "ReplayBuffer",
     "Results",
+    "compute_logprobs",
+    "endpoint",
     "load_forge_config",
     "setup_forge_training",
+    "simple_grpo_loss",
 ]

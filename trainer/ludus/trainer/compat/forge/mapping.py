@@ -36,6 +36,8 @@ _GROUP_SIZE = 4
 """Where the file says nothing."""
 _NUM_GAMES = 1_000
 """Of the evaluation after the last step, of which Forge has none."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Of vLLM's parameters those that rollouts have under the same names."""
 _ONE_WAY = "one group of processes shards the model over its ranks (data_parallel_shard_degree)"
 
 
@@ -198,8 +200,7 @@ def _sampling(leaves: Leaves, answer: int | None, longest: int) -> dict[str, Any
         )
     return {
         "max_completion_tokens": answer or most or longest // 2,
-        "temperature": leaves.get(*(f"{name}.temperature" for name in names)),
-        "top_p": leaves.get(*(f"{name}.top_p" for name in names)),
+        **{key: leaves.get(*(f"{name}.{key}" for name in names)) for key in _SAMPLING},
     }
 
 
@@ -296,11 +297,26 @@ def _learner(leaves: Leaves) -> dict[str, Any]:
             "betas": [betas[0] or 0.9, betas[1] or 0.95] if any(betas) else None,
             "weight_decay": said("optimizer.weight_decay"),
             "max_grad_norm": said("training.max_norm"),
-            "dtype": said("training.dtype"),
+            "dtype": _dtype(leaves),
             "activation_checkpointing": None if mode is None else mode != "none",
             "compile": said("compile.enable"),
         }
     )
+
+
+def _dtype(leaves: Leaves) -> str | None:
+    """The one in which trainer and policy compute."""
+    trainer = leaves.get("trainer.training.dtype")
+    policy = leaves.get("policy.engine_args.dtype", "policy.engine_config.dtype")
+    if policy == "auto":
+        policy = None
+    if None not in (trainer, policy) and trainer != policy:
+        raise ConfigError(
+            f"policy.engine_args.dtype = '{policy}', but trainer.training.dtype = '{trainer}': "
+            "log-probs of the two are compared; make them equal"
+        )
+    dtype: str | None = trainer or policy
+    return dtype
 
 
 def _metrics(leaves: Leaves) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""Forge's parts by name: each alone, and all of them in a loop of the user's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ludus.proto.errors import ConfigError, WeightSyncError
+from ludus.trainer.compat.forge.actors.advantages import ComputeAdvantages
+from ludus.trainer.compat.forge.actors.generator import Generator
+from ludus.trainer.compat.forge.actors.reference_model import ReferenceModel
+from ludus.trainer.compat.forge.actors.replay_buffer import ReplayBuffer
+from ludus.trainer.compat.forge.actors.trainer import RLTrainer
+from ludus.trainer.compat.forge.controller.actor import ForgeActor
+from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.data_models.completion import Completion
+from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
+from ludus.trainer.types import CanaryPrompt
+from tests.learner.tiny_policy import make_policy_folder
+
+REQUEST, RESPONSE, PAD = 12, 4, 0
+PROMPT = "<|user|>hard 16 vs 10<|end|><|assistant|>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_policy_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def policy(model_path: str) -> AsyncIterator[Generator]:
+    options = Generator.options(procs=1, num_replicas=1, with_gpus=False, mesh_name="policy")
+    part = await options.as_service(
+        engine_args={"model": model_path, "dtype": "float32", "max_model_len": 64},
+        sampling_params={"n": 4, "max_tokens": RESPONSE, "temperature": 1.0, "top_p": 1.0},
+    )
+    yield part
+    await part.shutdown()
+
+
+@pytest.fixture
+async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
+    part = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
+        loss=simple_grpo_loss,
+        model={"hf_assets_path": f"hf://{model_path}"},
+        optimizer={"name": "AdamW", "lr": 1e-2, "weight_decay": 0.0},
+        lr_scheduler={"warmup_steps": 1},
+        training={"local_batch_size": 16, "seq_len": 64, "steps": 100, "dtype": "float32"},
+        parallelism={"data_parallel_shard_degree": 1},
+        activation_checkpoint={"mode": "none"},
+    )
+    yield part
+    await part.shutdown()
+
+
+@dataclass
+class Episode:
+    completion: Completion
+    reward: float = 0.0
+    advantage: float = 0.0
+    ref_logprobs: Tensor | None = None
+
+    @property
+    def policy_version(self) -> int:
+        return self.completion.generator_version
+
+    @property
+    def tokens(self) -> Tensor:
+        request, response = self.completion.prompt_ids, self.completion.token_ids
+        left = torch.full((REQUEST - len(request),), PAD)
+        right = torch.full((RESPONSE - len(response),), PAD)
+        return torch.cat([left, request, response, right])
+
+
+@dataclass
+class Aged:
+    policy_version: int
+
+
+def collate(batches: list[list[Episode]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    inputs, targets = [], []
+    for batch in batches:
+        tokens = torch.stack([episode.tokens for episode in batch])
+        response = tokens[:, REQUEST:]
+        inputs.append({"tokens": tokens})
+        targets.append(
+            {
+                "response": response,
+                "ref_logprobs": torch.stack([e.ref_logprobs for e in batch]),
+                "advantages": torch.tensor([[e.advantage] for e in batch]),
+                "padding_mask": response != PAD,
+            }
+        )
+    return inputs, targets
+
+
+async def test_the_buffer_gives_out_nothing_too_old_and_nothing_twice() -> None:
+    draw = random.Random("ages of episodes")
+    buffer = await ReplayBuffer.options(procs=1).as_actor(batch_size=8, max_policy_age=2, dp_size=2)
+    version, seen = 0, []
+    for _ in range(10_000):
+        await buffer.add.call_one(Aged(version - draw.randint(0, 4)))
+        version += draw.random() < 0.03
+        if draw.random() < 0.1:
+            given = await buffer.sample.call_one(curr_policy_version=version)
+            for episode in (one for rank in given or [] for one in rank):
+                assert version - episode.policy_version <= 2
+                seen.append(episode)
+            assert given is None or [len(rank) for rank in given] == [8, 8]
+    assert len(set(map(id, seen))) == len(seen) > 4000
+
+
+async def test_the_buffer_says_nothing_while_it_holds_too_few() -> None:
+    buffer = await ReplayBuffer.as_actor(batch_size=2, max_policy_age=0, collate=len)
+    await buffer.add.call_one(Aged(3))
+    assert await buffer.sample.call_one(curr_policy_version=3) is None
+    await buffer.add.call_one(Aged(3))
+    assert await buffer.sample.call_one(curr_policy_version=3, batch_size=3) is None
+    assert await buffer.sample.call_one(curr_policy_version=3) == 1, "one rank's batch, collated"
+    assert await buffer.size.call_one() == 0
+    with pytest.raises(ConfigError, match="expected a whole policy_version, got None"):
+        await buffer.add.call_one(object())
+
+
+async def test_advantages_are_those_of_the_worked_example() -> None:
+    part = await ComputeAdvantages.options(procs=1).as_actor()
+    group = [type("Played", (), {"reward": reward})() for reward in (1, 0, -1, -1)]
+    advantages = await part.compute.call_one(group)
+    assert advantages == pytest.approx([1.3054, 0.2611, -0.7833, -0.7833], abs=2e-4)
+    equal = [type("Played", (), {"reward": 0.1})() for _ in range(4)]
+    assert await part.compute.call_one(equal) == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+async def test_reference_sampler_and_learner_agree_before_the_first_step(
+    policy: Generator, trainer: RLTrainer, model_path: str
+) -> None:
+    reference = await ReferenceModel.options(procs=1, num_replicas=1).as_service(
+        model={"hf_assets_path": f"hf://{model_path}"}, training={"dtype": "bfloat16"}
+    )
+    completions = await policy.generate.route(PROMPT)
+    episodes = [Episode(completion) for completion in completions]
+    tokens = torch.stack([episode.tokens for episode in episodes])
+    said = await reference.forward.route(tokens, REQUEST, return_logprobs=True)
+    prompts = [CanaryPrompt(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in completions]
+    learned = trainer._learner.answer_logprobs(prompts)
+    for row, completion, of_learner in zip(said, completions, learned, strict=True):
+        num_tokens = len(completion.token_ids)
+        torch.testing.assert_close(row[:num_tokens], torch.tensor(of_learner), atol=1e-5, rtol=0)
+        torch.testing.assert_close(row[:num_tokens], completion.logprobs, atol=1e-5, rtol=0)
+    logits = await reference.forward.route(tokens, REQUEST, return_logprobs=False)
+    torch.testing.assert_close(compute_logprobs(logits, tokens[:, REQUEST:]), said)
+
+
+@pytest.mark.slow
+async def test_a_loop_of_ones_own_learns_what_it_rewards(
+    policy: Generator, trainer: RLTrainer, model_path: str
+) -> None:
+    reference = await ReferenceModel.as_service(model={"hf_assets_path": model_path})
+    advantages = await ComputeAdvantages.as_actor()
+    buffer = await ReplayBuffer.as_actor(batch_size=16, max_policy_age=0, collate=collate)
+    shares = []
+    for step in range(20):
+        group = [
+            Episode(one)
+            for one in await policy.generate.route(
+                PROMPT, sampling_params={"n": 16, "max_tokens": 1}
+            )
+        ]
+        for episode in group:
+            episode.reward = float(episode.completion.token_ids[0] % 2)
+        shares.append(sum(episode.reward > 0 for episode in group) / len(group))
+        tokens = torch.stack([episode.tokens for episode in group])
+        logprobs = await reference.forward.route(tokens, REQUEST)
+        credited = await advantages.compute.call_one(group)
+        for episode, advantage, row in zip(group, credited, logprobs, strict=True):
+            episode.advantage, episode.ref_logprobs = advantage, row
+            await buffer.add.call_one(episode)
+        inputs, targets = await buffer.sample.call_one(curr_policy_version=step)
+        await trainer.train_step.call(inputs, targets)
+        await trainer.push_weights.call(step + 1)
+        await policy.update_weights.fanout(step + 1)
+        assert await policy.get_version.route() == step + 1
+    assert sum(shares[:3]) < 2.1 and sum(shares[-3:]) > 2.7
+    with pytest.raises(WeightSyncError, match="weights version 99 is not there"):
+        await policy.update_weights.fanout(99)
+
+
+async def test_a_part_of_ones_own_is_called_as_there() -> None:
+    class Doubler(ForgeActor):
+        @endpoint
+        async def double(self, value: int) -> int:
+            return 2 * value
+
+        @endpoint
+        def half(self, value: int) -> float:
+            return value / 2
+
+    part = await Doubler.options(procs=1, with_gpus=True).as_service()
+    assert await part.double.route(2) == await part.double.call_one(2) == 4
+    assert await part.half.call(3) == await part.half.fanout(3) == [1.5]
+    assert part.half(5) == 2.5
+    with pytest.raises(ConfigError, match="procs = 2: expected 1"):
+        Doubler.options(procs=2)
+    with pytest.raises(ConfigError, match="got processes"):
+        Doubler.options(processes=1)
+
+
+async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 2: expected 1"):
+        await RLTrainer.as_actor(
+            model={"hf_assets_path": model_path}, parallelism={"tensor_parallel_degree": 2}
+        )
+    with pytest.raises(ConfigError, match="expected the name of a model"):
+        await ReferenceModel.as_service()
+    with pytest.raises(ConfigError, match="got top_k; leave those out"):
+        policy = await Generator.as_service(engine_args={"model": model_path})
+        try:
+            await policy.generate.route(PROMPT, sampling_params={"top_k": 3})
+        finally:
+            await policy.shutdown()

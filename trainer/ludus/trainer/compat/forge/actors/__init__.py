@@ -1,0 +1,1 @@
+"""Forge's parts by name, in this process: for loops of one's own."""

@@ -1,0 +1,62 @@
+"""The policy as it was before training, by Forge's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludus.trainer.compat.forge.controller.actor import ForgeActor
+from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.losses import compute_logprobs
+from ludus.trainer.compat.forge.padding import rows_of
+from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
+from ludus.trainer.models.load import load_language_model, load_tokenizer
+
+
+@dataclass
+class ReferenceModel(ForgeActor):
+    """Log-probs of responses; the fields are sections of Forge's `ref_model`."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    compile: Mapping[str, Any] = field(default_factory=dict)
+    parallelism: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+
+    def setup(self) -> None:
+        """Load the model.
+
+        Raises:
+            UserError: there is none, or the settings mean what nothing here does.
+        """
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        run = settings_of("ref_model", fields, longest=None)
+        path = path_of_model(run)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = load_language_model(path).to(device).eval()
+        self._pad_id = load_tokenizer(path).pad_token_id
+
+    @endpoint
+    def forward(
+        self, input_ids: Tensor, max_req_tokens: int, return_logprobs: bool = True
+    ) -> Tensor:
+        """Log-probs [B, R] of what follows the requests in `input_ids` [B, S]; else all logits.
+
+        Args:
+            max_req_tokens: S - R; requests are filled up on their left, responses on their right.
+        """
+        rows = rows_of(input_ids.to(self._model.device), self._pad_id)
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=rows.token_ids,
+                attention_mask=rows.attention_mask,
+                position_ids=rows.position_ids,
+                use_cache=False,
+            ).logits
+        if not return_logprobs:
+            return logits.cpu()
+        return compute_logprobs(logits, rows.token_ids[:, max_req_tokens:]).cpu()

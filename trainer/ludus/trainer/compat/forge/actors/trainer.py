@@ -1,0 +1,115 @@
+"""The policy and its optimizer, by Forge's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.build import make_learner_spec
+from ludus.trainer.compat.forge.controller.actor import ForgeActor
+from ludus.trainer.compat.forge.controller.endpoint import endpoint
+from ludus.trainer.compat.forge.losses import simple_grpo_loss
+from ludus.trainer.compat.forge.padding import rows_of
+from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
+from ludus.trainer.compat.forge.weight_exchange import process_exchange
+from ludus.trainer.learner.learner import Learner
+from ludus.trainer.learner.logits_loss import LogitsLoss
+from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.schedule import coefficients
+from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.weights import make_manifest
+
+_CANARY = (CanaryPrompt([5, 6, 7, 8], [9, 10, 11, 12]),)
+"""Any tokens tell weights apart; every vocabulary has these."""
+
+
+@dataclass
+class RLTrainer(ForgeActor):
+    """A learner of one rank, and a loss; the other fields are sections of Forge's `trainer`."""
+
+    loss: Callable[..., Tensor] = simple_grpo_loss
+    """(logits, **target) -> scalar"""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    lr_scheduler: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    compile: Mapping[str, Any] = field(default_factory=dict)
+    parallelism: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    activation_checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    use_dcp: bool = False
+    """As there; weights travel as the run's own files either way."""
+
+    def setup(self) -> None:
+        """Load the model and make its optimizer.
+
+        Raises:
+            UserError: there is no model, or the settings mean what no learner here does.
+        """
+        fields = {
+            name: value
+            for name in self.__dataclass_fields__
+            if isinstance(value := getattr(self, name), Mapping)
+        }
+        self._run = settings_of("trainer", fields, longest=self.training.get("seq_len"))
+        path = path_of_model(self._run)
+        self._pad_id = load_tokenizer(path).pad_token_id
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            kind = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        self._learner = Learner(make_learner_spec(self._run, path))
+        self._num_steps = 0
+
+    @endpoint
+    def train_step(
+        self, inputs: Sequence[Mapping[str, Tensor]], targets: Sequence[Mapping[str, Tensor]]
+    ) -> float:
+        """The loss of an update, the mean over what came for each data-parallel rank.
+
+        Args:
+            inputs: "tokens" [B, S] each; requests are filled up on their left.
+            targets: what the loss takes beside the logits.
+
+        Raises:
+            ConfigError: not as many inputs as targets.
+        """
+        if len(inputs) != len(targets) or not inputs:
+            raise ConfigError(
+                f"expected inputs and targets of equal number, got {len(inputs)} and {len(targets)}"
+            )
+        rate = coefficients(self._run, self._num_steps).learning_rate
+        losses = [
+            LogitsLoss(*rows_of(given["tokens"], self._pad_id), partial(_loss, self.loss, target))
+            for given, target in zip(inputs, targets, strict=True)
+        ]
+        mean = self._learner.step_on_logits(losses, rate)
+        self._num_steps += 1
+        return mean
+
+    @endpoint
+    def push_weights(self, policy_version: int) -> None:
+        """Publish the policy, for the Generators of this process."""
+        state = self._learner.full_state()
+        answers = self._learner.answer_logprobs(_CANARY)
+        process_exchange().push(make_manifest(policy_version, state, _CANARY, answers), state)
+
+    async def shutdown(self) -> None:
+        """Leave the process group, where the part has made it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _loss(loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor) -> Tensor:
+    moved = {
+        name: value.to(logits.device) if isinstance(value, Tensor) else value
+        for name, value in target.items()
+    }
+    return loss(logits, **moved)

@@ -1,0 +1,1 @@
+"""Parts that are called as Forge's actors and services are."""
