@@ -36,8 +36,10 @@ _GROUP_SIZE = 4
 """Where the file says nothing."""
 _NUM_GAMES = 1_000
 """Of the evaluation after the last step, of which Forge has none."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Of vLLM's parameters those that rollouts have under the same names."""
+_ALL = -1
+"""vLLM's top_k that samples from all tokens."""
 _ONE_WAY = "one group of processes shards the model over its ranks (data_parallel_shard_degree)"
 
 
@@ -198,8 +200,10 @@ def _sampling(leaves: Leaves, answer: int | None, longest: int) -> dict[str, Any
         raise ConfigError(
             f"{names[0]}.max_tokens = {most}, but max_res_tokens = {answer}; make them equal"
         )
+    top_k = leaves.whole(*(f"{name}.top_k" for name in names))
     return {
         "max_completion_tokens": answer or most or longest // 2,
+        "top_k": 0 if top_k == _ALL else top_k,
         **{key: leaves.get(*(f"{name}.{key}" for name in names)) for key in _SAMPLING},
     }
 
