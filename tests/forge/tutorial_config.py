@@ -23,6 +23,45 @@ def _processes(name: str, *, gpu: bool = False) -> dict[str, Any]:
     return {"procs": 1, "num_replicas": 1, "mesh_name": name, "with_gpus": gpu}
 
 
+def _trainer() -> dict[str, Any]:
+    return {
+        "model": dict(_QWEN),
+        "optimizer": {"name": "AdamW", "lr": "1e-5", "eps": "1e-8"},
+        "lr_scheduler": {"warmup_steps": 1},
+        "training": {
+            "local_batch_size": "${local_batch_size}",
+            "seq_len": 1024,
+            "max_norm": 1.0,
+            "steps": 1000,
+            "dtype": "bfloat16",
+            "gc_freq": 1,
+        },
+        "compile": {"enable": False},
+        "parallelism": {**_ONE_OF_EACH, "disable_loss_parallel": True},
+        "checkpoint": {
+            **_FROM_HUB,
+            "last_save_in_hf": True,
+            "interval": 500,
+            "async_mode": "disabled",
+        },
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    }
+
+
+def _reference() -> dict[str, Any]:
+    return {
+        "model": dict(_QWEN),
+        "training": {
+            "seq_len": "${trainer.training.seq_len}",
+            "dtype": "bfloat16",
+            "gc_freq": 1,
+        },
+        "compile": {"enable": False},
+        "parallelism": dict(_ONE_OF_EACH),
+        "checkpoint": dict(_FROM_HUB),
+    }
+
+
 def tutorial_config() -> dict[str, Any]:
     """The tree; numbers in scientific notation are the text that YAML's reader makes of them."""
     return {
@@ -56,44 +95,13 @@ def tutorial_config() -> dict[str, Any]:
                 "top_p": 1.0,
             },
         },
-        "trainer": {
-            "model": dict(_QWEN),
-            "optimizer": {"name": "AdamW", "lr": "1e-5", "eps": "1e-8"},
-            "lr_scheduler": {"warmup_steps": 1},
-            "training": {
-                "local_batch_size": "${local_batch_size}",
-                "seq_len": 1024,
-                "max_norm": 1.0,
-                "steps": 1000,
-                "dtype": "bfloat16",
-                "gc_freq": 1,
-            },
-            "compile": {"enable": False},
-            "parallelism": {**_ONE_OF_EACH, "disable_loss_parallel": True},
-            "checkpoint": {
-                **_FROM_HUB,
-                "last_save_in_hf": True,
-                "interval": 500,
-                "async_mode": "disabled",
-            },
-            "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
-        },
+        "trainer": _trainer(),
         "replay_buffer": {
             "batch_size": "${local_batch_size}",
             "max_policy_age": "${off_by_n}",
             "dp_size": "${trainer.parallelism.data_parallel_shard_degree}",
         },
-        "ref_model": {
-            "model": dict(_QWEN),
-            "training": {
-                "seq_len": "${trainer.training.seq_len}",
-                "dtype": "bfloat16",
-                "gc_freq": 1,
-            },
-            "compile": {"enable": False},
-            "parallelism": dict(_ONE_OF_EACH),
-            "checkpoint": dict(_FROM_HUB),
-        },
+        "ref_model": _reference(),
         "services": {
             "policy": {
                 **_processes("policy", gpu=True),

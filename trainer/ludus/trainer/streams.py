@@ -63,7 +63,7 @@ class Stream(IntEnum):
     """In which they are learned from. Counter: epoch."""
     PROBLEM_SPLIT = 30
     """Which of an environment's problems are held back."""
-    REPLAY_BUFFER = 30
+    REPLAY_BUFFER = 60
     """Which episodes a part's replay buffer gives out; runs have no such draw."""
 
 
