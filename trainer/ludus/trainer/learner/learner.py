@@ -67,7 +67,13 @@ from ludus.trainer.learner.model import (
     prepare,
     row_costs,
 )
-from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
+from ludus.trainer.learner.step_metrics import (
+    MicroBatchSums,
+    PassedBatch,
+    StepMetrics,
+    StepTotals,
+    step_metrics,
+)
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.streams import Stream, seed_torch
@@ -179,8 +185,8 @@ class Learner:
                 denominators = self._denominators(batch, samples)
                 sums += self._accumulate(micro_batches, aims, denominators, coefficients)
                 grad_norms.append(self._apply_gradients())
-        passed = _Passed(batch, self._spec.update_epochs)
-        metrics = _metrics(StepTotals.of(sums), grad_norms, coefficients, passed, self._work)
+        passed = PassedBatch(batch, self._spec.update_epochs)
+        metrics = step_metrics(StepTotals.of(sums), grad_norms, coefficients, passed, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
@@ -417,54 +423,6 @@ class Learner:
         answer = torch.tensor(float(is_fine), device=self._device)
         dist.all_reduce(answer, dist.ReduceOp.MIN)
         return bool(answer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """A batch, and how often the step has passed over it."""
-
-    batch: Batch
-    num_passes: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of all samples of all passes."""
-        batch = self.batch
-        once: list[int] = batch.sequences.lengths[batch.sequence_of_sample].tolist()
-        return once * self.num_passes
-
-
-def _metrics(
-    totals: StepTotals,
-    grad_norms: Sequence[float | None],
-    coefficients: Coefficients,
-    passed: _Passed,
-    work: TrainingWork,
-) -> StepMetrics:
-    terms = totals.terms
-    num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
-    norms = [norm for norm in grad_norms if norm is not None]
-    has_critic = float(totals.returned[0]) > 0
-    lengths = passed.lengths
-    return StepMetrics(
-        loss=float(terms.loss) / num_updates,
-        grad_norm=float(np.mean(norms)) if norms else None,
-        learning_rate=coefficients.learning_rate,
-        entropy=float(terms.entropy_sum) / num_tokens,
-        clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
-        mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,
-        reference_kl=float(terms.ref_kl_sum) / num_tokens,
-        masked_sequence_ratio=float(terms.num_masked_sequences) / max(len(lengths), 1),
-        masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
-        value_loss=totals.value_loss / num_updates if has_critic else None,
-        explained_variance=totals.explained_variance if has_critic else None,
-        num_tokens_trained=int(terms.num_tokens),
-        num_tokens_in_batch=sum(lengths),
-        num_tokens_forwarded=totals.num_tokens_forwarded,
-        flops=work.flops(lengths, totals.num_tokens_forwarded),
-        peak_flops=work.peak_flops,
-        num_skipped_updates=num_updates - len(norms),
-    )
 
 
 def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:
