@@ -101,13 +101,23 @@ def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -
 
 @contextmanager
 def our_server(folder: Path, game: str, *arguments: str) -> Iterator[OurServer]:
-    """Our server; resets without a seed count upwards from FIRST_SEED."""
+    """Our server of a game; resets without a seed count upwards from FIRST_SEED."""
+    counting = ("--first-seed", str(FIRST_SEED))
+    with our_package(folder, "openspiel_env", {"game": game}, *counting, *arguments) as running:
+        yield running
+
+
+@contextmanager
+def our_package(
+    folder: Path, package: str, options: dict[str, Any], *arguments: str
+) -> Iterator[OurServer]:
+    """Our server of a package."""
     ready_file = folder / "ready.json"
     session_key = secrets.token_hex(32)
     command = [
-        *(sys.executable, "-m", "ludus.env", "openspiel_env"),
-        *("--options", json.dumps({"game": game}), "--port", "0"),
-        *("--first-seed", str(FIRST_SEED), "--ready-file", str(ready_file), *arguments),
+        *(sys.executable, "-m", "ludus.env", package),
+        *("--options", json.dumps(options), "--port", "0"),
+        *("--ready-file", str(ready_file), *arguments),
     ]
     environment = {**os.environ, "LUDUS_SESSION_KEY": session_key}
     with process(command, environment) as running:

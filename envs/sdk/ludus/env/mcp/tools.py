@@ -25,6 +25,7 @@ from ludus.proto.errors import (
 START_EPISODE = "start_episode"
 TAKE_ACTION = "take_action"
 GET_STATE = "get_state"
+_WRAPPED = b'{"result":'
 _TOOL_ACTIONS = {
     "list_tools": frozenset({"type", "metadata"}),
     "call_tool": frozenset({"type", "metadata", "tool_name", "arguments"}),
@@ -175,14 +176,21 @@ def _shown_messages(result: EncodedResult) -> list[str]:
 
 
 def _tool_result(result_json: bytes, shown: list[str]) -> JsonObject:
-    """A result in both spellings: what the player is shown first, then all of it."""
+    """A result in both spellings: what the player is shown first, then all of it.
+
+    A result that is but a `result` stands for that: FastMCP, by which OpenEnv's tools are written,
+    wraps what is no object so, and its clients take it out again.
+    """
     structured: Any = orjson.Fragment(result_json)
-    content = [{"type": "text", "text": text} for text in [*shown, result_json.decode()]]
+    returned = orjson.loads(result_json) if result_json.startswith(_WRAPPED) else {}
+    data = returned["result"] if returned.keys() == {"result"} else structured
+    said = data if isinstance(data, str) else result_json.decode()
+    content = [{"type": "text", "text": text} for text in [*shown, said]]
     return {
         "content": content,
         "structuredContent": structured,
         "structured_content": structured,
-        "data": structured,
+        "data": data,
         "isError": False,
         "is_error": False,
     }

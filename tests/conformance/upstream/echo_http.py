@@ -1,0 +1,43 @@
+"""Echoes with OpenEnv's client of 0.1.x; runs in the virtual environment of that client.
+
+Argument: address. Prints what came back as JSON.
+"""
+
+import json
+import sys
+
+from openenv_core.client_types import StepResult
+from openenv_core.http_env_client import HTTPEnvClient
+
+
+class EchoClient(HTTPEnvClient):
+    def _step_payload(self, action):
+        return {"message": action}
+
+    def _parse_result(self, payload):
+        return StepResult(payload["observation"], payload.get("reward"), payload["done"])
+
+    def _parse_state(self, payload):
+        return payload
+
+
+def main(address: str) -> None:
+    client = EchoClient(base_url=address)
+    ready = client.reset()
+    echoed = client.step("Hello, World!")
+    client.close()
+    sys.stdout.write(
+        json.dumps(
+            {
+                "ready": ready.observation["echoed_message"],
+                "echoed": echoed.observation["echoed_message"],
+                "length": echoed.observation["message_length"],
+                "reward": echoed.reward,
+                "done": echoed.done,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
