@@ -5,7 +5,8 @@ import pytest
 
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
-from ludus.proto.errors import EnvError, InvalidCallError, RateLimitError
+from ludus.proto.errors import CapacityError, EnvError, InvalidCallError, RateLimitError
+from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.tenancy.callers import enter_tenant
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
@@ -50,6 +51,17 @@ async def test_an_open_that_is_malformed_or_too_large_evicts_nobody(args, size):
         with pytest.raises(InvalidCallError):
             await (sessions.open(args) if size == 1 else sessions.open_group(args, size))
         assert num_sessions(servers) == gateway.num_sessions == 2
+
+
+async def test_an_open_evicts_nobody_while_the_servers_are_silent_and_not_full(monkeypatch):
+    limits = {"queue_timeout_s": 0.0}
+    async with served(server_options={"max_sessions": 3}, sessions=limits) as (gateway, servers):
+        sessions = sessions_of(gateway)
+        await passers_by(gateway, 1)
+        monkeypatch.setattr(ServerLink, "takes_sessions", False)
+        with pytest.raises(CapacityError, match="none"):
+            await sessions.open(SEEDED)
+        assert num_sessions(servers) == gateway.num_sessions == 1
 
 
 async def test_a_refusal_leaves_the_quota_as_it_was():

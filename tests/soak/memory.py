@@ -72,6 +72,8 @@ class Trend:
     """Robust standard deviation around the line."""
     window_s: float
     num_samples: int
+    step: float = 0.0
+    """What the series moves by at once: a single step is no slope."""
 
     @property
     def growth(self) -> float:
@@ -80,12 +82,12 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """True where the interval holds zero, or the growth drowns in the noise."""
-        return self.low <= 0 or self.growth <= self.noise
+        """True where the interval holds zero, or the growth is one step, or drowns in the noise."""
+        return self.low <= 0 or self.growth <= max(self.noise, self.step)
 
 
-def trend_of(at_s: Floats, values: Floats, seed: int = 0) -> Trend:
-    """The trend of the second half of a series."""
+def trend_of(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) -> Trend:
+    """The trend of the second half of a series that moves by `step` at once."""
     half = at_s >= (at_s[0] + at_s[-1]) / 2
     at_s, values = at_s[half], values[half]
     slope = _theil_sen(at_s, values)
@@ -93,7 +95,7 @@ def trend_of(at_s: Floats, values: Floats, seed: int = 0) -> Trend:
     noise = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     low, high = _interval(at_s, values, np.random.default_rng(seed))
     window_s = float(at_s[-1] - at_s[0])
-    return Trend(slope * 3600, low * 3600, high * 3600, noise, window_s, len(values))
+    return Trend(slope * 3600, low * 3600, high * 3600, noise, window_s, len(values), step)
 
 
 def _theil_sen(at_s: Floats, values: Floats) -> float:

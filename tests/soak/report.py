@@ -19,6 +19,9 @@ _SERIES = {
     "files": lambda one: float(one.num_files),
     "threads": lambda one: float(one.num_threads),
 }
+_ARENA_MIB = 1.0
+"""What Python takes from the system at once for its small objects."""
+_STEPS = {"uss_mib": _ARENA_MIB}
 
 
 class Verdict:
@@ -126,7 +129,9 @@ def trends_of(life: Lifetime) -> dict[str, Trend]:
     """The trends of one process."""
     at_s = np.array([one.at_s for one in life.samples])
     return {
-        name: trend_of(at_s, np.array([value(one) for one in life.samples]))
+        name: trend_of(
+            at_s, np.array([value(one) for one in life.samples]), step=_STEPS.get(name, 0.0)
+        )
         for name, value in _SERIES.items()
     }
 

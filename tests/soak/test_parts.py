@@ -41,6 +41,15 @@ def test_what_is_filled_once_at_the_start_is_no_growth() -> None:
     assert trend_of(at_s, values - 40.0 * (at_s < 300)).is_flat
 
 
+def test_a_single_step_is_no_slope_and_several_are() -> None:
+    at_s = np.arange(1200, dtype=float)
+    steps = 80.0 + 0.9 * (at_s > 900)
+    assert trend_of(at_s, steps, step=1.0).is_flat
+    for later_s in range(650, 1200, 100):
+        steps = steps + 0.9 * (at_s > later_s)
+    assert not trend_of(at_s, steps, step=1.0).is_flat
+
+
 def lost(alive_s: float, failed_s: float, **place: Any) -> LostSession:
     """A session on worker 7 of a server, that was lost between the two moments."""
     there = Place(**{"server": "pool-kept", "worker": 7, "client": "grpc-kept", **place})

@@ -151,10 +151,15 @@ class Fleet:
         return [Share(one, num, one.reserve(num)) for one, num in parts.items()] or None
 
     def num_missing(self, size: int) -> int:
-        """How many of `size` sessions could not be placed now."""
-        if self._find(size, ()) is not None:
+        """How many of `size` sessions find no place on servers that take some.
+
+        None while no server takes any: one that is silent or away gets no room from a session that
+        ends.
+        """
+        taking = [link for link in self._order if link.takes_sessions]
+        if not taking or self._find(size, ()) is not None:
             return 0
-        return max(size - sum(link.room for link in self._order), 0)
+        return max(size - sum(link.room for link in taking), 0)
 
     def may_have(self, server_id: str) -> bool:
         """True while a server that is not reached might be this one, also under another id."""
