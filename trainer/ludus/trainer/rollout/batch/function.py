@@ -55,6 +55,11 @@ class GivenRollout:
     function: Callable[..., Any]
     args: Any
 
+    @property
+    def __name__(self) -> str:
+        """The function's, by which logs and configurations call it."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """What the function returns."""
         return self.function(*arguments, **named)

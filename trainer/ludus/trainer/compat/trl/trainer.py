@@ -1,0 +1,243 @@
+"""TRL's GRPOTrainer over a run of ours.
+
+    model, processing_class  --> [model]                       a folder, if they are objects
+    train_dataset            --> [environment] prompts_env     rows beside the run's folder
+    rollout_func             --> environment.rollout           in a rollout worker, many at once
+    reward_funcs             --> environment.rewards
+    args                     --> everything else               run_settings.py
+
+It has a folder as any run has: report, `ludus watch` and `ludus eval` work on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ludus.proto.config import RunConfig
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
+from ludus.trainer.checkpoint import model_folder, newest_checkpoint
+from ludus.trainer.compat.trl import rollouts
+from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.dataset import PromptRows
+from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
+from ludus.trainer.compat.trl.model import ModelInput, model_section
+from ludus.trainer.compat.trl.rewards import reward_terms
+from ludus.trainer.compat.trl.run_settings import DEFAULT_OUTPUT_DIR, batches_of, run_settings
+from ludus.trainer.functions import name_of
+from ludus.trainer.rollout.batch.function import GivenRollout
+from ludus.trainer.trainer import Trainer
+
+ResultT = TypeVar("ResultT")
+
+_INPUT_SUFFIX = "-input"
+"""Of the folder beside the run's, which holds what the script has passed as objects."""
+
+
+class GRPOTrainer:
+    """A script's trainer; `train` starts the run, trains it, and ends it."""
+
+    def __init__(
+        self,
+        model: ModelInput | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: None = None,
+        callbacks: None = None,
+        optimizers: tuple[None, None] = (None, None),
+        quantization_config: None = None,
+        peft_config: Any = None,
+        tools: None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: None = None,
+        *,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Take all of it; nothing is started yet.
+
+        Args:
+            model: a Hugging Face id or folder, a model, or the [model] section of a run.
+            reward_funcs: functions, or ids and folders of reward models; one or a list.
+            train_dataset: rows with a `prompt` each, text or messages; other columns reach the
+                reward functions.
+            eval_dataset: rows that are played when args.eval_strategy says so.
+            processing_class: the model's tokenizer, where that is not the one in its folder.
+            peft_config: LoRA; of `peft.LoraConfig`, r, lora_alpha and target_modules.
+            rollout_func: plays the episodes, in one of TRL's three forms (docs/from-trl.md).
+            overrides: each "section.field=value" of the run's own configuration.
+
+        Raises:
+            ConfigError: something that no run does, by its name.
+        """
+        _refuse_given(
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
+            quantization_config=quantization_config,
+            tools=tools,
+            environment_factory=environment_factory,
+        )
+        if args is None:
+            name = model if isinstance(model, str) else DEFAULT_OUTPUT_DIR
+            args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
+        if train_dataset is None:
+            raise ConfigError("train_dataset expected rows with a prompt, got None; pass some")
+        self.args = args
+        self.state = TrainerState(num_train_epochs=args.num_train_epochs)
+        self._rows = PromptRows.of(train_dataset, "train_dataset")
+        self._eval_rows = None
+        if eval_dataset is not None:
+            self._eval_rows = PromptRows.of(eval_dataset, "eval_dataset")
+        self._rollout = rollouts.sample if rollout_func is None else rollout_func
+        self._batches = batches_of(args, len(self._rows))
+        self.state.max_steps = self._batches.num_optimizer_steps
+        folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR)
+        self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
+        section = model_section(model, processing_class, peft_config, args, self._input / "model")
+        columns = self._rows.columns if rollout_func is None else None
+        self._config = {
+            **run_settings(args, self._batches, section.max_tokens(self._rows.prompts, args)),
+            "model": section.settings,
+            "environment": {
+                "package": "prompts_env",
+                "options": self._environment_options(),
+                "rollout": f"trl:{name_of(GivenRollout(self._rollout, args))}",
+                "rewards": reward_terms(reward_funcs, args.reward_weights, columns),
+            },
+            "eval": self._eval_settings(),
+        }
+        self._overrides = tuple(overrides)
+        self.run: RunConfig = Trainer(self._config, overrides=self._overrides).run
+        """The configuration of the run that `train` starts."""
+        self.summary: Summary | None = None
+        """What the run came to, once it has."""
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """What the training came to; the folder of args.output_dir holds the run.
+
+        A run that was there is replaced, as TRL does, unless it is resumed.
+
+        Args:
+            resume_from_checkpoint: True continues from the newest checkpoint.
+
+        Raises:
+            UserError: the run cannot start as configured.
+            LudusError: what ended it.
+        """
+        wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if isinstance(wanted, str):
+            raise ConfigError(
+                f"resume_from_checkpoint = '{wanted}' expected True: a run goes on from the newest "
+                "checkpoint in its folder"
+            )
+        self._write_rows()
+        return _in_a_loop(self._train(Resume.ALWAYS if wanted else Resume.NEVER))
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """The folder to which the trained model was copied, with its tokenizer.
+
+        Raises:
+            CheckpointError: nothing is trained yet.
+        """
+        run_folder = Path(self.run.output_dir) / self.run.name
+        source = model_folder(newest_checkpoint(run_folder / CHECKPOINTS_FOLDER))
+        target = Path(output_dir or run_folder / "model")
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        return target
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"GRPOTrainer has no '{name}' here: the model is trained in processes of its own; see "
+            "docs/from-trl.md for what there is"
+        )
+
+    async def _train(self, resume: Resume) -> TrainOutput:
+        trainer = Trainer(self._config, overrides=self._overrides, resume=resume, overwrite=True)
+        async with trainer:
+            async for step in trainer.steps():
+                self.state.add(step, self.args, self._batches)
+            self.summary = await trainer.train()
+        return self.state.end()
+
+    def _write_rows(self) -> None:
+        self._rows.write(self._input / "train.jsonl")
+        if self._eval_rows is not None:
+            self._eval_rows.write(self._input / "eval.jsonl")
+
+    def _environment_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "path": str((self._input / "train.jsonl").absolute()),
+            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        }
+        if self._eval_rows is not None:
+            options["test_path"] = str((self._input / "eval.jsonl").absolute())
+        return options
+
+    def _eval_settings(self) -> dict[str, Any]:
+        args, rows = self.args, self._eval_rows
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        if strategy not in ("no", "steps", "epoch"):
+            raise ConfigError(
+                f"GRPOConfig.eval_strategy = {strategy!r} expected 'no', 'steps' or 'epoch'"
+            )
+        if strategy != "no" and rows is None:
+            raise ConfigError(
+                f"GRPOConfig.eval_strategy = {strategy!r} expected an eval_dataset, got none; pass "
+                "one, or set it to 'no'"
+            )
+        num_games = len(rows) * (args.num_generations_eval or 1) if rows is not None else 1
+        every = args.eval_steps or args.logging_steps
+        steps = round(self._batches.per_epoch) if strategy == "epoch" else None
+        return {
+            "num_games": num_games,
+            "num_games_during": 0 if strategy == "no" else num_games,
+            "every_steps": steps or self._batches.of_optimizer_steps(every),
+            "temperature": args.temperature,
+        }
+
+
+def _refuse_given(**given: Any) -> None:
+    ways = {
+        "reward_processing_classes": "a reward model brings its own tokenizer",
+        "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
+        "optimizers": "AdamW is the one optimizer; its settings are in GRPOConfig",
+        "quantization_config": "pass a model that is not quantised",
+        "tools": "give the tools to an environment (docs/rewards.md)",
+        "environment_factory": "make it an environment with tools (docs/rewards.md)",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"GRPOTrainer({name}=...) is not honoured here; {ways[name]}")
+
+
+def _in_a_loop(training: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """What the coroutine returns, also in a notebook, whose event loop runs already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(training)
+    results: list[ResultT] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(training))
+        except BaseException as error:  # noqa: BLE001 - raised again, where it is waited for
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="train")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return results[0]
