@@ -8,7 +8,8 @@ class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel
 
@@ -57,7 +58,8 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
     default_url: ClassVar[str] = "http://localhost:8000"
 
     def __init__(self, base_url: str | None = None, *, token: str | None = None) -> None:
-        self._client = EnvClient.connect(base_url or self.default_url, token=token)
+        self._url, self._token = base_url or self.default_url, token
+        self._client = EnvClient.connect(self._url, token=token)
         self._session: Session | None = None
 
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
@@ -82,6 +84,10 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
     def close(self) -> None:
         """End the session and the connection."""
         self._client.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A function that plays with it may be sent elsewhere, and gets a session of its own there.
+        return partial(type(self), token=self._token), (self._url,)
 
     def __enter__(self) -> Self:
         return self

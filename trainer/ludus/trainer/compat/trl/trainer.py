@@ -111,6 +111,7 @@ class GRPOTrainer:
             "environment": {
                 "package": "prompts_env",
                 "options": self._environment_options(),
+                "max_turns": 1,
                 "rollout": f"trl:{name_of(GivenRollout(self._rollout, args))}",
                 "rewards": reward_terms(reward_funcs, args.reward_weights, columns),
             },
