@@ -34,6 +34,8 @@ class PromptRows:
         Raises:
             ConfigError: it holds no rows, or one without a prompt.
         """
+        if dataset is None:
+            raise ConfigError(f"{name} expected rows with a '{PROMPT}', got None; pass some")
         rows = _rows(dataset, name)
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or not _is_prompt(row.get(PROMPT)):
@@ -45,6 +47,11 @@ class PromptRows:
         if not rows:
             raise ConfigError(f"{name} expected at least one row, got none")
         return cls(rows)
+
+    @classmethod
+    def of_optional(cls, dataset: Any, name: str) -> PromptRows | None:
+        """See `of`; None where nothing is passed."""
+        return None if dataset is None else cls.of(dataset, name)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -28,7 +28,7 @@ from ludus.trainer.compat.trl import rollouts
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
-from ludus.trainer.compat.trl.model import ModelInput, model_section
+from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
 from ludus.trainer.compat.trl.rewards import reward_terms
 from ludus.trainer.compat.trl.run_settings import DEFAULT_OUTPUT_DIR, batches_of, run_settings
 from ludus.trainer.functions import name_of
@@ -68,9 +68,7 @@ class GRPOTrainer:
         Args:
             model: a Hugging Face id or folder, a model, or the [model] section of a run.
             reward_funcs: functions, or ids and folders of reward models; one or a list.
-            train_dataset: rows with a `prompt` each, text or messages; other columns reach the
-                reward functions.
-            eval_dataset: rows that are played when args.eval_strategy says so.
+            train_dataset: rows with a `prompt` each, text or messages, and columns for rewards.
             processing_class: the model's tokenizer, where that is not the one in its folder.
             peft_config: LoRA; of `peft.LoraConfig`, r, lora_alpha and target_modules.
             rollout_func: plays the episodes, in one of TRL's three forms (docs/from-trl.md).
@@ -87,39 +85,22 @@ class GRPOTrainer:
             tools=tools,
             environment_factory=environment_factory,
         )
-        if args is None:
-            name = model if isinstance(model, str) else DEFAULT_OUTPUT_DIR
-            args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
-        if train_dataset is None:
-            raise ConfigError("train_dataset expected rows with a prompt, got None; pass some")
-        self.args = args
-        self.state = TrainerState(num_train_epochs=args.num_train_epochs)
+        self.args = args or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.of(train_dataset, "train_dataset")
-        self._eval_rows = None
-        if eval_dataset is not None:
-            self._eval_rows = PromptRows.of(eval_dataset, "eval_dataset")
-        self._rollout = rollouts.sample if rollout_func is None else rollout_func
-        self._batches = batches_of(args, len(self._rows))
-        self.state.max_steps = self._batches.num_optimizer_steps
-        folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR)
+        self._eval_rows = PromptRows.of_optional(eval_dataset, "eval_dataset")
+        self._batches = batches_of(self.args, len(self._rows))
+        folder = Path(self.args.output_dir or DEFAULT_OUTPUT_DIR)
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
-        section = model_section(model, processing_class, peft_config, args, self._input / "model")
+        own = self._input / "model"
+        section = model_section(model, processing_class, peft_config, self.args, own)
         columns = self._rows.columns if rollout_func is None else None
-        self._config = {
-            **run_settings(args, self._batches, section.max_tokens(self._rows.prompts, args)),
-            "model": section.settings,
-            "environment": {
-                "package": "prompts_env",
-                "options": self._environment_options(),
-                "max_turns": 1,
-                "rollout": f"trl:{name_of(GivenRollout(self._rollout, args))}",
-                "rewards": reward_terms(reward_funcs, args.reward_weights, columns),
-            },
-            "eval": self._eval_settings(),
-        }
+        rewards = reward_terms(reward_funcs, self.args.reward_weights, columns)
+        self._config = self._run_tree(section, rollout_func or rollouts.sample, rewards)
         self._overrides = tuple(overrides)
         self.run: RunConfig = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
+        num_steps, num_epochs = self._batches.num_optimizer_steps, self.args.num_train_epochs
+        self.state = TrainerState(max_steps=num_steps, num_train_epochs=num_epochs)
         self.summary: Summary | None = None
         """What the run came to, once it has."""
 
@@ -170,6 +151,24 @@ class GRPOTrainer:
             self.summary = await trainer.train()
         return self.state.end()
 
+    def _run_tree(
+        self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The configuration of the run, section by section."""
+        max_tokens = model.max_tokens(self._rows.prompts, self.args)
+        return {
+            **run_settings(self.args, self._batches, max_tokens),
+            "model": model.settings,
+            "environment": {
+                "package": "prompts_env",
+                "options": self._environment_options(),
+                "max_turns": 1,
+                "rollout": f"trl:{name_of(GivenRollout(rollout, self.args))}",
+                "rewards": rewards,
+            },
+            "eval": self._eval_settings(),
+        }
+
     def _write_rows(self) -> None:
         self._rows.write(self._input / "train.jsonl")
         if self._eval_rows is not None:
@@ -205,6 +204,11 @@ class GRPOTrainer:
             "every_steps": steps or self._batches.of_optimizer_steps(every),
             "temperature": args.temperature,
         }
+
+
+def _last_part(model: Any) -> str:
+    """What TRL calls a run by whose script says nothing."""
+    return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
 
 
 def _refuse_given(**given: Any) -> None:

@@ -1,0 +1,186 @@
+"""GRPOConfig: every field of TRL's reaches a setting of the run, is told of, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from ludus.proto.config import run_config_from
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl import GRPOConfig
+from ludus.trainer.compat.trl.fields import DEFAULTS, MAPPED, REFUSED, TOLD
+from ludus.trainer.compat.trl.run_settings import Batches, batches_of, run_settings
+
+ENVIRONMENT = {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}
+
+
+def run_of(num_prompts: int = 64, **fields: Any) -> Any:
+    """The run that the fields ask for, on a machine without a GPU."""
+    args = GRPOConfig("out/echo", **{"use_cpu": True, **fields})
+    settings = run_settings(args, batches_of(args, num_prompts), 1024)
+    return run_config_from(
+        {
+            **settings,
+            "environment": ENVIRONMENT,
+            "model": {"kind": "pretrained", "path": "./m"},
+        },
+        [],
+    )
+
+
+def value_at(run: Any, path: str) -> Any:
+    """What stands at a dotted path of the run."""
+    for name in path.split("."):
+        run = getattr(run, name)
+    return run
+
+
+def test_every_field_stands_in_one_table() -> None:
+    tables = [set(MAPPED), set(TOLD), set(REFUSED)]
+    assert sum(map(len, tables)) == len(set.union(*tables)) == len(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "value"),
+    [
+        ({}, "name", "echo"),
+        ({}, "output_dir", "out"),
+        ({"seed": 7}, "seed", 7),
+        ({}, "algorithm.scale", "group"),
+        ({"scale_rewards": False}, "algorithm.scale", "none"),
+        ({}, "algorithm.aggregation", "token_mean"),
+        ({"loss_type": "dr_grpo"}, "algorithm.aggregation", "constant"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "algorithm.loss.clip_high", 4.0),
+        ({"epsilon": 0.3}, "algorithm.loss.clip_high", 0.3),
+        ({"epsilon_high": 0.28}, "algorithm.loss.clip_low", 0.2),
+        ({"delta": 4.0}, "algorithm.loss.dual_clip", 4.0),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+            "algorithm.loss.kind",
+            "gspo",
+        ),
+        ({"beta": 0.04}, "algorithm.kl_coef", 0.04),
+        ({"beta": 0.04}, "algorithm.kl_estimator", "k2"),
+        ({"beta": 0.1, "use_bias_correction_kl": False}, "algorithm.kl_estimator", "k3"),
+        ({"entropy_coef": 0.01}, "algorithm.entropy_coef", 0.01),
+        ({"use_vllm": True}, "algorithm.correction.kind", "sequence_mask"),
+        ({"use_vllm": False}, "algorithm.correction.kind", "off"),
+        (
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_cap": 2.0,
+            },
+            "algorithm.correction.cap",
+            2.0,
+        ),
+        ({"top_k": 20, "min_p": 0.1}, "rollout.top_k", 20),
+        ({"repetition_penalty": 1.1}, "rollout.repetition_penalty", 1.1),
+        ({"max_completion_length": 32}, "rollout.max_completion_tokens", 32),
+        ({"use_vllm": True, "vllm_mode": "server"}, "rollout.generate_port", 8000),
+        (
+            {
+                "use_vllm": True,
+                "vllm_mode": "server",
+                "vllm_server_base_url": "http://localhost:81",
+            },
+            "rollout.generate_port",
+            81,
+        ),
+        ({}, "rollout.generate_port", None),
+        ({"lr_scheduler_type": "cosine"}, "learner.schedule", "cosine"),
+        ({"adam_beta2": 0.95}, "learner.betas", (0.9, 0.95)),
+        ({"warmup_steps": 0.1}, "learner.warmup_steps", 20),
+        ({"bf16": True}, "learner.dtype", "bfloat16"),
+        ({}, "learner.dtype", "float32"),
+        ({"gradient_checkpointing": False}, "learner.activation_checkpointing", False),
+        ({"save_total_limit": 3}, "training.keep_checkpoints", 3),
+        ({"save_strategy": "no"}, "training.checkpoint_every_steps", 193),
+        ({}, "training.max_staleness", 0),
+        ({"report_to": ["tensorboard"]}, "metrics.tensorboard", True),
+        ({"log_completions": True}, "metrics.transcripts_per_step", 8),
+    ],
+)
+def test_a_field_becomes_a_setting_of_the_run(
+    fields: dict[str, Any], path: str, value: Any
+) -> None:
+    assert value_at(run_of(**fields), path) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_prompts", "expected"),
+    [
+        # The seed's script: 32 rows of 8 generations are 4 prompts, one optimizer step.
+        (
+            {"gradient_accumulation_steps": 4, "num_train_epochs": 1},
+            64,
+            Batches(num_groups=4, num_updates=1, num_steps=16, num_prompts=64),
+        ),
+        # Two optimizer steps for each batch that is generated; TRL counts optimizer steps.
+        (
+            {"steps_per_generation": 2, "max_steps": 10},
+            64,
+            Batches(num_groups=2, num_updates=2, num_steps=5, num_prompts=64),
+        ),
+        # An optimizer step over four batches that were generated with the same weights.
+        (
+            {
+                "gradient_accumulation_steps": 4,
+                "steps_per_generation": 1,
+                "num_train_epochs": 1,
+            },
+            10,
+            Batches(num_groups=4, num_updates=1, num_steps=2, num_prompts=10),
+        ),
+    ],
+)
+def test_rows_and_epochs_of_trl_become_batches(
+    fields: dict[str, Any], num_prompts: int, expected: Batches
+) -> None:
+    assert batches_of(GRPOConfig("out", **fields), num_prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_iteration": 2}, "no field 'num_iteration' in TRL 1.16; did you mean 'num_iter"),
+        ({"num_iterations": 2}, "num_iterations = 2 is not honoured here, expected 1; lower"),
+        ({"deepspeed": "zero3.json"}, "deepspeed = 'zero3.json' .*learner.num_ranks"),
+        ({"optim": "sgd"}, "optim = 'sgd' is not honoured"),
+        ({"loss_type": "sapo"}, "loss_type = 'sapo' is not honoured here, expected one of"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type = 'polynomial'"),
+        ({"report_to": "mlflow"}, r"report_to = 'mlflow' .* got \['mlflow'\]"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "gpu7"},
+            "vllm_server_host = 'gpu7' is not honoured",
+        ),
+        ({"num_generations": 3}, "whole groups of num_generations = 3"),
+        ({"max_grad_norm": 0}, "max_grad_norm expected a number above 0"),
+        ({"use_vllm": True, "top_k": 5}, "rollout.top_k = 5 samples from a cut-off"),
+        ({"num_prompts": 0}, "expected at least 1 prompts"),
+    ],
+)
+def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of(**fields)
+
+
+def test_a_field_that_changes_nothing_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    args = GRPOConfig(dataloader_num_workers=4, bf16=True)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "note: GRPOConfig.dataloader_num_workers changes nothing here" in said
+    assert args.dataloader_num_workers == 4
+
+
+def test_a_configuration_is_copied_and_sent_as_it_is() -> None:
+    args = GRPOConfig("out", num_generations=4)
+    for other in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert vars(other) == vars(args)
+    assert repr(args) == "GRPOConfig(output_dir='out', num_generations=4)"
+    assert not hasattr(args, "warmup_ratio")
+    with pytest.raises(ConfigError, match="temprature"):
+        args.temprature = 1.0

@@ -1,0 +1,142 @@
+"""GRPOTrainer: what a script passes, as the run that it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.errors import ConfigError, UserError
+from ludus.proto.metrics import TrainMetric
+from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
+from ludus.trainer.compat.trl.dataset import PromptRows
+from ludus.trainer.compat.trl.history import TrainerState
+from ludus.trainer.compat.trl.run_settings import Batches
+from ludus.trainer.functions import import_object
+from ludus.trainer.parts import Step
+
+ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
+TINY = {"kind": "tiny", "max_tokens": 128}
+
+
+def by_answer(completions: list[str], answer: list[int], **_: Any) -> list[float]:
+    return [float(value) for value in answer]
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return {}
+
+
+def trainer_of(tmp_path: Path, **given: Any) -> GRPOTrainer:
+    fields = {"use_cpu": True, "max_completion_length": 8}
+    args = given.pop("args", None) or GRPOConfig(str(tmp_path / "run"), **fields)
+    wanted = {"model": TINY, "reward_funcs": by_answer, "train_dataset": ROWS, **given}
+    return GRPOTrainer(args=args, **wanted)
+
+
+def test_a_script_is_a_run(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, rollout_func=rollout)
+    run = trainer.run
+    [name] = run.environments
+    environment = run.environments[name]
+    assert (run.name, run.output_dir, run.model.kind) == ("run", str(tmp_path), "tiny")
+    assert environment.package == "prompts_env"
+    [term] = environment.rewards
+    assert (term.name, term.weight) == ("by_answer", 1.0)
+    assert import_object(term.function, "x") is by_answer
+    given = import_object(environment.rollout_function, "x")
+    assert (given.function, given.args) == (rollout, trainer.args)
+    assert trainer.state.max_steps == 16 * 3
+    assert not (tmp_path / "run").exists(), "nothing is started"
+
+
+def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
+    trainer._write_rows()
+    options = trainer.run.environment.options
+    lines = Path(options["path"]).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == ROWS
+    assert len(Path(options["test_path"]).read_text(encoding="utf-8").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"callbacks": [1]}, "callbacks=.* is not honoured here; iterate over the steps"),
+        ({"tools": [print]}, "tools=.* is not honoured"),
+        ({"reward_funcs": None}, "reward_funcs expected at least one function"),
+        ({"reward_funcs": [3]}, "reward_funcs expected functions, .* got 3"),
+        ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 expected a 'prompt'"),
+        ({"train_dataset": []}, "train_dataset expected at least one row"),
+        ({"train_dataset": "rows.jsonl"}, "of a file, datasets.load_dataset makes one"),
+        (
+            {"train_dataset": [{"prompt": "a"}] * 4},
+            "'by_answer' asks for 'answer', which train_dataset has not",
+        ),
+        ({"eval_dataset": {"prompt": ["a"], "n": [1, 2]}}, "columns of one length"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, **given)
+
+
+def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
+    def brief(completions: list[str], **_: Any) -> list[float]:
+        return [-float(len(one)) for one in completions]
+
+    def config(weights: list[float]) -> GRPOConfig:
+        path, length = str(tmp_path / "run"), 8
+        return GRPOConfig(path, max_completion_length=length, reward_weights=weights)
+
+    trainer = trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0, 0.5]))
+    terms = trainer.run.environment.rewards
+    assert [(term.name, term.weight) for term in terms] == [("by_answer", 1.0), ("brief", 0.5)]
+    with pytest.raises(ConfigError, match="reward_weights expected 2 numbers"):
+        trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
+
+
+def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
+    rows = PromptRows.of([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
+    with pytest.raises(ConfigError, match="row 1 expected values that JSON knows"):
+        rows.write(tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_completions_are_asked_for_within_a_rollout_function_only(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(UserError, match="call it within rollout_func"):
+        generate_rollout_completions(trainer, ["a"])
+    with pytest.raises(AttributeError, match="GRPOTrainer has no 'accelerator' here"):
+        _ = trainer.accelerator
+
+
+def step(number: int, reward: float) -> Step:
+    values = {
+        TrainMetric.LOSS: 1.0,
+        TrainMetric.REWARD_MEAN: reward,
+        TrainMetric.LEARNING_RATE: 0.5 / number,
+        TrainMetric.NUM_EPISODES: 4,
+        TrainMetric.NUM_TOKENS_GENERATED: 40,
+        TrainMetric.NUM_EPISODES_TRUNCATED: 1,
+        TrainMetric.NUM_TOKENS_IN_BATCH: 100,
+    }
+    return Step(number, values, {"prompts": {"reward_term.r": reward}}, (), None)
+
+
+def test_the_history_holds_means_between_its_entries() -> None:
+    state, args = TrainerState(), GRPOConfig(logging_steps=4, logging_first_step=True)
+    batches = Batches(num_groups=2, num_updates=2, num_steps=5, num_prompts=8)
+    for number in range(1, 6):
+        state.add(step(number, float(number)), args, batches)
+    result = state.end()
+    assert [entry["step"] for entry in state.log_history] == [2, 4, 8, 10]
+    assert [entry["reward"] for entry in state.log_history] == [1.0, 2.0, 3.5, 5.0]
+    last = state.log_history[-1]
+    assert (last["rewards/r/mean"], last["completions/mean_length"]) == (5.0, 10.0)
+    assert (last["epoch"], last["num_tokens"], last["learning_rate"]) == (1.25, 500, 0.1)
+    assert (result.global_step, result.training_loss) == (10, 1.0)
