@@ -116,12 +116,16 @@ def own(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, 
     return {_tensors(file): elapsed[version] for version, file in files.items()}
 
 
-def trl(seed: int, folder: Path, model: Path) -> dict[Path, float]:
-    """TRL's snapshots, and the seconds of training that each took."""
+def trl(seed: int, folder: Path, model: Path, *server: str) -> dict[Path, float]:
+    """TRL's snapshots, and the seconds of training that each took.
+
+    Args:
+        server: the address of one that has the games, where TRL's process is not to have them.
+    """
     python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *BESIDE_TRL])
     target = folder / f"trl-{seed}"
     program = ROOT / "bench" / "upstream" / "trl_blackjack.py"
-    arguments = [model, target, seed, TRL_ROUNDS, TRL_SNAPSHOT_ROUNDS]
+    arguments = [model, target, seed, TRL_ROUNDS, TRL_SNAPSHOT_ROUNDS, *server]
     packages = [ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "envs"]
     subprocess.run(
         [str(python), str(program), *map(str, arguments)],

@@ -1,14 +1,15 @@
 """TRL's GRPOTrainer at blackjack: what `bench/speedup.py` compares with.
 
 Runs in a virtual environment with `trl`, on whole games through `rollout_func`. Written as
-cheaply as TRL allows: games are played in this process, all at once, with a KV cache; nothing is
-logged; the clock stands still while weights are written for the judge. Settings are those that
-were found best for TRL: groups of 16, 512 games a round, 4 minibatches, learning rate 1e-3,
-entropy bonus 0.07. (It decides: with 0.05 one seed of three arrives at 41 %, and two stay at 40 %;
-with 0.07 all three arrive; with 0.1 one does, and two drift into words that are no move. On one
-seed: without a bonus it stays at 40 %; half the learning rate is slower; a divergence from the
-starting policy in the bonus's place arrives no earlier.)
-Arguments: model folder, output folder, seed, rounds, rounds between snapshots.
+cheaply as TRL allows: games are played all at once, in this process or over WebSocket on a server,
+with a KV cache; nothing is logged; the clock stands still while weights are written for the judge.
+Settings are those that were found best for TRL: groups of 16, 512 games a round, 4 minibatches,
+learning rate 1e-3, entropy bonus 0.07. (It decides: with 0.05 one seed of three arrives at 41 %,
+and two stay at 40 %; with 0.07 all three arrive; with 0.1 one does, and two drift into words that
+are no move. On one seed: without a bonus it stays at 40 %; half the learning rate is slower; a
+divergence from the starting policy in the bonus's place arrives no earlier.)
+Arguments: model folder, output folder, seed, rounds, rounds between snapshots, and the address of a
+server, where the games are not to be played in this process.
 """
 
 import itertools
@@ -24,6 +25,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from ludus.env.client import EnvClient
+from ludus.env.client.client import Reset
 from ludus.proto.errors import ActionError
 from openspiel_env.server.openspiel_environment import OpenSpielEnvironment
 
@@ -35,59 +38,112 @@ MAX_TOKENS = 256
 INVALID_REWARD = -1.0
 
 
-class Game:
-    """One game and its tokens."""
+class InProcess:
+    """Games in this process, numbered from 0."""
 
-    def __init__(self, environment, seed, first_prompt):
-        self.environment = environment
-        self.observation = environment.reset(seed=seed).observation
-        self.prompt_ids = first_prompt(environment.text_renderer, self.observation)
-        self.token_ids = list(self.prompt_ids)
+    def __init__(self, num_games):
+        self.environments = [OpenSpielEnvironment("blackjack") for _ in range(num_games)]
+        self.observations = [None] * num_games
+
+    def deal(self, seeds):
+        """The messages that each game begins with."""
+        for game, seed in enumerate(seeds):
+            self.observations[game] = self.environments[game].reset(seed=seed).observation
+        return [self.shown(game, first=True) for game in range(len(seeds))]
+
+    def answer(self, games, texts):
+        """(reward, messages) of each answer; None where it was no move, no messages at the end."""
+        return [self.answer_one(game, text) for game, text in zip(games, texts, strict=True)]
+
+    def answer_one(self, game, text):
+        """What one answer leads to."""
+        environment = self.environments[game]
+        try:
+            action = environment.text_renderer.parse(text, self.observations[game])
+            result = environment.step(action)
+        except ActionError:
+            return None, None
+        self.observations[game] = result.observation
+        is_over = result.terminated or result.truncated
+        return result.reward or 0.0, None if is_over else self.shown(game, first=False)
+
+    def shown(self, game, *, first):
+        """The game as text."""
+        renderer = self.environments[game].text_renderer
+        return renderer.render(self.observations[game], first=first)
+
+
+class OverTheWire:
+    """The same games on a server, one WebSocket each."""
+
+    def __init__(self, address, num_games):
+        self.client = EnvClient.connect(address)
+        self.sessions = [self.client.open_session() for _ in range(num_games)]
+
+    def deal(self, seeds):
+        """The messages that each game begins with."""
+        begun = [
+            (session, Reset(seed=seed)) for session, seed in zip(self.sessions, seeds, strict=True)
+        ]
+        return [result.text.messages for result in self.client.step_many(begun)]
+
+    def answer(self, games, texts):
+        """(reward, messages) of each answer; None where it was no move, no messages at the end."""
+        steps = [(self.sessions[game], text) for game, text in zip(games, texts, strict=True)]
+        return [self.outcome(result) for result in self.client.step_many(steps)]
+
+    def outcome(self, result):
+        """What one answer led to."""
+        if isinstance(result, ActionError):
+            return None, None
+        if isinstance(result, Exception):
+            raise result
+        return result.reward or 0.0, None if result.done else result.text.messages
+
+
+class Game:
+    """One game's tokens."""
+
+    def __init__(self, number, prompt_ids):
+        self.number = number
+        self.prompt_ids = prompt_ids
+        self.token_ids = list(prompt_ids)
         self.logprobs = []
         self.mask = []
         self.reward = 0.0
         self.is_over = False
 
-    def answer(self, token_ids, logprobs, text, next_prompt):
-        """Takes the sampled answer; afterwards the game is over or waits for the next one."""
+    def say(self, token_ids, logprobs):
+        """Takes what the policy has sampled."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.mask += [1] * len(token_ids)
-        renderer = self.environment.text_renderer
-        try:
-            action = renderer.parse(text, self.observation)
-            result = self.environment.step(action)
-        except ActionError:
-            self.reward, self.is_over = INVALID_REWARD, True
-            return
-        self.reward += result.reward or 0.0
-        self.observation = result.observation
-        self.is_over = result.terminated or result.truncated
-        if self.is_over:
-            return
-        added = next_prompt(renderer, self.observation)
-        self.token_ids += added
-        self.logprobs += [0.0] * len(added)
-        self.mask += [0] * len(added)
+
+    def hear(self, reward, added):
+        """Takes what came of it: None is no move, and no tokens are added after the end."""
+        self.reward = INVALID_REWARD if reward is None else self.reward + reward
+        self.is_over = added is None
+        if added is not None:
+            self.token_ids += added
+            self.logprobs += [0.0] * len(added)
+            self.mask += [0] * len(added)
 
 
 class Rollouts:
     """TRL's rollout_func: plays a round's games to their end."""
 
-    def __init__(self, tokenizer, seed):
+    def __init__(self, tokenizer, seed, table):
         self.tokenizer = tokenizer
         self.seeds = itertools.count(seed * 1_000_003)
-        self.environments = [OpenSpielEnvironment("blackjack") for _ in range(GAMES_PER_ROUND)]
+        self.table = table
         self.texts = {}
 
     def __call__(self, prompts, trainer):
         """prompt_ids, completion_ids, logprobs, env_mask and game_return of each prompt."""
         num_groups = len(prompts) // GROUP_SIZE
         seeds = [seed for seed in itertools.islice(self.seeds, num_groups) for _ in range(16)]
-        games = [
-            Game(environment, seed, self.first_prompt)
-            for environment, seed in zip(self.environments, seeds, strict=True)
-        ]
+        dealt = self.table.deal(seeds)
+        games = [Game(number, list(self.encoded(shown))) for number, shown in enumerate(dealt)]
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.eval()
         while waiting := [game for game in games if not game.is_over]:
@@ -131,17 +187,14 @@ class Rollouts:
                 cache.batch_select_indices(torch.tensor(kept))
             ids = sampled[torch.tensor(kept)]
             alive = [alive[row] for row in kept]
-        for game, (token_ids, token_logprobs) in zip(games, answers, strict=True):
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-            game.answer(token_ids, token_logprobs, text, self.next_prompt)
-
-    def first_prompt(self, renderer, observation):
-        """The tokens of a new conversation."""
-        return list(self.encoded(renderer.render(observation, first=True)))
-
-    def next_prompt(self, renderer, observation):
-        """The tokens that follow an answer; the template of this model only ever appends."""
-        return list(self.encoded(renderer.render(observation, first=False)))
+        texts = []
+        for game, answer in zip(games, answers, strict=True):
+            game.say(*answer)
+            texts.append(self.tokenizer.decode(answer[0], skip_special_tokens=True))
+        outcomes = self.table.answer([game.number for game in games], texts)
+        for game, (reward, shown) in zip(games, outcomes, strict=True):
+            # The template of this model only ever appends.
+            game.hear(reward, None if shown is None else list(self.encoded(shown)))
 
     def encoded(self, messages):
         """The messages through the chat template; the few different ones are kept."""
@@ -180,7 +233,7 @@ class Snapshots(TrainerCallback):
 
 def main():
     """Trains, and writes snapshots and seconds.json."""
-    model_path, output, seed, num_rounds, snapshot_every = sys.argv[1:]
+    model_path, output, seed, num_rounds, snapshot_every, *addresses = sys.argv[1:]
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # two are slower for a model of this size
@@ -188,12 +241,15 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     snapshots = Snapshots(model, folder, int(snapshot_every) * NUM_MINIBATCHES)
+    table = InProcess(GAMES_PER_ROUND)
+    if addresses:
+        table = OverTheWire(*addresses, GAMES_PER_ROUND)
     num_prompts = int(num_rounds) * GAMES_PER_ROUND // GROUP_SIZE
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=lambda completions, game_return, **_: game_return,
-        rollout_func=Rollouts(tokenizer, int(seed)),
+        rollout_func=Rollouts(tokenizer, int(seed), table),
         train_dataset=Dataset.from_list(
             [{"prompt": [{"role": "user", "content": f"deal {i}"}]} for i in range(num_prompts)]
         ),
