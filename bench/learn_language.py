@@ -1,0 +1,290 @@
+"""Trains the language examples with several seeds and judges what their policies say.
+
+    cot             exact answers, and mean reward, on sums that were held back: .90 and -.5
+    cot_shuffled    the same with shuffled rewards, the control: no better than a blind guess
+    summarization   mean reward over both articles: 1.35, of 1.5 that is possible
+    rlhf            the reward model's score, and the rule that it was never told: above the start
+                    for kl_coef 0, .1 and 1, and the less the dearer
+
+Results go to bench/results/learn_language.json.
+
+    make learn-language
+    python bench/learn_language.py --only cot --seeds 0 1
+
+The exit code is 1 when a run of this call failed or missed its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from answers import Answer, Sampler
+from machine import setting
+
+from ludus.proto.runs import SUMMARY_FILE, Summary
+from ludus.proto.seeds import FIRST_EVAL_SEED
+from ludus.trainer.compat.gymformer.env.rewards import (
+    distance_to_answer,
+    final_answer,
+    summary_reward,
+)
+from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES, prompt_of
+from ludus.trainer.reward_model import load_reward_model
+from prompts_env import make_environment
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES, RUNS = ROOT / "examples", ROOT / "runs"
+RESULTS = ROOT / "bench" / "results" / "learn_language.json"
+SEEDS = (0, 1, 2)
+sys.path.append(str(EXAMPLES / "reward_model"))
+
+MAX_TRAINING_S = 300.0
+COT_EXACT, COT_REWARD = 0.90, -0.5
+SUMMARY_REWARD = 1.35
+KL_COEFS = (0.0, 0.1, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one case came to with one seed."""
+
+    case: str
+    seed: int
+    values: dict[str, float]
+    target: str
+    training_s: float
+    """Of all its runs of language models."""
+    load_average: float
+    """Of the machine, over the minute before."""
+    passed: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run that has ended."""
+
+    folder: Path
+    training_s: float
+
+
+def train(example: str, name: str, seed: int, *overrides: str) -> Trained:
+    """The run of an example.
+
+    Raises:
+        subprocess.CalledProcessError: it has failed.
+    """
+    given = (f"name={name}", f"output_dir={RUNS}", f"seed={seed}", *overrides)
+    settings = [part for override in given for part in ("--set", override)]
+    call("ludus", "train", str(EXAMPLES / example), "--overwrite", *settings)
+    summary = Summary.model_validate_json((RUNS / name / SUMMARY_FILE).read_bytes())
+    return Trained(RUNS / name, summary.wall_seconds_training)
+
+
+def call(program: str, *arguments: str) -> None:
+    """Run a program of this Python's environment.
+
+    Raises:
+        subprocess.CalledProcessError: it has failed.
+    """
+    path = Path(sys.executable).parent / program
+    subprocess.run([path, *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def cot(seed: int) -> Row:
+    """Exact answers and mean reward on sums that were held back."""
+    load_average = os.getloadavg()[0]
+    run = train("cot/tiny.toml", f"learn-cot-{seed}", seed)
+    values = judge_sums(run.folder)
+    passed = values["exact"] >= COT_EXACT and values["reward"] >= COT_REWARD
+    target = f"exact {COT_EXACT}, reward {COT_REWARD}, in {MAX_TRAINING_S:.0f} s"
+    passed = passed and run.training_s <= MAX_TRAINING_S
+    return Row("cot", seed, values, target, run.training_s, load_average, passed)
+
+
+def cot_shuffled(seed: int) -> Row:
+    """The control: with shuffled rewards it does no better than who never looks at the question."""
+    load_average = os.getloadavg()[0]
+    name = f"learn-cot-shuffled-{seed}"
+    run = train("cot/tiny.toml", name, seed, "training.shuffle_rewards=true")
+    values = judge_sums(run.folder)
+    commonest = Counter(held_back_sums().values()).most_common(1)[0][1] / len(held_back_sums())
+    target = f"exact not above {commonest:.2f}"
+    passed = values["exact"] <= commonest
+    return Row("cot_shuffled", seed, values, target, run.training_s, load_average, passed)
+
+
+def held_back_sums() -> dict[str, int]:
+    """The solutions of the sums that no run of the example learns from, by question."""
+    environment = make_environment(
+        path=str(EXAMPLES / "cot" / "sums.jsonl"), prompt="question", test_size=0.1
+    )
+    rows = {}
+    for number in range(1000):
+        row = environment.reset(seed=FIRST_EVAL_SEED + number).info
+        rows[row["question"]] = row["answer"]
+    return rows
+
+
+def judge_sums(run: Path) -> dict[str, float]:
+    """How well the policy answers the sums that were held back, before and after."""
+    values = {}
+    for trained in (False, True):
+        solutions = held_back_sums()
+        found = Sampler(run, trained=trained).answers(list(solutions), 40, 40)
+        exact = [final_answer(one.text) == str(solutions[one.prompt]) for one in found]
+        rewards = [distance_to_answer(one.text, solutions[one.prompt]) for one in found]
+        before = "" if trained else "_before"
+        values[f"exact{before}"] = statistics.fmean(exact)
+        values[f"reward{before}"] = statistics.fmean(rewards)
+    return values
+
+
+def summarization(seed: int) -> Row:
+    """What the document's reward says of summaries of both its articles."""
+    load_average = os.getloadavg()[0]
+    run = train("summarization/tiny.toml", f"learn-summarization-{seed}", seed)
+    terms = {prompt_of(article): article.key_terms for article in ARTICLES}
+    values = {}
+    for trained in (False, True):
+        found = Sampler(run.folder, trained=trained).answers(list(terms), 500, 32)
+        rewards = [summary_reward(one.text, terms[one.prompt]) for one in found]
+        values["reward" if trained else "reward_before"] = statistics.fmean(rewards)
+    passed = values["reward"] >= SUMMARY_REWARD
+    target = f"reward {SUMMARY_REWARD} of 1.5"
+    return Row("summarization", seed, values, target, run.training_s, load_average, passed)
+
+
+def rlhf(seed: int) -> Row:
+    """What a reward model, and the rule that it was never told, say of answers, for each price."""
+    load_average = os.getloadavg()[0]
+    folder = RUNS / f"learn-preferences-{seed}"
+    make = str(EXAMPLES / "reward_model" / "make_preferences.py")
+    call("python", make, str(folder), "--seed", str(seed))
+    call("python", str(EXAMPLES / "rlhf" / "make_data.py"), str(folder))
+    data = ("data=" + str(folder / "preferences.jsonl"), "model=" + str(folder / "model"))
+    given = (*data, f"output={folder / 'reward_model'}", f"seed={seed}")
+    settings = [part for override in given for part in ("--set", override)]
+    example = str(EXAMPLES / "reward_model" / "tiny.toml")
+    call("ludus", "train-reward", example, "--overwrite", *settings)
+    values: dict[str, float] = {}
+    training_s = 0.0
+    for kl_coef in KL_COEFS:
+        run = train(
+            "rlhf/tiny.toml", f"learn-rlhf-{seed}-{kl_coef:g}", seed, *_price(kl_coef, folder)
+        )
+        training_s += run.training_s
+        if not values:
+            values |= _judged("before", run.folder, folder, seed, trained=False)
+        values |= _judged(f"kl_{kl_coef:g}", run.folder, folder, seed, trained=True)
+    target = "above before, and the less the dearer"
+    passed = is_monotone(values, "score") and is_monotone(values, "rule")
+    return Row("rlhf", seed, values, target, training_s, load_average, passed)
+
+
+def is_monotone(values: Mapping[str, float], what: str) -> bool:
+    """Whether it falls with each price, and stays above what it was before training."""
+    found = [values[f"kl_{kl_coef:g}.{what}"] for kl_coef in KL_COEFS] + [values[f"before.{what}"]]
+    return all(dear < cheap for cheap, dear in pairwise(found))
+
+
+def _price(kl_coef: float, folder: Path) -> tuple[str, ...]:
+    """Settings of a run with that price of divergence."""
+    placed = () if kl_coef else ("algorithm.kl_placement=loss", "algorithm.kl_estimator=k3")
+    prompts = {"path": str(folder / "prompts.jsonl"), "example_answers": "examples"}
+    term = {"kind": "model", "path": str(folder / "reward_model")}
+    return (
+        f"algorithm.kl_coef={kl_coef}",
+        *placed,
+        f"environments.prompts.options={json.dumps(prompts)}",
+        f"environments.prompts.rewards={json.dumps([term])}",
+    )
+
+
+def _judged(name: str, run: Path, folder: Path, seed: int, *, trained: bool) -> dict[str, float]:
+    from make_preferences import TOPICS, HiddenRule
+
+    topics = {f"Tell me about {topic}.": topic for topic in TOPICS}
+    found: list[Answer] = Sampler(run, trained=trained).answers(list(topics), 100, 12)
+    model = load_reward_model(folder / "reward_model")
+    asked = [[{"role": "user", "content": one.prompt}] for one in found]
+    said = [[{"role": "assistant", "content": one.text}] for one in found]
+    rule = HiddenRule(seed)
+    return {
+        f"{name}.score": statistics.fmean(model.score(asked, said)),
+        f"{name}.rule": statistics.fmean(rule.worth(topics[o.prompt], o.text) for o in found),
+        f"{name}.kl": statistics.fmean(one.logprob - one.ref_logprob for one in found),
+    }
+
+
+CASES: dict[str, Callable[[int], Row]] = {
+    case.__name__: case for case in (cot, cot_shuffled, summarization, rlhf)
+}
+
+
+def main() -> int:
+    """The exit code: 1 when a run failed or missed its target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = _earlier_rows()
+    all_passed = True
+    for name in chosen.only:
+        for seed in chosen.seeds:
+            row = _row(name, seed)
+            all_passed &= row.passed
+            rows = [one for one in rows if (one.case, one.seed) != (name, seed)] + [row]
+            print(_line(row), flush=True)
+            _write(rows)
+    return 0 if all_passed else 1
+
+
+def _row(name: str, seed: int) -> Row:
+    try:
+        return CASES[name](seed)
+    except subprocess.CalledProcessError as error:
+        said = "\n".join(str(error.stderr).strip().splitlines()[-5:])
+        return Row(name, seed, {}, "", 0.0, os.getloadavg()[0], passed=False, error=said)
+
+
+def _line(row: Row) -> str:
+    values = "  ".join(f"{name} {value:.3f}" for name, value in row.values.items())
+    verdict = "ok" if row.passed else f"MISSED {row.error}"
+    return (
+        f"{row.case:<15}seed {row.seed}  {values}  ({row.target})  {row.training_s:.0f} s  "
+        f"load {row.load_average:.1f}  {verdict}"
+    )
+
+
+def _write(rows: Sequence[Row]) -> None:
+    order = list(CASES)
+    rows = sorted(rows, key=lambda row: (order.index(row.case), row.seed))
+    content = {"command": "make learn-language", **setting(), "runs": [asdict(row) for row in rows]}
+    RESULTS.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _earlier_rows() -> list[Row]:
+    """What earlier calls measured, as far as machine and packages are the same."""
+    if not RESULTS.exists():
+        return []
+    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if any(earlier.get(key) != value for key, value in setting().items()):
+        return []
+    return [Row(**row) for row in earlier["runs"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
