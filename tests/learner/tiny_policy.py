@@ -79,7 +79,6 @@ def make_learner(
     model_path: str,
     algorithm: AlgorithmConfig | None = None,
     lora: LoraConfig | None = None,
-    update_epochs: int = 1,
     **config: object,
 ) -> Learner:
     """A learner of the process group's rank; `config` overrides LearnerConfig's fields."""
@@ -92,6 +91,5 @@ def make_learner(
         max_tokens=64,
         seed=0,
         lora=lora,
-        update_epochs=update_epochs,
     )
     return Learner(spec)

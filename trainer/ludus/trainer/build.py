@@ -181,7 +181,6 @@ def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
         max_tokens=run.rollout.max_tokens,
         seed=run.seed,
         lora=run.model.lora,
-        update_epochs=run.training.update_epochs,
     )
 
 

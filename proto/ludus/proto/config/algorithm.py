@@ -275,9 +275,6 @@ class PpoConfig(_PolicyGradient):
     """The value may move this far from its old prediction in one step; null does not clip it."""
     normalise_advantages: bool = True
     """Whether the advantages of an optimizer step get mean 0 and standard deviation 1."""
-    critic_learning_rate: PositiveFloat | None = None
-    """Peak learning rate of the value head, which then follows the policy's course; null is the
-    policy's own."""
 
 
 AlgorithmConfig = Annotated[

@@ -53,8 +53,6 @@ class TrainingConfig(Section):
     the last step is filled up with tasks of the next pass."""
     groups_per_step: PositiveInt = 32
     """Groups in a batch."""
-    update_epochs: PositiveInt = 1
-    """Passes over each batch, of learner.num_minibatches optimizer steps each."""
     max_staleness: NonNegativeInt = 1
     """S: a sample is trained on at most S versions after the weights that began it."""
     checkpoint_every_steps: PositiveInt = 50

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig, PpoConfig
+from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.disk import why_unwritten
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
@@ -67,13 +67,7 @@ from ludus.trainer.learner.model import (
     prepare,
     row_costs,
 )
-from ludus.trainer.learner.step_metrics import (
-    MicroBatchSums,
-    PassedBatch,
-    StepMetrics,
-    StepTotals,
-    step_metrics,
-)
+from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.streams import Stream, seed_torch
@@ -99,24 +93,6 @@ class LearnerSpec:
     """The run's."""
     lora: LoraConfig | None = None
     """Adapters, which alone are trained."""
-    update_epochs: int = 1
-    """Passes over each batch."""
-
-    @property
-    def critic_rate(self) -> float:
-        """The value head's learning rate as a multiple of the policy's."""
-        if not isinstance(self.algorithm, PpoConfig) or not self.algorithm.critic_learning_rate:
-            return 1.0
-        return self.algorithm.critic_learning_rate / self.config.learning_rate
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """Parameters that are trained at one learning rate."""
-
-    parameters: list[Tensor]
-    rate: float
-    """As a multiple of the step's."""
 
 
 class Learner:
@@ -157,10 +133,8 @@ class Learner:
         self._state_options = StateDictOptions(
             ignore_frozen_params=spec.lora is not None, strict=spec.lora is None
         )
-        trained = self._trained()
-        self._rates = [part.rate for part in trained]
         self._optimizer = torch.optim.AdamW(
-            [{"params": part.parameters} for part in trained],
+            [p for p in self._policy.parameters() if p.requires_grad],
             lr=config.learning_rate,
             fused=True,
             **_adamw_settings(config),
@@ -173,20 +147,18 @@ class Learner:
         A minibatch whose gradient is not finite on any rank moves nothing, on all ranks.
         """
         self._policy.train()
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = coefficients.learning_rate * rate
+        for group in self._optimizer.param_groups:
+            group["lr"] = coefficients.learning_rate
         parts = split_samples(batch, self._spec.config.num_minibatches)
         minibatches = [self._cut(batch, samples) for samples in parts]
         targets = self._targets(minibatches, coefficients)
         sums: list[MicroBatchSums] = []
         grad_norms: list[float | None] = []
-        for _ in range(self._spec.update_epochs):
-            for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
-                denominators = self._denominators(batch, samples)
-                sums += self._accumulate(micro_batches, aims, denominators, coefficients)
-                grad_norms.append(self._apply_gradients())
-        passed = PassedBatch(batch, self._spec.update_epochs)
-        metrics = step_metrics(StepTotals.of(sums), grad_norms, coefficients, passed, self._work)
+        for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
+            denominators = self._denominators(batch, samples)
+            sums += self._accumulate(micro_batches, aims, denominators, coefficients)
+            grad_norms.append(self._apply_gradients())
+        metrics = _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
@@ -301,17 +273,6 @@ class Learner:
         """The paths, which rank 0 writes, on that rank; none on the others."""
         return paths if self._rank == 0 else ()
 
-    def _trained(self) -> list[_Trained]:
-        """The parameters by learning rate: those of the value head may have one of their own."""
-        named = [(n, p) for n, p in self._policy.named_parameters() if p.requires_grad]
-        rate = self._spec.critic_rate
-        if rate == 1:
-            return [_Trained([p for _, p in named], 1.0)]
-        return [
-            _Trained([p for n, p in named if not n.startswith(VALUE_HEAD)], 1.0),
-            _Trained([p for n, p in named if n.startswith(VALUE_HEAD)], rate),
-        ]
-
     def _load_policy(self, *, value_head: bool = False, offload: bool = False) -> Policy:
         language_model = load_language_model(self._spec.model_path)
         if self._spec.lora is not None:
@@ -360,8 +321,7 @@ class Learner:
         temperature, kl_coef = self._spec.temperature, coefficients.kl
         targets: list[list[Targets]] = []
         for index, micro_batches in enumerate(minibatches):
-            meets_moved = index > 0 or self._spec.update_epochs > 1
-            needs_start = self._algorithm.needs_start(coefficients, meets_moved=meets_moved)
+            needs_start = self._algorithm.needs_start(index, coefficients)
             targets.append([])
             for micro_batch in micro_batches:
                 start = self._policy(micro_batch.rows, temperature) if needs_start else None
@@ -423,6 +383,39 @@ class Learner:
         answer = torch.tensor(float(is_fine), device=self._device)
         dist.all_reduce(answer, dist.ReduceOp.MIN)
         return bool(answer)
+
+
+def _metrics(
+    totals: StepTotals,
+    grad_norms: Sequence[float | None],
+    coefficients: Coefficients,
+    batch: Batch,
+    work: TrainingWork,
+) -> StepMetrics:
+    terms = totals.terms
+    num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
+    norms = [norm for norm in grad_norms if norm is not None]
+    has_critic = float(totals.returned[0]) > 0
+    lengths = batch.sequences.lengths[batch.sequence_of_sample]
+    return StepMetrics(
+        loss=float(terms.loss) / num_updates,
+        grad_norm=float(np.mean(norms)) if norms else None,
+        learning_rate=coefficients.learning_rate,
+        entropy=float(terms.entropy_sum) / num_tokens,
+        clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
+        mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,
+        reference_kl=float(terms.ref_kl_sum) / num_tokens,
+        masked_sequence_ratio=float(terms.num_masked_sequences) / max(batch.num_samples, 1),
+        masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
+        value_loss=totals.value_loss / num_updates if has_critic else None,
+        explained_variance=totals.explained_variance if has_critic else None,
+        num_tokens_trained=int(terms.num_tokens),
+        num_tokens_in_batch=int(lengths.sum()),
+        num_tokens_forwarded=totals.num_tokens_forwarded,
+        flops=work.flops(lengths.tolist(), totals.num_tokens_forwarded),
+        peak_flops=work.peak_flops,
+        num_skipped_updates=num_updates - len(norms),
+    )
 
 
 def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:

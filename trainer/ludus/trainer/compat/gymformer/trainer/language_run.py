@@ -98,7 +98,6 @@ def make_run(
             "training": {
                 "num_steps": max(1, request.max_episodes // per_step),
                 "groups_per_step": sizes.num_groups,
-                "update_epochs": ppo.update_epochs,
                 "max_staleness": 0,
                 "checkpoint_every_steps": max(1, request.save_interval // per_step),
             },
@@ -138,7 +137,6 @@ def _algorithm(ppo: PPOConfig, kl_coef: float) -> dict[str, Any]:
         "gamma": ppo.gamma,
         "lam": ppo.gae_lambda,
         "value_coef": ppo.value_coef,
-        "critic_learning_rate": ppo.lr_critic,
         "entropy_coef": ppo.entropy_coef,
         "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
         **(divergence if kl_coef else {}),
