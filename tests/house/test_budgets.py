@@ -117,7 +117,9 @@ def config_sections(root: type[BaseModel]) -> set[type[BaseModel]]:
 @pytest.mark.parametrize("section", sorted(config_sections(RunConfig), key=lambda s: s.__name__))
 def test_every_configuration_section_is_small_and_explained(section: type[BaseModel]) -> None:
     fields = section.model_fields
-    assert len(fields) <= MAX_FIELDS
+    # What is a section of its own is counted there.
+    values = [name for name, field in fields.items() if not list(models_in(field.annotation))]
+    assert len(values) <= MAX_FIELDS
     unexplained = [
         name
         for name, field in fields.items()

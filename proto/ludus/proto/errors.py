@@ -26,6 +26,7 @@
     ├── WeightSyncError           weights did not arrive, or are not those published
     │   ├── StoreUnavailableError        the weight store does not answer now
     │   └── CanaryError
+    ├── AgentError                an agent failed, returned nothing readable, or did not end in time
     ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
     ├── RolloutFunctionError      one that plays several groups at once raised, or returned no rows
     ├── EpisodesFailedError       nearly all that is played is void, since code fails
@@ -253,6 +254,10 @@ class RewardFunctionError(LudusError):
 
 class RolloutFunctionError(LudusError):
     """A rollout function that plays several groups in one call returned none that can be used."""
+
+
+class AgentError(LudusError):
+    """The agent of an episode failed, returned nothing that can be read, or did not end in time."""
 
 
 class EpisodesFailedError(LudusError):

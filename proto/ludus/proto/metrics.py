@@ -137,6 +137,14 @@ class TrainMetric(_Metric):
         _count("Calls of tools that returned an error, or that could not be read or made."),
     )
     NUM_EPISODES_WITH_TOOL_CALLS = auto(), _count("Episodes that called tools.")
+    NUM_BRANCHES = (
+        auto(),
+        _count("Sequences that begin where another one of their episode went on (agents)."),
+    )
+    NUM_DEAD_AGENTS = (
+        auto(),
+        _count("Episodes voided since their agent failed, or did not end in time."),
+    )
     NUM_GROUPS = auto(), _count("Groups played.")
     NUM_GROUPS_DEAD = auto(), _count("Groups whose rewards were all equal.")
     NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two scored episodes.")

@@ -12,6 +12,8 @@ from ludus.env.contract.schema import random_policy
 from ludus.env.evaluation import EpisodeOutcome, FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
+    AgentConfig,
+    CommandAgent,
     PretrainedModel,
     RewardModelTerm,
     RewardTerm,
@@ -233,11 +235,21 @@ def resolved(run: RunConfig) -> RunConfig:
             changes["model"] = run.model.model_copy(update={"path": str(folder)})
     changes["environments"] = {
         name: environment.model_copy(
-            update={"rewards": tuple(_located(term) for term in environment.rewards)}
+            update={
+                "agent": _placed(environment.agent),
+                "rewards": tuple(_located(term) for term in environment.rewards),
+            }
         )
         for name, environment in run.environments.items()
     }
     return run.model_copy(update=changes)
+
+
+def _placed(agent: AgentConfig | None) -> AgentConfig | None:
+    """The agent with an absolute folder where it is a program."""
+    if not isinstance(agent, CommandAgent):
+        return agent
+    return agent.model_copy(update={"folder": str(Path(agent.folder).absolute())})
 
 
 def _located(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:

@@ -37,6 +37,7 @@ from ludus.proto.config import (
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
+from ludus.trainer.agents.runners import check_agent
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 from ludus.trainer.rollout.reward_function import check_columns
@@ -73,6 +74,8 @@ def check_names(run: RunConfig) -> None:
                 import_object(path, f"environment.{field}")
         for path in _functions_of(environment):
             import_object(path, "environment.rewards")
+        if environment.agent is not None:
+            check_agent(environment.agent)
     if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
         import_object(run.algorithm.advantages, "algorithm.advantages")
     chart_prompts(run)

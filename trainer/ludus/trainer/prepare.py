@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,6 +21,7 @@ from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import PretrainedModel, RewardModelTerm, RunConfig, TinyModel
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
+from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.environments import Environment
 from ludus.trainer.learner.lora import check_targets
@@ -54,7 +57,8 @@ _MODEL_CONFIG_FILE = "config.json"
 class _Game:
     """A game of the warm start."""
 
-    conversation: Conversation
+    conversations: list[Conversation]
+    """One, or those that an agent had."""
     episode_return: float
 
 
@@ -101,13 +105,14 @@ async def check_first_prompts(
 ) -> None:
     """Check that each environment's episodes begin with a prompt that leaves room for an answer.
 
-    Some may be too long: such an episode is void. What a rollout function shows is its own affair.
+    Some may be too long: such an episode is void. What a rollout function or an agent shows is its
+    own affair.
 
     Raises:
         ConfigError: it is too long whatever the seed.
     """
     for name, environment in environments.items():
-        if environment.config.rollout is not None:
+        if environment.config.rollout is not None or environment.config.agent is not None:
             continue
         limits = limits_of(run, name)
         lengths = []
@@ -151,13 +156,24 @@ async def _first_opening(environment: Environment, seed: int = 0) -> tuple[Openi
 async def _opening(environment: Environment, session: AsyncSession, first: StepResult) -> Opening:
     """What an episode shows first, as the rollout workers will show it."""
     config = environment.config
-    if config.tools:
-        toolbox = Toolbox(environment.client, environment.description.name)
-        return await ToolAdapter(session, first, toolbox, 0.0).opening()
-    if config.rollout is not None and first.text is None:
-        # A rollout function shows what it likes; any text tells weights apart.
+    if (
+        not config.tools
+        and (config.rollout is not None or config.agent is not None)
+        and first.text is None
+    ):
+        # Rollout functions and agents show what they like; any text tells weights apart.
         return Opening([{"role": "user", "content": json.dumps(first.observation)[:1000]}])
-    return await EnvironmentAdapter(session, first, environment.renderer, 0.0).opening()
+    return await _adapter(environment, session, first).opening()
+
+
+def _adapter(
+    environment: Environment, session: AsyncSession, first: StepResult
+) -> EnvironmentAdapter:
+    """The environment's side of an episode that has begun."""
+    if not environment.config.tools:
+        return EnvironmentAdapter(session, first, environment.renderer, 0.0)
+    toolbox = Toolbox(environment.client, environment.description.name)
+    return ToolAdapter(session, first, toolbox, 0.0)
 
 
 async def _random_games(
@@ -178,21 +194,28 @@ async def _random_games(
     async def play(place: int, environment: Environment, number: int) -> _Game | None:
         async with slots:
             try:
-                return await _random_game(run, place, environment, number)
+                return await _random_game(run, place, environment, number, agents.get(place))
             except UserError:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
                 failures.append(describe(error))
                 return None
 
-    games = [
-        asyncio.gather(*(play(place, environment, number) for number in range(share)))
-        for place, (environment, share) in enumerate(
-            zip(environments.values(), shares, strict=True)
-        )
-    ]
-    whole = [[game for game in some if game is not None] for some in await asyncio.gather(*games)]
-    played = [game.conversation for some in whole for game in some]
+    async with AsyncExitStack() as stack:
+        agents = {
+            place: await AgentGames.start(environment.config.agent, stack)
+            for place, environment in enumerate(environments.values())
+            if environment.config.agent is not None
+        }
+        games = [
+            asyncio.gather(*(play(place, environment, number) for number in range(share)))
+            for place, (environment, share) in enumerate(
+                zip(environments.values(), shares, strict=True)
+            )
+        ]
+        ended = await asyncio.gather(*games)
+    whole = [[game for game in some if game is not None] for some in ended]
+    played = [one for some in whole for game in some for one in game.conversations]
     if failures:
         text = (
             f"{len(failures)} of {sum(shares)} games of the warm start have failed, most often: "
@@ -210,12 +233,14 @@ def _tell(name: str, games: Sequence[_Game], max_turns: int) -> None:
     """Log what was played in environment `name`; warn where chance seems to have no part in it."""
     if not games:
         return
-    num_turns = [len(game.conversation) for game in games]
+    num_turns = [sum(map(len, game.conversations)) for game in games]
     _log.info(
         "the warm start in '%s': %d games of %.1f turns on average, at most %d",
         *(name, len(games), sum(num_turns) / len(games), max(num_turns)),
     )
     returns = {game.episode_return for game in games}
+    if any(map(math.isnan, returns)):
+        return  # an agent played them, and nobody asked what they earned
     # Questions with one answer each end so, too; but some of the random answers are right.
     if len(games) == 1 or max_turns == 1 or max(num_turns) > 1 or len(returns) > 1:
         return
@@ -235,14 +260,20 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return [bound - before for before, bound in pairwise([0, *bounds])]
 
 
-async def _random_game(run: RunConfig, place: int, environment: Environment, number: int) -> _Game:
+async def _random_game(
+    run: RunConfig, place: int, environment: Environment, number: int, agent: AgentGames | None
+) -> _Game:
     """Game `number` of the environment that stands at `place` in the run."""
     choose = random_of(run.seed, Stream.WARM_START_ANSWER, place, number)
     seed = warm_start_seed(run.seed, place, number)
     open_ = partial(environment.client.open, seed=seed)
     opened = await when_there_is_room(open_, run.rollout.group_timeout_s)
+    max_turns = _max_turns(run, environment)
     try:
-        return await _answered_at_random(environment, *opened, choose, _max_turns(run, environment))
+        if agent is not None:
+            adapter = _adapter(environment, *opened)
+            return _Game(await agent.play(adapter, seed, choose, max_turns), math.nan)
+        return await _answered_at_random(environment, *opened, choose, max_turns)
     finally:
         await close_session(opened[0])
 
@@ -273,7 +304,7 @@ async def _answered_at_random(
         conversation.append(Exchange(messages, answer))
         result = await session.step(**environment.renderer.action(answer, result))
         episode_return += result.reward or 0.0
-    return _Game(conversation, episode_return)
+    return _Game([conversation], episode_return)
 
 
 def _why_none(result: StepResult) -> str:

@@ -203,7 +203,8 @@ class Rollout(_Travels):
     """Its name in the run."""
     seed: int
     sequences: tuple[TokenSequence, ...]
-    """One, or one per turn where the chat template takes earlier thoughts out again."""
+    """One; more where the chat template takes earlier thoughts out again, or an agent's history
+    branches: one for each end. Each sampled token is in the turns of one of them."""
     reward: float | None
     """What is learned from: the weighted sum of the terms; None = it could not be scored."""
     episode_return: float | None
@@ -220,6 +221,10 @@ class Rollout(_Travels):
     """That returned an error, or that could not be read or made."""
     success: bool | None = None
     """What the environment said of it, by which wins are counted; None where it said nothing."""
+    num_branches: int = 0
+    """Sequences that begin where another one went on: what agents do with their history."""
+    agent_died: bool = False
+    """True where it is void because its agent failed, or did not end in time."""
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:

@@ -1,5 +1,6 @@
 """The run configuration: one tree, read from TOML or YAML, checked before anything starts."""
 
+from ludus.proto.config.agent import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.config.algorithm import (
     AlgorithmConfig,
     CispoLoss,
@@ -55,15 +56,18 @@ from ludus.proto.config.sections import (
 )
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "CanaryConfig",
     "CispoLoss",
     "ClipLoss",
+    "CommandAgent",
     "Correction",
     "Curriculum",
     "EnvironmentConfig",
     "EvalConfig",
     "FolderWeightStore",
+    "FunctionAgent",
     "GeneratorConfig",
     "GrpoConfig",
     "GspoLoss",
@@ -94,6 +98,7 @@ __all__ = [
     "TokenTis",
     "TrainingConfig",
     "TransformersGenerator",
+    "UrlAgent",
     "VllmGenerator",
     "WandbSink",
     "WeightStoreConfig",

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, model_validator
 
+from ludus.proto.config.agent import AgentConfig
 from ludus.proto.config.section import (
     ImportPath,
     PositiveFloat,
@@ -79,6 +80,7 @@ class _Environment(Section):
     """Plays the episodes in place of the usual loop of answers and steps (docs/rewards.md);
     "trl:module:function" plays many in one call, as TRL's rollout functions do
     (docs/from-trl.md)."""
+    agent: AgentConfig | None = None
     policies: ImportPath | None = None
     """Fixed policies to compare with: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
@@ -157,6 +159,11 @@ class _Environment(Section):
 
     @model_validator(mode="after")
     def _plays_one_way(self) -> Self:
+        if self.rollout is not None and self.agent is not None:
+            raise ValueError(
+                f"rollout = '{self.rollout}' and agent both play the episodes; remove the one or "
+                "the other"
+            )
         if self.rollout is not None and (self.tools or self.render is not None):
             other = "tools" if self.tools else "render and parse"
             raise ValueError(

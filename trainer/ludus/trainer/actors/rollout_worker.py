@@ -22,6 +22,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
+from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.environments import how_to_reach
 from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.interfaces import PublishedWeights
@@ -31,7 +32,7 @@ from ludus.trainer.rollout.batch.generate_port import GeneratePort
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group_player import WorkerParts, make_group_player
-from ludus.trainer.rollout.player import sampling_of
+from ludus.trainer.rollout.player import limits_of, sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.shared_folder import FolderToken
@@ -101,7 +102,7 @@ class RolloutWorkerActor:
         port = await self._open_port(completions, run.rollout.generate_port)
         parts = WorkerParts(self._generator, chat, self._reward_models, completions, port)
         self._players = {
-            name: await make_group_player(run, name, client, parts)
+            name: await make_group_player(run, name, client, parts, await self._agent(name, chat))
             for name, client in clients.items()
         }
         freeze_heap()
@@ -216,6 +217,14 @@ class RolloutWorkerActor:
         await listening.start()
         self._clients.push_async_callback(listening.stop)
         return listening.port
+
+    async def _agent(self, name: str, chat: ChatTokenizer) -> AgentPlayer | None:
+        """The agent of an environment that has one; it ends with the connections."""
+        config = self._run.environments[name].agent
+        if config is None:
+            return None
+        limits = limits_of(self._run, name)
+        return await AgentPlayer.start(config, self._generator, chat, limits, self._clients)
 
     async def _connect(self, spec: RolloutWorkerSpec, name: str) -> AsyncEnvClient:
         environment = spec.run.environments[name]

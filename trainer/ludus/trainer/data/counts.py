@@ -38,6 +38,10 @@ class RolloutCounts:
     num_tool_calls_failed: int = 0
     num_with_tool_calls: int = 0
     """Episodes with at least one, failed or not."""
+    num_branches: int = 0
+    """Sequences that begin where another one of their episode went on."""
+    num_dead_agents: int = 0
+    """Episodes that are void because their agent failed, or did not end in time."""
     num_terminated: int = 0
     num_judged: int = 0
     """Episodes of which the environment said whether they succeeded: with none of them, wins,
@@ -97,6 +101,8 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_tool_calls=sum(rollout.num_tool_calls for rollout in group.rollouts),
         num_tool_calls_failed=sum(rollout.num_tool_calls_failed for rollout in group.rollouts),
         num_with_tool_calls=sum(rollout.num_tool_calls > 0 for rollout in group.rollouts),
+        num_branches=sum(rollout.num_branches for rollout in group.rollouts),
+        num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
         num_judged=sum(r.success is not None for r in finished),
         num_wins=standings[Standing.WON],

@@ -19,6 +19,7 @@ from ludus.proto.config import TinyModel
 from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.template import ToolSpec, tools_in_words
 from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import TrainingSample
 
@@ -31,6 +32,8 @@ class Exchange:
 
     messages: list[Message]
     answer: str
+    tools: Sequence[ToolSpec] = ()
+    """That the first of a conversation lists."""
 
 
 Conversation = list[Exchange]
@@ -76,7 +79,7 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
         prompt_ids = (
             chat.next_prompt(exchange.messages, ended=True)
             if token_ids
-            else chat.first_prompt(exchange.messages)
+            else chat.first_prompt(exchange.messages, exchange.tools)
         )
         answer_ids = chat.answer_ids(exchange.answer)
         token_ids += prompt_ids + answer_ids
@@ -87,6 +90,8 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
 def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
     """The texts a tokenizer learns its words from."""
     for conversation in conversations:
+        if conversation and conversation[0].tools:
+            yield tools_in_words(conversation[0].tools)["content"]
         for exchange in conversation:
             yield from (message["content"] for message in exchange.messages)
             yield exchange.answer

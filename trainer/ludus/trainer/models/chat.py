@@ -159,10 +159,24 @@ class ChatTokenizer:
 
 def strip_reasoning(text: str) -> str:
     """An answer without the thoughts before it; nothing where the thoughts do not end."""
-    _, found, answer = text.rpartition(_END_OF_THOUGHT)
-    if found:
-        return answer.strip()
-    return "" if _OPEN_THOUGHT in text else text
+    return split_reasoning(text)[1]
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """The thoughts before an answer, without their tags, and the answer."""
+    begin = begin_of_answer(text)
+    if begin == 0:
+        return "", text
+    thoughts = text[:begin].replace(_OPEN_THOUGHT, "").replace(_END_OF_THOUGHT, "")
+    return thoughts.strip(), text[begin:].strip()
+
+
+def begin_of_answer(text: str) -> int:
+    """Where the thoughts have ended: at the text's end where they do not."""
+    end = text.rfind(_END_OF_THOUGHT)
+    if end >= 0:
+        return end + len(_END_OF_THOUGHT)
+    return len(text) if _OPEN_THOUGHT in text else 0
 
 
 def _key(messages: Sequence[Message]) -> MessageKey:

@@ -58,7 +58,7 @@ class ChatTemplate:
             ConfigError: the template refuses such a conversation in every form.
         """
         if tools and not self._lists(json.dumps(tools[0])):
-            messages, tools = [_tools_in_words(tools), *messages], ()
+            messages, tools = [tools_in_words(tools), *messages], ()
         form = self._form_of(tuple(message["role"] for message in messages))
         return self._apply(form(messages), tools, prompt=prompt)
 
@@ -187,6 +187,7 @@ def _from_user(message: Message) -> Message:
             return {"role": "user", "content": message["content"]}
 
 
-def _tools_in_words(tools: Sequence[ToolSpec]) -> Message:
+def tools_in_words(tools: Sequence[ToolSpec]) -> Message:
+    """A message that lists tools, for templates that list none."""
     lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
     return {"role": "system", "content": _TOOLS_IN_WORDS.format(tools=lines)}

@@ -15,9 +15,9 @@ before: it then begins another sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
@@ -35,6 +35,55 @@ class ConversationFullError(LudusError):
 
 class PromptError(LudusError):
     """The chat template refuses what the conversation has come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """An answer of the policy, and what came before and of it; for people to read."""
+
+    shown: Sequence[Message]
+    """What it was shown since the answer before."""
+    answer: str
+    action: Any
+    """What it made the environment do; None is nothing."""
+    reward: float
+
+
+class Record(Protocol):
+    """What an episode keeps of all that the policy was asked and has said."""
+
+    num_tool_calls: int
+    """Of the environment; the failed ones included."""
+    num_tool_calls_failed: int
+
+    @property
+    def num_turns(self) -> int:
+        """Answers so far."""
+
+    @property
+    def num_branches(self) -> int:
+        """Sequences that begin where another one went on."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All answers, in order."""
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages before the first answer."""
+
+    @property
+    def completion(self) -> list[Message]:
+        """The first answer and all that follows, up to the last answer."""
+
+    def refuse_if_full(self) -> None:
+        """Raise where the limits allow no other answer."""
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """The answers, in order."""
+
+    def sequences(self, *, with_rest: bool) -> tuple[TokenSequence, ...]:
+        """What the policy has sampled from, token by token."""
 
 
 @dataclass(slots=True)
@@ -201,9 +250,33 @@ class Conversation:
         self.num_tool_calls_failed += num_failed
 
     @property
+    def num_branches(self) -> int:
+        """None: what is said in turns branches nowhere."""
+        return 0
+
+    @property
     def turns(self) -> list[Turn]:
         """All turns, in order."""
         return [turn for sequence in self._sequences for turn in sequence.turns]
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages before the first answer."""
+        return self.messages[: self.answered[0]] if self.answered else list(self.messages)
+
+    @property
+    def completion(self) -> list[Message]:
+        """The first answer and all that follows, up to the last answer."""
+        return self.messages[self.answered[0] : self.answered[-1] + 1] if self.answered else []
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """The answers with what was said before each."""
+        begin = 0
+        for turn, place in zip(self.turns, self.answered, strict=True):
+            answer = self.messages[place]["content"]
+            shown, action = self.messages[begin:place], self.actions.get(place)
+            yield Exchanged(shown, answer, action, turn.reward)
+            begin = place + 1
 
     def sequences(self, *, with_rest: bool) -> tuple[TokenSequence, ...]:
         """What the policy has sampled from, token by token.

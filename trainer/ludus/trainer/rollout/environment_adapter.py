@@ -17,7 +17,7 @@ from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
 from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.rollout.renderer import ChatRenderer
+from ludus.trainer.rollout.renderer import ChatRenderer, ServerRenderer
 from ludus.trainer.types import RolloutStatus
 
 
@@ -65,15 +65,30 @@ class EnvironmentAdapter:
         """What the policy is shown first."""
         return Opening(self._renderer.messages(self.result, first=True))
 
+    @property
+    def has_words(self) -> bool:
+        """False where the environment shows no text to a language model."""
+        return self.result.text is not None or not isinstance(self._renderer, ServerRenderer)
+
     async def reply(self, text: str) -> Reply:
         """What comes of the answer `text`, which ends the episode where it is no action.
 
         Raises:
             Exception: whatever else fails; the episode is void.
         """
-        action: dict[str, Any] = {}
+        return await self.act(text)
+
+    async def act(self, text: str) -> Reply:
+        """What comes of the answer `text`, taken as an action whatever it says."""
         try:
             action = self._renderer.action(strip_reasoning(text), self.result)
+        except ActionError:
+            return Reply([], self._invalid_action_reward, RolloutStatus.INVALID_ACTION)
+        return await self.step(action)
+
+    async def step(self, action: dict[str, Any]) -> Reply:
+        """What comes of a step with these arguments."""
+        try:
             self.result = await self._session.step(**action)
         except ActionError:
             invalid = RolloutStatus.INVALID_ACTION

@@ -5,7 +5,8 @@
      ^                                                                 |
      +----------------------------- reply <----------------------------+
 
-A function of the run's own may take the place of this loop (`environment.rollout`).
+A function of the run's own may take the place of this loop (`environment.rollout`), and so may an
+agent that somebody else wrote (`environment.agent`, `ludus.trainer.agents`).
 
 An episode that failed is data, whatever failed: it has no reward, its status is LOST where
 infrastructure failed and FAILED where code did, and its reason is counted. Only a UserError, by
@@ -19,13 +20,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient, AsyncSession
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import (
     ActionError,
+    AgentError,
     CallTimeoutError,
     CapacityError,
     EnvError,
@@ -36,7 +38,7 @@ from ludus.proto.errors import (
 from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
+from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, Record
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
@@ -70,6 +72,19 @@ RolloutFunction: TypeAlias = Callable[[AsyncSession, StepResult, Conversation], 
 """Plays one episode: (session, first result, conversation) -> how it ended."""
 
 
+class Agent(Protocol):
+    """Who plays episodes in its own way, asking the policy when it likes."""
+
+    def begin(
+        self, adapter: EnvironmentAdapter, seed: int, sampling: Sampling, key: int
+    ) -> tuple[Record, Awaitable[Ended]]:
+        """What will be kept of the episode, and how it will have ended once it is played.
+
+        Args:
+            key: decides what is sampled.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Player:
     """What it takes to play: the environment, the policy, and the language between them."""
@@ -93,6 +108,8 @@ class Player:
     """Where answers call tools."""
     rollout_function: RolloutFunction | None = None
     """Plays the episodes in place of the usual loop."""
+    agent: Agent | None = None
+    """Plays the episodes in place of the usual loop, too."""
     reward: Reward = field(default_factory=Reward)
     """What `play_group` scores a group with."""
 
@@ -137,12 +154,11 @@ class Player:
     ) -> PlayedEpisode:
         """The episode that has begun in a session; the session is closed at its end."""
         session, first = opened
-        conversation = Conversation(self.generate, self.chat, self.limits, sampling, key)
+        record, playing = self._begin(session, first, seed, sampling, key)
         try:
-            ended = await self._run(session, first, conversation)
-            return self._finished(seed, conversation, ended)
+            return self._finished(seed, record, await playing)
         except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
-            return self.void(seed, error, conversation)
+            return self.void(seed, error, record)
         finally:
             await close_session(session)
 
@@ -167,10 +183,8 @@ class Player:
             "waits for"
         )
 
-    def void(
-        self, seed: int, error: Exception, conversation: Conversation | None = None
-    ) -> PlayedEpisode:
-        """The episode that `error` ended, in the midst of `conversation` or before it began.
+    def void(self, seed: int, error: Exception, record: Record | None = None) -> PlayedEpisode:
+        """The episode that `error` ended, with what was said before; None where nothing began.
 
         Raises:
             UserError: `error` is one: no other episode would do better.
@@ -180,10 +194,13 @@ class Player:
             raise cause
         is_lost = isinstance(cause, InfrastructureError)
         status = RolloutStatus.LOST if is_lost else RolloutStatus.FAILED
-        return self._void(seed, conversation, Ended(status, failure=describe(error)))
+        ended = Ended(status, failure=describe(error))
+        return self._void(seed, record, ended, agent_died=isinstance(cause, AgentError))
 
-    def _void(self, seed: int, conversation: Conversation | None, ended: Ended) -> PlayedEpisode:
-        turns = conversation.turns if conversation is not None else []
+    def _void(
+        self, seed: int, record: Record | None, ended: Ended, *, agent_died: bool = False
+    ) -> PlayedEpisode:
+        turns = record.turns if record is not None else []
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
@@ -195,10 +212,21 @@ class Player:
             status=ended.status,
             policy_version=min((turn.completion.policy_version for turn in turns), default=0),
             failure=ended.failure or f"the rollout function says that it is {ended.status}",
-            num_tool_calls=conversation.num_tool_calls if conversation else 0,
-            num_tool_calls_failed=conversation.num_tool_calls_failed if conversation else 0,
+            num_tool_calls=record.num_tool_calls if record else 0,
+            num_tool_calls_failed=record.num_tool_calls_failed if record else 0,
+            num_branches=record.num_branches if record else 0,
+            agent_died=agent_died,
         )
-        return PlayedEpisode(rollout, conversation=conversation)
+        return PlayedEpisode(rollout, record=record)
+
+    def _begin(
+        self, session: AsyncSession, first: StepResult, seed: int, sampling: Sampling, key: int
+    ) -> tuple[Record, Awaitable[Ended]]:
+        """What is kept of the episode, and how it will have ended."""
+        if self.agent is not None:
+            return self.agent.begin(self._adapter(session, first), seed, sampling, key)
+        conversation = Conversation(self.generate, self.chat, self.limits, sampling, key)
+        return conversation, self._run(session, first, conversation)
 
     async def _run(
         self, session: AsyncSession, first: StepResult, conversation: Conversation
@@ -228,18 +256,18 @@ class Player:
             return ToolAdapter(session, first, self.toolbox, reward)
         return EnvironmentAdapter(session, first, self.renderer, reward)
 
-    def _finished(self, seed: int, conversation: Conversation, ended: Ended) -> PlayedEpisode:
+    def _finished(self, seed: int, record: Record, ended: Ended) -> PlayedEpisode:
         """The rollout, worth what the environment paid.
 
         Raises:
             ConversationFullError: not even the first answer had room.
             NothingPlayedError: nothing was sampled, for another reason.
         """
-        turns, status = conversation.turns, RolloutStatus(ended.status)
+        turns, status = record.turns, RolloutStatus(ended.status)
         if status.is_void:
-            return self._void(seed, conversation, ended)
+            return self._void(seed, record, ended)
         if not turns:
-            conversation.refuse_if_full()
+            record.refuse_if_full()
             raise NothingPlayedError(
                 f"expected the policy to answer at least once, got an episode that is {status} "
                 "before it did"
@@ -250,24 +278,24 @@ class Player:
         rollout = Rollout(
             environment=self.environment,
             seed=seed,
-            sequences=conversation.sequences(with_rest=status is RolloutStatus.TRUNCATED),
+            sequences=record.sequences(with_rest=status is RolloutStatus.TRUNCATED),
             reward=earned,
             episode_return=earned,
             terms=(ScoredTerm("environment", earned),),
             status=status,
             policy_version=min(turn.completion.policy_version for turn in turns),
-            num_tool_calls=conversation.num_tool_calls,
-            num_tool_calls_failed=conversation.num_tool_calls_failed,
+            num_tool_calls=record.num_tool_calls,
+            num_tool_calls_failed=record.num_tool_calls_failed,
             success=ended.success,
+            num_branches=record.num_branches,
         )
-        messages, answered = conversation.messages, conversation.answered
         return PlayedEpisode(
             rollout,
-            prompt=messages[: answered[0]],
-            completion=messages[answered[0] : answered[-1] + 1],
+            prompt=record.prompt,
+            completion=record.completion,
             completion_ids=[token for turn in turns for token in turn.completion.token_ids],
             fields=ended.fields,
-            conversation=conversation,
+            record=record,
         )
 
 
@@ -287,10 +315,10 @@ async def _take_turns(adapter: EnvironmentAdapter, conversation: Conversation) -
         conversation.add_reward(reply.reward)
         conversation.add(reply.messages)
         status = reply.status
-    return Ended(status, _LastResult(adapter.result), success=adapter.result.success)
+    return Ended(status, LastResult(adapter.result), success=adapter.result.success)
 
 
-class _LastResult(Mapping[str, Any]):
+class LastResult(Mapping[str, Any]):
     """Info and metadata of the last result, read only when a reward function asks."""
 
     def __init__(self, result: StepResult) -> None:

@@ -80,7 +80,7 @@ def written(
     transcripts = []
     for number, (rollout, episode) in enumerate(zip(rollouts, played, strict=True)):
         try:
-            transcripts.append(make_transcript(index, number, rollout, episode.conversation))
+            transcripts.append(make_transcript(index, number, rollout, episode.record))
         except Exception:  # noqa: BLE001 - the boundary to messages and actions of any form
             _log.exception("an episode of '%s' cannot be written down", rollout.environment)
     return tuple(transcripts)

@@ -17,7 +17,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.completions import Completions
 from ludus.trainer.rollout.batch.function import BatchFunction
 from ludus.trainer.rollout.batch.player import BatchPlayer
-from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.episode import Agent, Player
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
@@ -89,9 +89,16 @@ class WorkerParts:
 
 
 async def make_group_player(
-    run: RunConfig, name: str, client: AsyncEnvClient, parts: WorkerParts
+    run: RunConfig,
+    name: str,
+    client: AsyncEnvClient,
+    parts: WorkerParts,
+    agent: Agent | None = None,
 ) -> GroupPlayer:
     """What plays environment `name` of the run.
+
+    Args:
+        agent: that of the environment, where it has one.
 
     Raises:
         ConfigError: a function that the environment names cannot be imported, or has no form that
@@ -109,7 +116,14 @@ async def make_group_player(
     max_sessions = (await client.describe()).max_sessions
     return EpisodePlayer(
         make_player(
-            run, name, client, generator, chat, max_sessions, reward_models=parts.reward_models
+            run,
+            name,
+            client,
+            generator,
+            chat,
+            max_sessions,
+            agent=agent,
+            reward_models=parts.reward_models,
         ),
         rollout.group_timeout_s,
         rollout.num_groups_in_flight * rollout.group_size,

@@ -7,7 +7,7 @@ from ludus.proto.config import RolloutConfig, RunConfig
 from ludus.trainer.functions import import_object
 from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.episode import Agent, Player
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import Reward
@@ -23,11 +23,13 @@ def make_player(
     chat: ChatTokenizer,
     max_sessions: int,
     *,
+    agent: Agent | None = None,
     reward_models: RewardModels | None = None,
 ) -> Player:
     """What plays environment `name` of the run, and scores what it has played.
 
     Args:
+        agent: that of the environment, where it has one.
         reward_models: those of this process, which all environments share.
 
     Raises:
@@ -48,6 +50,7 @@ def make_player(
         place=list(run.environments).index(name),
         toolbox=Toolbox(client, name) if config.tools else None,
         rollout_function=None if play is None else import_object(play, "environment.rollout"),
+        agent=agent,
         reward=Reward(config.rewards, run.rollout.invalid_action_reward, reward_models),
     )
 

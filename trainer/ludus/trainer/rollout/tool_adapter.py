@@ -55,7 +55,7 @@ class _Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class CallResult:
     """What came of one call."""
 
     message: Message
@@ -116,6 +116,16 @@ class ToolAdapter(EnvironmentAdapter):
         self._toolbox = toolbox
         self._num_bad = 0
 
+    @property
+    def has_words(self) -> bool:
+        """True: what has no text is shown as JSON."""
+        return True
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What the environment offers, once the opening is known."""
+        return self._offer.tools
+
     async def opening(self) -> Opening:
         """The first result, and the tools."""
         self._offer = await self._toolbox.offer(self._session)
@@ -143,7 +153,7 @@ class ToolAdapter(EnvironmentAdapter):
         if calls:
             return await self._called(calls)
         if self._offer.answers_are_actions:
-            return await super().reply(text)
+            return await self.act(text)
         # Nothing more is to be done here: the answer is what rewards look at.
         return Reply([], 0.0, RolloutStatus.TERMINATED)
 
@@ -156,10 +166,10 @@ class ToolAdapter(EnvironmentAdapter):
 
     async def _called(self, calls: Sequence[ToolCall]) -> Reply:
         made: list[JsonObject] = []
-        results: list[_Result] = []
+        results: list[CallResult] = []
         for call in calls:
             made.append({"tool": call.name, "arguments": call.arguments})
-            results.append(await self._call(call))
+            results.append(await self.call(call))
             if results[-1].status is not None:
                 break
         status = results[-1].status
@@ -173,7 +183,7 @@ class ToolAdapter(EnvironmentAdapter):
             num_calls_failed=sum(one.failed for one in results),
         )
 
-    async def _call(self, call: ToolCall) -> _Result:
+    async def call(self, call: ToolCall) -> CallResult:
         """What one tool returned; that it failed is for the model to know.
 
         Raises:
@@ -182,14 +192,14 @@ class ToolAdapter(EnvironmentAdapter):
         try:
             if not self._offer.calls_are_steps:
                 returned = await self._session.call_tool(call.name, call.arguments)
-                return _Result(_tool_message(returned))
+                return CallResult(_tool_message(returned))
             action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
             self.result = await self._session.step(action)
         except (ToolError, ExecutionError, ActionError, InvalidCallError) as error:
-            return _Result(_tool_message({"error": error.message}), failed=True)
+            return CallResult(_tool_message({"error": error.message}), failed=True)
         shown = _tool_message(_returned(self.result.observation))
         failed = bool(self.result.observation.get("error"))
-        return _Result(shown, self.result.reward or 0.0, status_of(self.result), failed)
+        return CallResult(shown, self.result.reward or 0.0, status_of(self.result), failed)
 
 
 def _takes_calls(description: EnvironmentDescription) -> bool:

@@ -51,6 +51,19 @@ def read_calls(answer: str) -> list[ToolCall]:
     return [_call_of(one) for one in written]
 
 
+def words_beside_calls(answer: str) -> str:
+    """What an answer that makes calls says beside them."""
+    return _TAGGED.sub("", answer).strip() if _OPEN in answer else ""
+
+
+def end_of_first_call(answer: str) -> int | None:
+    """Where the first call of an answer ends that makes another one; None where it makes none."""
+    first = _TAGGED.search(answer)
+    if first is None or _OPEN not in answer[first.end() :]:
+        return None
+    return first.end()
+
+
 def tool_spec(tool: Tool) -> ToolSpec:
     """The tool as chat templates list it."""
     function = {

@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
-from ludus.trainer.rollout.conversation import Conversation
+from ludus.trainer.rollout.conversation import Record
 from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import Rollout
 
@@ -33,12 +33,12 @@ def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: i
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, conversation: Conversation | None
+    group: int, episode: int, rollout: Rollout, record: Record | None
 ) -> Transcript:
     """What was said in an episode that has its reward; no step has learned from it yet."""
     turns: list[TranscriptTurn] = []
     room = MAX_TRANSCRIPT_CHARACTERS
-    for turn in _turns(conversation) if conversation else ():
+    for turn in _turns(record) if record else ():
         room -= len(turn.answer) + sum(len(said.text) for said in turn.shown)
         if turns and room < 0:
             break
@@ -56,20 +56,18 @@ def make_transcript(
         terms={term.name: term.value for term in rollout.terms},
         failure=rollout.failure,
         turns=tuple(turns),
-        num_turns_left_out=conversation.num_turns - len(turns) if conversation else 0,
+        num_turns_left_out=record.num_turns - len(turns) if record else 0,
     )
 
 
-def _turns(conversation: Conversation) -> Iterator[TranscriptTurn]:
-    messages, begin = conversation.messages, 0
-    for turn, place in zip(conversation.turns, conversation.answered, strict=True):
+def _turns(record: Record) -> Iterator[TranscriptTurn]:
+    for one in record.exchanges():
         yield TranscriptTurn(
-            shown=_said(messages[begin:place]),
-            answer=_cut(messages[place]["content"]),
-            action=_bounded(conversation.actions.get(place)),
-            reward=turn.reward,
+            shown=_said(one.shown),
+            answer=_cut(one.answer),
+            action=_bounded(one.action),
+            reward=one.reward,
         )
-        begin = place + 1
 
 
 def _said(messages: Sequence[Message]) -> tuple[Said, ...]:

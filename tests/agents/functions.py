@@ -1,0 +1,84 @@
+"""Agents that are functions, and what goes wrong in some."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, OpenAI, PermissionDeniedError
+
+from ludus.trainer.agents.endpoint import Access
+from ludus.trainer.agents.task import AgentTask
+
+
+def client_of(access: Access) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+
+
+async def said(access: Access, text: str) -> str:
+    """What the policy says to a text."""
+    answer = await client_of(access).chat.completions.create(
+        model=access.model, messages=[{"role": "user", "content": text}]
+    )
+    return answer.choices[0].message.content or ""
+
+
+async def passes_on(task: AgentTask, access: Access) -> dict[str, Any]:
+    """Answers with what the policy says, and adds a field."""
+    return {"answer": await said(access, task.text), "kind": "passes on", "seed": task.seed}
+
+
+def waits_in_a_thread(task: AgentTask, access: Access) -> str:
+    """The same without an event loop; its answer is a line of JSON after other words."""
+    client = OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+    answer = client.chat.completions.create(
+        model=access.model, messages=[{"role": "user", "content": task.text}]
+    )
+    return f'I am done.\n{{"answer": "{answer.choices[0].message.content}", "reward": 0.25}}\n'
+
+
+async def never_asks(task: AgentTask, access: Access) -> None:
+    """Answers without the policy."""
+
+
+async def raises(task: AgentTask, access: Access) -> None:
+    """Fails after it has asked."""
+    await said(access, task.text)
+    raise KeyError("no such thing")
+
+
+async def hangs(task: AgentTask, access: Access) -> None:
+    """Never ends."""
+    await said(access, task.text)
+    await asyncio.Event().wait()
+
+
+async def says_garbage(task: AgentTask, access: Access) -> str:
+    """Returns what cannot be read."""
+    return await said(access, task.text)
+
+
+async def never_stops_asking(task: AgentTask, access: Access) -> None:
+    """Asks until it is refused, and fails with that."""
+    while True:
+        await said(access, task.text)
+
+
+async def asks_aside(task: AgentTask, access: Access) -> dict[str, str]:
+    """Asks three times at once, and takes a refusal as it comes."""
+    asked = (said(access, text) for text in (task.text, "and you?", "and you?"))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert not any(isinstance(one, PermissionDeniedError) for one in answers)
+    return {"answer": str(answers[0])}
+
+
+async def calls_tools(task: AgentTask, access: Access) -> dict[str, str]:
+    """Calls the environment's tools, a wrong one among them."""
+    await said(access, task.text)
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {access.api_key}"}) as http:
+        for arguments in ({"a": 2, "b": 3}, {"a": "x"}):
+            params = {"name": "add", "arguments": arguments}
+            asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
+            answer = (await http.post(str(access.mcp_url), json=asked)).json()["result"]
+    return {"answer": "5", "failed": str(answer["isError"])}

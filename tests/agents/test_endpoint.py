@@ -1,0 +1,406 @@
+"""The endpoint as OpenAI's own client sees it: chat and responses, whole and streamed; refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from ludus.env.types import Tool
+from ludus.proto.config import RolloutConfig
+from ludus.trainer.agents.endpoint import Endpoint, Episode
+from ludus.trainer.agents.tree import ConversationTree
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.tool_calls import ToolCall
+from ludus.trainer.types import Sampling
+from tests.agents.random_policy import TOOL, tiny_chat
+from tests.rollout.scripted_policy import ScriptedPolicy
+
+CALL = '<tool_call>{"name": "look", "arguments": {"box": "red"}}</tool_call>'
+FUNCTION = {"type": "function", **TOOL["function"]}
+HELLO: list[Any] = [{"role": "user", "content": "Where is the key?"}]
+LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=4000, max_turns=8)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return tiny_chat()
+
+
+@pytest_asyncio.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    up = Endpoint()
+    await up.start()
+    yield up
+    await up.stop()
+
+
+class Told:
+    """An episode whose policy answers by script, and a client of it."""
+
+    def __init__(self, chat: ChatTokenizer, answers: tuple[str, ...]) -> None:
+        self.policy = ScriptedPolicy(chat, iter(answers))
+        self.tree = ConversationTree(self.policy, chat, LIMITS, Sampling(1.0, 1), key=0)
+        self.episode: Episode
+
+    @property
+    def client(self) -> AsyncOpenAI:
+        access = self.episode.access
+        return AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+
+
+@contextmanager
+def told(
+    endpoint: Endpoint, chat: ChatTokenizer, *answers: str, tools: Any = None
+) -> Iterator[Told]:
+    one = Told(chat, answers)
+    with endpoint.episode(one.tree, tools) as one.episode:
+        yield one
+
+
+async def test_a_tool_loop_over_chat_is_one_sequence(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, f"Let me look.{CALL}", "red") as one:
+        messages = list(HELLO)
+        asked = await one.client.chat.completions.create(
+            model="gpt-4o", messages=messages, tools=[TOOL], temperature=0.2, user="somebody"
+        )
+        choice = asked.choices[0]
+        assert (asked.model, choice.finish_reason) == ("gpt-4o", "tool_calls")
+        assert choice.message.content == "Let me look."
+        [call] = choice.message.tool_calls or []
+        assert json.loads(call.function.arguments) == {"box": "red"}
+        messages.append(choice.message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "key"})
+        last = await one.client.chat.completions.create(
+            model="gpt-4o", messages=messages, tools=[TOOL]
+        )
+    assert last.choices[0].message.content == "red"
+    assert last.choices[0].finish_reason == "stop"
+    [sequence] = one.tree.sequences()
+    assert [len(prompt) for prompt in one.policy.prompts] == [t.start for t in sequence.turns]
+    assert last.usage and last.usage.prompt_tokens == len(one.policy.prompts[1])
+
+
+async def test_a_stream_says_the_same_in_pieces(endpoint: Endpoint, chat: ChatTokenizer) -> None:
+    text = "the key is in the red box, and nowhere else"
+    with told(endpoint, chat, f"{text}{CALL}") as one:
+        stream = await one.client.chat.completions.create(
+            model="m",
+            messages=HELLO,
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert "".join(delta.content or "" for delta in deltas) == text
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert calls[0].id and calls[0].function and calls[0].function.name == "look"
+    arguments = "".join((call.function and call.function.arguments) or "" for call in calls)
+    assert json.loads(arguments) == {"box": "red"}
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices == [] and chunks[-1].usage
+
+
+async def test_a_tool_loop_over_responses_is_one_sequence_streamed_or_not(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, CALL, "red", "blue") as one:
+        responses = one.client.responses
+        first = await responses.create(
+            model="m", instructions="Be brief.", input="Where?", tools=[FUNCTION]
+        )
+        [call] = first.output
+        assert call.type == "function_call"
+        history: list[Any] = [{"role": "user", "content": "Where?"}]
+        history += [item.model_dump(exclude_none=True) for item in first.output]
+        history += [{"type": "function_call_output", "call_id": call.call_id, "output": "key"}]
+        async with responses.stream(
+            model="m", instructions="Be brief.", input=history, tools=[FUNCTION]
+        ) as stream:
+            kinds = [event.type async for event in stream]
+            second = await stream.get_final_response()
+        assert second.output_text == "red"
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert "response.output_text.delta" in kinds
+        third = await responses.create(
+            model="m",
+            instructions="Be brief.",
+            previous_response_id=second.id,
+            input="And now?",
+            tools=[FUNCTION],
+        )
+        assert third.output_text == "blue"
+    [sequence] = one.tree.sequences()
+    assert len(sequence.turns) == 3
+
+
+async def test_several_answers_log_probs_and_a_limit_are_as_asked(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, "red", "blue...", "green") as one:
+        both = await one.client.chat.completions.create(
+            model="m", messages=HELLO, n=2, logprobs=True, max_completion_tokens=9, seed=4
+        )
+        assert [choice.finish_reason for choice in both.choices] == ["stop", "length"]
+        content = both.choices[0].logprobs and both.choices[0].logprobs.content
+        assert content and "".join(token.token for token in content) == "red"
+        assert all(token.logprob == -1.0 for token in content)
+        assert len(one.tree.sequences()) == 2
+
+
+async def test_what_follows_a_stop_text_is_neither_told_nor_trained_on(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, "red\nObservation: made up", "blue") as one:
+        answer = await one.client.chat.completions.create(
+            model="m", messages=HELLO, stop=["\nObservation:", "END"]
+        )
+        said = answer.choices[0].message
+        assert (said.content, answer.choices[0].finish_reason) == ("red", "stop")
+        await one.client.chat.completions.create(
+            model="m",
+            messages=[
+                *HELLO,
+                {"role": "assistant", "content": "red"},
+                {"role": "user", "content": "?"},
+            ],
+        )
+    [sequence] = one.tree.sequences()
+    first = sequence.turns[0]
+    trained = chat.decode(sequence.token_ids[first.start : first.end].tolist())
+    assert trained.startswith("red\nObservation") and "made" not in trained
+    assert sequence.token_ids[first.end] == chat.end_token_id
+
+
+async def test_one_call_is_all_that_is_told_where_no_more_are_wanted(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, CALL + CALL, CALL + CALL) as one:
+        create = one.client.chat.completions.create
+        alone = await create(model="m", messages=HELLO, tools=[TOOL], parallel_tool_calls=False)
+        two = await create(model="m", messages=HELLO, tools=[TOOL])
+    assert len(alone.choices[0].message.tool_calls or []) == 1
+    assert len(two.choices[0].message.tool_calls or []) == 2
+    short, long = one.tree.sequences()
+    assert short.turns[0].end < long.turns[0].end
+
+
+async def test_words_that_are_no_call_are_told_as_they_are(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    broken = "<tool_call>{name: look}</tool_call>"
+    with told(endpoint, chat, broken, CALL, "<think>hm</think>red") as one:
+        create = one.client.chat.completions.create
+        assert (await create(model="m", messages=HELLO, tools=[TOOL])).choices[
+            0
+        ].message.content == broken
+        # Where nothing may be called, nothing is read as a call.
+        for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+            one.policy._script = iter([CALL])
+            answer = await create(model="m", messages=HELLO, **fields)
+            assert answer.choices[0].message.content == CALL
+        one.policy._script = iter(["<think>hm</think>red"])
+        message = (await create(model="m", messages=HELLO)).choices[0].message
+        assert message.content == "red"
+        assert message.model_extra == {"reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages.0.content.0",
+        ),
+    ],
+)
+async def test_what_is_not_honoured_is_refused_by_name(
+    endpoint: Endpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
+) -> None:
+    with told(endpoint, chat) as one, pytest.raises(openai.BadRequestError) as refused:
+        await one.client.chat.completions.create(
+            **{"model": "m", "messages": HELLO, "extra_body": fields}
+        )
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+    assert param in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"include": ["web"]}, "include"),
+    ],
+)
+async def test_responses_refuse_by_name_as_well(
+    endpoint: Endpoint, chat: ChatTokenizer, fields: dict[str, Any], param: str
+) -> None:
+    with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
+        await one.client.responses.create(model="m", input="a", extra_body=fields)
+    assert refused.value.body["param"] == param  # type: ignore[index, call-overload]
+
+
+async def test_what_changes_nothing_is_taken(endpoint: Endpoint, chat: ChatTokenizer) -> None:
+    with told(endpoint, chat, "red", "red") as one:
+        await one.client.chat.completions.create(
+            model="m",
+            messages=[
+                {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+                {"role": "user", "content": "a", "name": "somebody"},
+                {"role": "assistant", "content": None, "refusal": None},
+            ],
+            metadata={},
+            store=False,
+            reasoning_effort="low",
+            response_format={"type": "text"},
+            frequency_penalty=0.5,
+            stream=False,
+            tool_choice="auto",
+            extra_body={"top_k": 5, "repetition_penalty": 1.1, "logit_bias": None},
+        )
+        await one.client.responses.create(
+            model="m",
+            input="a",
+            reasoning={"effort": "low", "summary": "auto"},
+            text={"format": {"type": "text"}, "verbosity": "low"},
+            store=True,
+            truncation="disabled",
+            temperature=1.0,
+        )
+
+
+async def test_a_key_opens_its_own_episode_until_that_is_over(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, "red") as one, told(endpoint, chat, "blue") as other:
+        said = [
+            (await each.client.chat.completions.create(model="m", messages=HELLO))
+            .choices[0]
+            .message.content
+            for each in (other, one)
+        ]
+        assert said == ["blue", "red"]
+        client = one.client
+        assert [model.id async for model in client.models.list()] == ["ludus"]
+        wrong = AsyncOpenAI(base_url=one.episode.access.base_url, api_key="sk-guess", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            await wrong.models.list()
+    with pytest.raises(openai.AuthenticationError):
+        await client.chat.completions.create(model="m", messages=HELLO)
+
+
+async def test_what_is_asked_at_the_end_of_an_episode_is_given_up_with_it(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    with told(endpoint, chat) as one:
+        one.tree._generate = never
+        asking = asyncio.ensure_future(
+            one.client.chat.completions.create(model="m", messages=HELLO)
+        )
+        while not one.episode._episode.under_way:
+            await asyncio.sleep(0.01)
+    with pytest.raises(openai.AuthenticationError, match="episode"):
+        await asking
+    assert one.tree.num_turns == 0
+
+
+async def test_a_client_that_has_gone_away_leaves_no_turn(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    given_up = asyncio.Event()
+
+    async def slow(*_: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+
+    with told(endpoint, chat) as one:
+        one.tree._generate = slow
+        with pytest.raises(openai.APITimeoutError):
+            await one.client.chat.completions.create(model="m", messages=HELLO, timeout=0.3)
+        await asyncio.wait_for(given_up.wait(), 10)
+    assert one.tree.num_turns == 0
+
+
+async def test_a_policy_that_fails_is_the_episodes_failure_whatever_the_agent_does(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with told(endpoint, chat) as one:
+        one.tree._generate = broken
+        with pytest.raises(openai.UnprocessableEntityError, match="out of memory"):
+            await one.client.chat.completions.create(model="m", messages=HELLO)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.episode.raise_failure()
+
+
+class Box:
+    """Tools of an environment."""
+
+    tools = (Tool("look", "Looks.", {"type": "object", "properties": {}}),)
+
+    async def call(self, call: ToolCall) -> tuple[str, bool]:
+        return f"called with {call.arguments}", False
+
+
+async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, tools=Box()) as one, told(endpoint, chat) as without:
+        access = one.episode.access
+        assert without.episode.access.mcp_url is None
+        headers = {"authorization": f"Bearer {access.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as http:
+
+            async def ask(method: str, **params: Any) -> Any:
+                asked = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+                return (await http.post(str(access.mcp_url), json=asked)).json()
+
+            began = await ask("initialize", protocolVersion="2025-06-18")
+            assert began["result"]["protocolVersion"] == "2025-06-18"
+            notified = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+            assert (await http.post(str(access.mcp_url), json=notified)).status_code == 202
+            assert (await ask("tools/list"))["result"]["tools"][0]["name"] == "look"
+            called = await ask("tools/call", name="look", arguments={"a": 1})
+            assert called["result"]["content"][0]["text"] == "called with {'a': 1}"
+            assert "error" in await ask("tools/call", name="nothing")
+            assert "error" in await ask("resources/list")
+        key = {"authorization": f"Bearer {without.episode.access.api_key}"}
+        async with httpx.AsyncClient(headers=key) as http:
+            asked = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+            assert (await http.post(str(access.mcp_url), json=asked)).status_code == 404

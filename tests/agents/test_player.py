@@ -1,0 +1,258 @@
+"""Episodes that agents play: what they return and may do, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.listeners import HttpListener, bind
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import AgentConfig, RewardTerm, RolloutConfig
+from ludus.proto.errors import ConfigError
+from ludus.trainer.agents.endpoint import Access
+from ludus.trainer.agents.player import AgentPlayer
+from ludus.trainer.agents.runners import check_agent
+from ludus.trainer.agents.task import AgentTask
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.rewards import Reward
+from ludus.trainer.rollout.tool_adapter import Toolbox
+from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
+from tests.agents import functions
+from tests.rollout.calculator_env import CalculatorEnv
+from tests.rollout.scripted_policy import SAMPLING, make_player
+
+LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256, max_turns=4)
+PROGRAM = Path(__file__).with_name("program.py")
+ROOT = Path(__file__).parents[2]
+
+
+def config_of(fields: dict[str, Any]) -> Any:
+    return TypeAdapter(AgentConfig).validate_python({"timeout_s": 20.0, **fields})
+
+
+@asynccontextmanager
+async def player_with(
+    client: AsyncEnvClient,
+    chat: ChatTokenizer,
+    fields: dict[str, Any],
+    answers: tuple[str, ...] = ("STAND",),
+    **parts: Any,
+) -> AsyncIterator[Player]:
+    """A player whose episodes an agent plays, with a policy that answers by script."""
+    script = itertools.cycle(answers)
+    _, policy = make_player(client, chat, script, LIMITS)
+    async with AsyncExitStack() as stack:
+        agent = await AgentPlayer.start(config_of(fields), policy, chat, LIMITS, stack)
+        yield make_player(client, chat, script, LIMITS, agent=agent, **parts)[0]
+
+
+async def group_with(
+    client: AsyncEnvClient, chat: ChatTokenizer, function: Any, **fields: Any
+) -> RolloutGroup:
+    path = f"tests.agents.functions:{function.__name__}"
+    async with player_with(client, chat, {"function": path, **fields}) as player:
+        spec = GroupSpec(0, "game", (11, 11))
+        return await play_group(player, spec, SAMPLING, 30, num_transcripts=1)
+
+
+async def one_with(
+    client: AsyncEnvClient, chat: ChatTokenizer, function: Any, **fields: Any
+) -> Rollout:
+    return (await group_with(client, chat, function, **fields)).rollouts[0]
+
+
+async def test_what_an_agent_answers_is_played_and_what_was_sampled_is_kept(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    group = await group_with(client, chat, functions.passes_on)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.TERMINATED
+        assert rollout.reward == rollout.turns[-1].reward != 0
+        [sequence] = rollout.sequences
+        assert chat.decode(sequence.token_ids[sequence.loss_mask].tolist()) == "STAND"
+    [written] = group.transcripts
+    [turn] = written.turns
+    assert (turn.shown[0].text, turn.answer) == ("hard 11 vs 2", "STAND")
+    assert turn.action == {"text": "STAND"}
+
+
+async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    seen: dict[str, Any] = {}
+    reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:judge")])
+    fields = {"function": "tests.agents.functions:passes_on"}
+    async with player_with(client, chat, fields, reward=reward) as player:
+        JUDGED.clear()
+        await play_group(player, GroupSpec(0, "game", (11, 12)), SAMPLING, 30)
+        seen.update(JUDGED)
+    assert seen["kind"] == ["passes on"] * 2
+    assert seen["prompts"][0][0]["content"] == "hard 11 vs 2"
+    plain = await one_with(client, chat, functions.passes_on)
+    paid = await one_with(client, chat, functions.waits_in_a_thread)
+    assert paid.reward == (plain.reward or 0) + 0.25
+
+
+JUDGED: dict[str, Any] = {}
+
+
+def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
+    JUDGED.update(kind=kind, prompts=prompts)
+    return [0.0] * len(kind)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (functions.raises, "KeyError"),
+        (functions.never_asks, "ask the policy at least once"),
+        (functions.says_garbage, "expected JSON"),
+        (functions.hangs, "timeout_s = 0.5"),
+    ],
+)
+async def test_a_dead_agent_leaves_a_void_episode_with_its_reason(
+    client: AsyncEnvClient, chat: ChatTokenizer, function: Any, reason: str
+) -> None:
+    timeout_s = 0.5 if function is functions.hangs else 20.0
+    rollout = await one_with(client, chat, function, timeout_s=timeout_s)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+    assert reason in rollout.failure and rollout.agent_died
+
+
+async def test_an_agent_that_a_limit_refuses_is_truncated_however_it_ends(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    rollout = await one_with(client, chat, functions.never_stops_asking)
+    assert rollout.status is RolloutStatus.TRUNCATED
+    assert (rollout.reward, len(rollout.turns)) == (0.0, LIMITS.max_turns)
+    assert not rollout.agent_died
+
+
+async def test_requests_side_by_side_are_branches_that_are_counted(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    rollout = await one_with(client, chat, functions.asks_aside)
+    assert rollout.status is RolloutStatus.TERMINATED
+    assert (len(rollout.sequences), rollout.num_branches) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        ("text", RolloutStatus.TERMINATED),
+        ("last_message", RolloutStatus.TERMINATED),
+        ("none", RolloutStatus.TERMINATED),
+    ],
+)
+async def test_words_may_be_the_answer_or_what_the_policy_said_last_or_nothing(
+    client: AsyncEnvClient, chat: ChatTokenizer, answer: str, status: RolloutStatus
+) -> None:
+    rollout = await one_with(client, chat, functions.says_garbage, answer=answer)
+    assert rollout.status is status
+    assert (rollout.reward == 0) == (answer == "none")
+
+
+async def test_an_agent_calls_the_environments_tools_and_its_calls_are_counted(
+    chat: ChatTokenizer,
+) -> None:
+    options = ServerOptions(port=0)
+    async with (
+        EnvServer(CalculatorEnv, options) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        fields = {"function": "tests.agents.functions:calls_tools"}
+        toolbox = Toolbox(client, "calculator")
+        async with player_with(client, chat, fields, toolbox=toolbox) as player:
+            rollout = (await play_group(player, GroupSpec(0, "game", (1,)), SAMPLING, 30)).rollouts[
+                0
+            ]
+    assert rollout.status is RolloutStatus.TERMINATED, rollout.failure
+    assert (rollout.num_tool_calls, rollout.num_tool_calls_failed) == (2, 1)
+
+
+@pytest.mark.slow
+async def test_a_program_is_confined_told_its_task_and_ended_with_all_it_started(
+    client: AsyncEnvClient, chat: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_TEST_SECRET", "s3cret")
+    JUDGED.clear()
+    reward = Reward([RewardTerm(), RewardTerm(function="tests.agents.test_player:keep")])
+    command = [sys.executable, str(PROGRAM), "answer", "{text}"]
+    fields = {"command": command, "folder": str(ROOT)}
+    async with player_with(client, chat, fields, reward=reward) as player:
+        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+    assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
+    assert JUDGED == {"secret": ["none"], "text": ["hard 11 vs 2"]}
+
+    fields = {**fields, "command": [sys.executable, str(PROGRAM), "crash"]}
+    async with player_with(client, chat, fields) as player:
+        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+    assert "exit code 1" in group.rollouts[0].failure
+    assert "no such file: weights.bin" in group.rollouts[0].failure
+
+    fields = {**fields, "command": [sys.executable, str(PROGRAM), "hang"], "timeout_s": 8.0}
+    async with player_with(client, chat, fields) as player:
+        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 60)
+    assert "timeout_s" in group.rollouts[0].failure
+    commands = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "4242"] not in commands
+
+
+def keep(secret: list[str], text: list[str], **_: Any) -> list[float]:
+    JUDGED.update(secret=secret, text=text)
+    return [0.0] * len(secret)
+
+
+async def test_a_service_is_called_with_task_and_key_and_its_end_is_no_agents_doing(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    async def solve(request: Request) -> Response:
+        asked = await request.json()
+        task = AgentTask(**asked.pop("task"))
+        if task.seed == 13:
+            return JSONResponse({"detail": "no more rooms"}, 500)
+        return JSONResponse(await functions.passes_on(task, Access(**asked)))
+
+    app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
+    service = HttpListener(app, bind("127.0.0.1", 0, "port"))
+    await service.start()
+    fields = {"url": f"http://127.0.0.1:{service.port}/solve"}
+    async with player_with(client, chat, fields) as player:
+        group = await play_group(player, GroupSpec(0, "game", (11, 13)), SAMPLING, 30)
+        await service.stop()
+        after = await play_group(player, GroupSpec(1, "game", (11,)), SAMPLING, 30)
+    well, ill = group.rollouts
+    assert well.status is RolloutStatus.TERMINATED
+    assert ill.status is RolloutStatus.FAILED and "no more rooms" in ill.failure
+    assert after.rollouts[0].status is RolloutStatus.LOST
+    assert not after.rollouts[0].agent_died
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"command": ["no-such-program"]}, "no 'no-such-program' in PATH"),
+        ({"command": ["python"], "folder": "/no/such/folder"}, "expected a folder"),
+        ({"function": "tests.agents.functions:nothing"}, "has no callable 'nothing'"),
+    ],
+)
+def test_what_is_not_there_is_found_before_a_run_begins(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_agent(config_of(fields))

@@ -1,0 +1,245 @@
+"""Whatever an agent does with its history: what was sampled is trained on, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ludus.proto.config import GrpoConfig, RolloutConfig
+from ludus.trainer.agents.api_error import LimitError
+from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
+from ludus.trainer.agents.tree import ConversationTree
+from ludus.trainer.data.batch import make_batch
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus, Sampling
+from tests.agents.random_policy import TOOL, WORDS, RandomPolicy, tiny_chat
+
+LIMITS = RolloutConfig(max_completion_tokens=60, max_tokens=3000, max_turns=64)
+NUM_EPISODES = 1000
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return tiny_chat()
+
+
+def tree_of(
+    chat: ChatTokenizer, seed: int = 0, limits: RolloutConfig = LIMITS
+) -> tuple[ConversationTree, RandomPolicy]:
+    policy = RandomPolicy(chat, seed)
+    return ConversationTree(policy, chat, limits, Sampling(1.0, 1), key=seed), policy
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> Said:
+    return (await tree.answer(Asked(messages, **fields)))[0]
+
+
+class WildAgent:
+    """Does with its history what agents do: goes on, asks again, side by side, edits, shortens."""
+
+    def __init__(self, tree: ConversationTree, seed: int) -> None:
+        self._tree = tree
+        self._draw = random.Random(f"wild agent {seed}")
+        self._histories: list[list[ChatMessage]] = [[user("Where is the key?")]]
+
+    async def play(self) -> None:
+        """A few rounds of one to three requests at once."""
+        for _ in range(self._draw.randrange(1, 5)):
+            await asyncio.gather(*(self._ask() for _ in range(self._draw.choice((1, 1, 2, 3)))))
+
+    async def _ask(self) -> None:
+        draw = self._draw
+        history = list(draw.choice(self._histories))
+        match draw.randrange(8):
+            case 0:  # compaction
+                history = [ChatMessage("system", "Summary: " + draw.choice(WORDS)), *history[-2:]]
+            case 1 if len(history) > 2:  # an edit
+                place = draw.randrange(len(history))
+                history[place] = replace(history[place], content=draw.choice(WORDS))
+            case 2 if len(history) > 2:  # a window
+                history = history[2:]
+        asked = Asked(
+            tuple(history),
+            tools=draw.choice(((), (TOOL,), (TOOL,))),
+            num=draw.choice((1, 1, 1, 2)),
+            stop=draw.choice(((), ("STOP",))),
+            max_tokens=draw.choice((None, 5)),
+            is_one_call=draw.random() < 0.3,
+        )
+        for said in await self._tree.answer(asked):
+            self._histories.append([*history, self._sent_back(said), self._reply(said)])
+
+    def _sent_back(self, said: Said) -> ChatMessage:
+        """As clients do it: words stripped, JSON written anew, thoughts left out."""
+        calls = tuple(
+            FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in said.calls
+        )
+        return ChatMessage("assistant", said.content.strip(), calls)
+
+    def _reply(self, said: Said) -> ChatMessage:
+        text = self._draw.choice(WORDS)
+        return ChatMessage("tool", text) if said.calls else user(text)
+
+
+async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
+    chat: ChatTokenizer,
+) -> None:
+    num_sequences = num_continued = 0
+    for seed in range(NUM_EPISODES):
+        tree, policy = tree_of(chat, seed)
+        await WildAgent(tree, seed).play()
+        sequences = tree.sequences()
+        check_exact(sequences, policy)
+        num_sequences += len(sequences)
+        num_continued += sum(len(one.turns) > 1 for one in sequences)
+    # The test would say nothing if all histories began anew, or none branched.
+    assert num_sequences > 2 * NUM_EPISODES
+    assert num_continued > NUM_EPISODES // 3
+
+
+def check_exact(sequences: tuple[Any, ...], policy: RandomPolicy) -> None:
+    """Every answer is trained once, after its own prompt; what was cut off is a prefix of it."""
+    left = Counter(policy.sampled)
+    for sequence in sequences:
+        for turn in sequence.turns:
+            prompt = tuple(sequence.token_ids[: turn.start].tolist())
+            said = tuple(sequence.token_ids[turn.start : turn.end].tolist())
+            logprobs = sequence.logprobs[turn.start : turn.end]
+            match = next(
+                one
+                for one in left
+                if one.prompt_ids == prompt
+                and one.token_ids[: len(said)] == said
+                and np.allclose(one.logprobs[: len(said)], logprobs)
+            )
+            left[match] -= 1
+            left += Counter()
+        assert not sequence.logprobs[~sequence.loss_mask].any()
+    assert not left
+
+
+async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_written(
+    chat: ChatTokenizer,
+) -> None:
+    for seed in range(20):
+        tree, policy = tree_of(chat, seed)
+        history = [user("Where?")]
+        for _ in range(4):
+            said = await ask(tree, *history, tools=(TOOL,))
+            agent = WildAgent(tree, seed)
+            history += [agent._sent_back(said), agent._reply(said)]
+        [sequence] = tree.sequences()
+        assert len(sequence.turns) == 4
+        assert [len(one.prompt_ids) for one in policy.sampled] == [t.start for t in sequence.turns]
+
+
+async def test_a_retry_is_a_branch_that_trains_on_its_own_answer_alone(chat: ChatTokenizer) -> None:
+    tree, _ = tree_of(chat, 5)
+    first = await ask(tree, user("a"))
+    history = (user("a"), first.as_message, user("b"))
+    await ask(tree, *history)
+    await ask(tree, *history)
+    one, other = tree.sequences()
+    assert (len(one.turns), len(other.turns)) == (2, 1)
+    start = one.turns[1].start
+    assert one.token_ids[:start].tolist() == other.token_ids[:start].tolist()
+    assert tree.num_branches == 1
+
+
+async def test_the_same_prompt_samples_the_same_in_any_order_and_anew_when_asked_again(
+    chat: ChatTokenizer,
+) -> None:
+    seeds: list[dict[int, int]] = []
+    for order in (("a", "b"), ("b", "a")):
+        tree, policy = tree_of(chat, 3)
+        for text in (*order, "a"):
+            await ask(tree, user(text))
+        seeds.append({hash(one.prompt_ids): one.seed for one in policy.sampled[:2]})
+        assert len({one.seed for one in policy.sampled}) == 3
+    assert seeds[0] == seeds[1]
+
+
+async def test_an_agents_seed_decides_what_is_sampled_within_its_episode(
+    chat: ChatTokenizer,
+) -> None:
+    seeds = []
+    for key in (1, 2):
+        tree, policy = tree_of(chat, key)
+        for seed in (7, 7, 8):
+            await ask(tree, user("a"), seed=seed)
+        seeds.append([one.seed for one in policy.sampled])
+        assert seeds[-1][0] == seeds[-1][1] != seeds[-1][2]
+    assert not set(seeds[0]) & set(seeds[1])
+
+
+async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own() -> None:
+    chat = tiny_chat(keep_thinking=False)
+    for seed in range(50):
+        tree, policy = tree_of(chat, seed)
+        await WildAgent(tree, seed).play()
+        check_exact(tree.sequences(), policy)
+
+
+async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:
+    limits = LIMITS.model_copy(update={"max_turns": 2, "max_tokens": 150})
+    tree, _ = tree_of(chat, 1, limits)
+    with pytest.raises(LimitError, match=r"rollout\.max_tokens = 150") as long:
+        await ask(tree, user("a b c d e " * 40))
+    assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
+    await asyncio.gather(ask(tree, user("a")), ask(tree, user("b")))
+    with pytest.raises(LimitError, match=r"rollout\.max_turns = 2") as often:
+        await ask(tree, user("c"))
+    assert often.value.status == 403
+    assert tree.num_turns == 2
+    with pytest.raises(LimitError):
+        tree.refuse_if_full()
+
+
+async def test_an_answer_that_nobody_waits_for_any_more_leaves_nothing(chat: ChatTokenizer) -> None:
+    tree, _ = tree_of(chat, 1, LIMITS.model_copy(update={"max_turns": 1}))
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    policy, tree._generate = tree._generate, never
+    asking = asyncio.ensure_future(ask(tree, user("a")))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    tree._generate = policy
+    await ask(tree, user("a"))
+    assert tree.num_turns == 1
+
+
+async def test_rewards_stand_on_the_last_answer_and_every_branch_shares_the_advantage(
+    chat: ChatTokenizer,
+) -> None:
+    rollouts = []
+    for seed, reward in enumerate((1.0, 0.0)):
+        tree, _ = tree_of(chat, seed)
+        first = await ask(tree, user("a"))
+        await ask(tree, user("a"), first.as_message, user("b"))
+        await ask(tree, user("c"))
+        tree.add_reward(reward)
+        sequences = tree.sequences()
+        assert [turn.reward for one in sequences for turn in one.turns] == [0.0, 0.0, reward]
+        rollouts.append(
+            Rollout("game", 0, sequences, reward, reward, (), RolloutStatus.TERMINATED, 0)
+        )
+    batch = make_batch([RolloutGroup(0, "game", tuple(rollouts))], GrpoConfig())
+    assert batch.num_samples == 4
+    signs = [
+        set(np.sign(batch.advantages[n][batch.loss_masks[row]]))
+        for n, row in enumerate(batch.sequence_of_sample)
+    ]
+    assert signs == [{1.0}, {1.0}, {-1.0}, {-1.0}]
