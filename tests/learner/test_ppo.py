@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, ReinforceConfig
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, HeadCritic, PpoConfig, ReinforceConfig
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.algorithm import make_algorithm
@@ -58,6 +58,39 @@ def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off()
     assert torch.allclose(targets.advantages, expected)
     assert targets.critic is not None
     assert torch.allclose(targets.critic.returns, expected + torch.tensor([0.5, 1.0, 1.5]))
+
+
+def test_every_pass_over_a_batch_is_an_update_towards_the_same_targets(model_path: str) -> None:
+    batch = collate([three_turns(terminated=True)])
+    once, thrice = (make_learner(model_path, PPO, update_epochs=n) for n in (1, 3))
+    single, triple = once.train_step(batch, STEP), thrice.train_step(batch, STEP)
+    assert triple.num_tokens_trained == 3 * single.num_tokens_trained
+    assert triple.num_tokens_in_batch == 3 * single.num_tokens_in_batch
+    assert triple.explained_variance == single.explained_variance
+    for _ in range(2):
+        once.train_step(batch, STEP)
+    assert triple.clip_ratio > 0, "the third pass is far from the policy that sampled"
+    assert not torch.allclose(weights(once), weights(thrice)), "new targets lead elsewhere"
+
+
+def test_the_value_head_has_a_learning_rate_of_its_own(model_path: str) -> None:
+    batch = collate([three_turns(terminated=True)])
+    learners = {
+        rate: make_learner(
+            model_path, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=rate))
+        )
+        for rate in (None, 1e-2, 1e-4)
+    }
+    before = learners[None]._policy.value_head.weight.detach().clone()
+    moved = {}
+    for rate, learner in learners.items():
+        learner.train_step(batch, STEP)
+        moved[rate] = (learner._policy.value_head.weight.detach() - before).abs().max().item()
+    assert moved[None] == moved[1e-2] == pytest.approx(100 * moved[1e-4], rel=1e-3)
+    assert torch.equal(
+        learners[None]._policy.language_model.lm_head.weight,
+        learners[1e-4]._policy.language_model.lm_head.weight,
+    )
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig
+from ludus.proto.config import AlgorithmConfig, GrpoConfig, ModelCritic, PpoConfig
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
@@ -23,6 +23,7 @@ NUM_STEPS = 2
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "grpo": GrpoConfig(kl_coef=0.1, geometric_mask=None),
     "ppo": PpoConfig(kl_coef=0.1, geometric_mask=None),
+    "own_critic": PpoConfig(geometric_mask=None, critic=ModelCritic(learning_rate=3e-3)),
 }
 
 
@@ -38,7 +39,11 @@ class Outcome:
 def train(num_ranks: int, folder: Path, kind: str, resume_from: int | None = None) -> None:
     """Run on this rank; leave its checkpoint and, from rank 0, its outcome."""
     learner = make_learner(
-        str(folder / "model"), ALGORITHMS[kind], num_minibatches=2, max_tokens_per_micro_batch=64
+        str(folder / "model"),
+        ALGORITHMS[kind],
+        num_minibatches=2,
+        update_epochs=2 if kind == "own_critic" else 1,
+        max_tokens_per_micro_batch=64,
     )
     if resume_from:
         learner.load(folder / f"{kind}-checkpoint-{resume_from}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import ModelCritic, PpoConfig, RunConfig, load_run_config
 from ludus.proto.errors import ConfigError
 
 OFF = "algorithm.correction.kind=off"
@@ -118,9 +118,14 @@ def test_a_cut_off_distribution_is_fine_where_nothing_is_compared() -> None:
     assert run.algorithm.compares_with_sampler is None
 
 
-def test_ppo_without_a_value_head_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a value head, but learner\.value_head = false"):
-        load_run_config(None, ["algorithm.kind=ppo", "learner.value_head=false"])
+def test_only_ppo_has_a_critic() -> None:
+    run = load_run_config(None, ["algorithm.kind=ppo", "algorithm.critic.kind=model"])
+    assert isinstance(run.algorithm, PpoConfig)
+    assert run.algorithm.critic == ModelCritic()
+    with pytest.raises(ConfigError, match=r"algorithm\.critic: unknown key"):
+        load_run_config(None, ["algorithm.critic.kind=model"])
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.path: unknown key"):
+        load_run_config(None, ["algorithm.kind=ppo", "algorithm.critic.path=runs/critic"])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def model(*, tied: bool = False) -> Qwen2ForCausalLM:
 
 
 def work(of: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
-    return TrainingWork.of(of, CPU, torch.float32, num_devices)
+    return TrainingWork.of([of], CPU, torch.float32, num_devices)
 
 
 def test_a_token_takes_six_flops_for_each_weight_that_it_is_multiplied_with() -> None:

@@ -16,7 +16,8 @@ from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.build import resolved
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.prepare import check_reward_models
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.prepare import check_critic, check_reward_models
 from ludus.trainer.reward_model import RewardModel, load_reward_model
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
@@ -158,6 +159,29 @@ def test_a_run_is_refused_before_anything_heavy_where_there_is_no_reward_model(
     two.save_pretrained(tmp_path / "two")
     with pytest.raises(ConfigError, match="with num_labels = 2"):
         run(str(tmp_path / "two"))
+
+
+def test_a_critic_that_is_not_there_or_reads_other_tokens_is_refused_before_anything_heavy(
+    path: str, policy_path: str, tmp_path: Path
+) -> None:
+    def run(critic: str) -> None:
+        tree = {
+            "algorithm": {"kind": "ppo", "critic": {"kind": "model", "path": critic}},
+            "model": {"kind": "pretrained", "path": policy_path},
+        }
+        check_critic(resolved(run_config_from(tree)))
+
+    run(path)
+    run(policy_path)
+    with pytest.raises(
+        NotFoundError, match=r"algorithm\.critic\.path = './nowhere': no model there"
+    ):
+        run("./nowhere")
+    other = AutoModelForSequenceClassification.from_pretrained(policy_path, num_labels=1)
+    tokenizer = make_tokenizer(["quite other words than those"] * 20, 285)
+    RewardModel(other, tokenizer, format="chat").save(tmp_path / "other")
+    with pytest.raises(ConfigError, match="expected the tokens of the policy"):
+        run(str(tmp_path / "other"))
 
 
 def test_processes_elsewhere_are_told_where_a_folder_lies(

@@ -14,6 +14,8 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
     AgentConfig,
     CommandAgent,
+    ModelCritic,
+    PpoConfig,
     PretrainedModel,
     RewardModelTerm,
     RewardTerm,
@@ -233,6 +235,10 @@ def resolved(run: RunConfig) -> RunConfig:
         # One that is not there is refused by the name that the user gave it.
         if folder.exists():
             changes["model"] = run.model.model_copy(update={"path": str(folder)})
+    if isinstance(run.algorithm, PpoConfig) and isinstance(run.algorithm.critic, ModelCritic):
+        critic = run.algorithm.critic
+        located = critic.model_copy(update={"path": _absolute(critic.path)})
+        changes["algorithm"] = run.algorithm.model_copy(update={"critic": located})
     changes["environments"] = {
         name: environment.model_copy(
             update={
@@ -254,9 +260,15 @@ def _placed(agent: AgentConfig | None) -> AgentConfig | None:
 
 def _located(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm:
     """The term with an absolute path where its reward model is a folder of this machine."""
-    if isinstance(term, RewardModelTerm):
-        folder = Path(term.path).expanduser().absolute()
-        if folder.exists():
-            # Metrics keep the name that the path gave it.
-            return term.model_copy(update={"path": str(folder), "name": name_of_term(term)})
-    return term
+    if not isinstance(term, RewardModelTerm):
+        return term
+    # Metrics keep the name that the path gave it.
+    return term.model_copy(update={"path": _absolute(term.path), "name": name_of_term(term)})
+
+
+def _absolute(path: str | None) -> str | None:
+    """The absolute path where it is a folder of this machine; a Hugging Face id stays one."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser().absolute()
+    return str(folder) if folder.exists() else path

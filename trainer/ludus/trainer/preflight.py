@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.config import LocalEnvironment, PretrainedModel, RunConfig
+from ludus.proto.config import LocalEnvironment, RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
@@ -20,7 +20,7 @@ from ludus.trainer.build import starting_point
 from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import check_streams, read_state
 from ludus.trainer.environments import check_names, check_remote, check_rewards_of, fixed_policies
-from ludus.trainer.prepare import check_model_path, check_reward_models
+from ludus.trainer.prepare import check_models
 from ludus.trainer.run_folder import new_run_id, path_of
 
 
@@ -33,9 +33,7 @@ def preflight(run: RunConfig, resume: Resume) -> None:
     check_names(run)
     _check_environments(run)
     asyncio.run(check_remote(run))
-    if isinstance(run.model, PretrainedModel):
-        check_model_path(run.model.path)
-    check_reward_models(run)
+    check_models(run)
     if is_local():
         _check_gpus(run)
     folder = path_of(run)

@@ -19,11 +19,19 @@ import torch
 
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
-from ludus.proto.config import PretrainedModel, RewardModelTerm, RunConfig, TinyModel
+from ludus.proto.config import (
+    ModelCritic,
+    PpoConfig,
+    PretrainedModel,
+    RewardModelTerm,
+    RunConfig,
+    TinyModel,
+)
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.environments import Environment
+from ludus.trainer.learner.critic import check_same_tokens
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
@@ -365,6 +373,41 @@ def check_reward_models(run: RunConfig) -> None:
                 )
             place = str(Path(path).expanduser()) if is_folder(path) else path
             check_reward_model(place, field)
+
+
+def check_critic(run: RunConfig) -> None:
+    """Refuse a critic that is not there, or reads other tokens than the policy writes.
+
+    The tokens of a tiny model are not known before it is made.
+
+    Raises:
+        NotFoundError: there is no model.
+        ConfigError: it has other tokens.
+    """
+    critic = run.algorithm.critic if isinstance(run.algorithm, PpoConfig) else None
+    if not isinstance(critic, ModelCritic) or critic.path is None:
+        return
+    place = Path(critic.path).expanduser()
+    if is_folder(critic.path) and not (place / _MODEL_CONFIG_FILE).is_file():
+        raise NotFoundError(
+            f"algorithm.critic.path = '{critic.path}': no model there; expected a folder with "
+            "config.json, or a Hugging Face id; leave path out to begin as a copy of the policy"
+        )
+    if isinstance(run.model, PretrainedModel):
+        path = str(place) if is_folder(critic.path) else critic.path
+        check_same_tokens(path, run.model.path)
+
+
+def check_models(run: RunConfig) -> None:
+    """Check what a run loads beside its environments: policy, critic, reward models.
+
+    Raises:
+        UserError: one of them is not there, or not what it should be.
+    """
+    if isinstance(run.model, PretrainedModel):
+        check_model_path(run.model.path)
+    check_critic(run)
+    check_reward_models(run)
 
 
 def is_folder(model_path: str) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.proto.config import PretrainedModel, RunConfig, load_run_config, run_config_from
+from ludus.proto.config import RunConfig, load_run_config, run_config_from
 from ludus.proto.config.changes import Change, in_words
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
@@ -36,7 +36,7 @@ from ludus.trainer.environments import chart_prompts, check_names
 from ludus.trainer.functions import name_of
 from ludus.trainer.parts import Parts, Step
 from ludus.trainer.policy import Policy
-from ludus.trainer.prepare import check_model_path, check_reward_models
+from ludus.trainer.prepare import check_models
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
 from ludus.trainer.schedule import in_steps
 from ludus.trainer.summary import chart_questions, make_chart, make_summary
@@ -96,9 +96,7 @@ class Trainer:
         """
         self._begun_s = time.monotonic()
         check_names(self.run)
-        if isinstance(self.run.model, PretrainedModel):
-            await asyncio.to_thread(check_model_path, self.run.model.path)
-        await asyncio.to_thread(check_reward_models, self.run)
+        await asyncio.to_thread(check_models, self.run)
         checkpoint = starting_point(self.run, self._resume)
         state = RunState()
         changes: list[Change] = []

@@ -258,8 +258,34 @@ class ReinforceConfig(_PolicyGradient):
     """Discount per token."""
 
 
+class HeadCritic(Section):
+    """A critic that is a head on the policy's own trunk: little to compute, and shared features."""
+
+    kind: Literal["head"] = "head"
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the head, which then follows the policy's course; null is the
+    policy's own."""
+
+
+class ModelCritic(Section):
+    """A critic that is a model of its own: twice the work, and it moves no weight of the policy."""
+
+    kind: Literal["model"] = "model"
+    path: str | None = None
+    """What it begins as: a folder or a Hugging Face id of a language model, of a reward model, or
+    `critic` in the model's folder of a run's checkpoint; null copies the policy."""
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the critic, which then follows the policy's course; null is the
+    policy's own."""
+
+
+CriticConfig = Annotated[
+    HeadCritic | ModelCritic, Field(discriminator="kind"), default_kind("head")
+]
+
+
 class PpoConfig(_PolicyGradient):
-    """PPO: a value head predicts returns, and advantages are taken against it."""
+    """PPO: a critic predicts returns, and advantages are taken against it."""
 
     kind: Literal["ppo"] = "ppo"
     zero_variance_groups: Literal["replace", "keep"] = "keep"
@@ -275,6 +301,8 @@ class PpoConfig(_PolicyGradient):
     """The value may move this far from its old prediction in one step; null does not clip it."""
     normalise_advantages: bool = True
     """Whether the advantages of an optimizer step get mean 0 and standard deviation 1."""
+    critic: CriticConfig = HeadCritic()
+    """What predicts the returns."""
 
 
 AlgorithmConfig = Annotated[

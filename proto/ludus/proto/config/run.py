@@ -280,16 +280,6 @@ class RunConfig(Section):
             )
 
     def _check_algorithm(self) -> None:
-        if self.algorithm.kind == "ppo" and self.learner.value_head is False:
-            raise ValueError(
-                "algorithm.kind = 'ppo' needs a value head, but learner.value_head = false; "
-                "remove it, or set algorithm.kind = 'grpo'"
-            )
-        if self.algorithm.kind != "ppo" and self.learner.value_head:
-            raise ValueError(
-                f"learner.value_head = true, but algorithm.kind = '{self.algorithm.kind}' would "
-                "never train it; remove it, or set algorithm.kind = 'ppo'"
-            )
         self._check_distribution()
         self._check_batch_rollouts()
         if self.rollout.min_workers > self.rollout.num_workers:

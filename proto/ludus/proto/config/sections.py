@@ -232,7 +232,10 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     num_minibatches: PositiveInt = 1
-    """Optimizer steps per batch of groups."""
+    """Optimizer steps per pass over a batch of groups."""
+    update_epochs: PositiveInt = 1
+    """Passes over a batch of groups; the log-probs that the ratio starts at, the values and the
+    advantages stay those of its beginning."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Padded tokens that go through the model at once; the loss does not depend on it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -244,8 +247,6 @@ class LearnerConfig(Section):
     or side by side, padded to the longest."""
     compile: bool = False
     """Compile the model's layers with torch.compile: slower to start, faster to run on a GPU."""
-    value_head: bool | None = None
-    """A head that predicts returns; null makes one where the algorithm needs it."""
     offload_reference: bool = False
     """Keep the reference model in main memory while it is not used."""
     collective_timeout_s: PositiveFloat = 600.0

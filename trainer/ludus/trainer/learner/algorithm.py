@@ -94,13 +94,13 @@ class Algorithm:
         self._recomputes = config.old_logprobs == "recompute"
         self._kl_in_reward = config.kl_placement == "reward"
 
-    def needs_start(self, minibatch: int, coefficients: Coefficients) -> bool:
+    def needs_start(self, coefficients: Coefficients, *, meets_moved: bool) -> bool:
         """Whether the targets of a minibatch need the policy's answers before the step.
 
-        The first minibatch meets the weights unmoved: its own answer is the old one.
+        One that meets the weights unmoved, and only so, needs none: its own answer is the old one.
         """
         has_penalty = self._kl_in_reward and coefficients.kl > 0
-        return self.has_critic or (self._recomputes and (minibatch > 0 or has_penalty))
+        return self.has_critic or (self._recomputes and (meets_moved or has_penalty))
 
     def targets(
         self,

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import (
@@ -65,6 +66,26 @@ def can_pack_trees(policy: Policy, dtype: torch.dtype, device: torch.device) -> 
         error,
     )
     return False
+
+
+def reads_alike(policy: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Whether another model reads packed sequences where the policy does, being of its family.
+
+    A warning says so where that is not known.
+    """
+    mine, theirs = policy.config, other.config
+    parts = ("model_type", "layer_types", "sliding_window")
+    differing = [part for part in parts if getattr(mine, part, None) != getattr(theirs, part, None)]
+    # As many layers as it likes, as long as they are of the same kinds.
+    if differing == ["layer_types"] and set(mine.layer_types) >= set(theirs.layer_types):
+        return True
+    if differing:
+        _log.warning(
+            "learner.packing = 'tree' is checked for %s, and %s differs in %s; sequences are "
+            "padded instead",
+            *(type(policy).__name__, type(other).__name__, ", ".join(differing)),
+        )
+    return not differing
 
 
 def _answers(policy: Policy, batch: Batch, costs: RowCosts | None, device: torch.device) -> Tensor:

@@ -13,8 +13,7 @@ Every method is a collective: all ranks call it with equal arguments, or all of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,13 +32,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
-from ludus.proto.config import AlgorithmConfig, LearnerConfig, LoraConfig
+from ludus.proto.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    HeadCritic,
+    LearnerConfig,
+    LoraConfig,
+    ModelCritic,
+    PpoConfig,
+)
 from ludus.proto.errors import CheckpointError
 from ludus.trainer.disk import why_unwritten
+from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
-from ludus.trainer.learner.attention_check import can_pack_trees
+from ludus.trainer.learner.attention_check import can_pack_trees, reads_alike
+from ludus.trainer.learner.critic import Critic, load_critic
 from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.logits_loss import LogitsLoss
 from ludus.trainer.learner.lora import (
@@ -63,11 +71,18 @@ from ludus.trainer.learner.model import (
     Entropy,
     Policy,
     PolicyOutput,
+    full_state_of,
     full_tensor,
     prepare,
     row_costs,
 )
-from ludus.trainer.learner.step_metrics import MicroBatchSums, StepMetrics, StepTotals
+from ludus.trainer.learner.step_metrics import (
+    MicroBatchSums,
+    PassedBatch,
+    StepMetrics,
+    StepTotals,
+    step_metrics,
+)
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.streams import Stream, seed_torch
@@ -75,6 +90,7 @@ from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile, Tr
 from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"
+_CRITIC_FOLDER = "critic"
 _PROMPTS_AT_ONCE = 64
 
 
@@ -106,23 +122,24 @@ class Learner:
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         config, algorithm = spec.config, spec.algorithm
         self._algorithm = make_algorithm(algorithm)
-        self._policy = self._load_policy(value_head=self._algorithm.has_critic)
+        critic = algorithm.critic if isinstance(algorithm, PpoConfig) else None
+        self._policy = self._load_policy(value_head=isinstance(critic, HeadCritic))
         # With adapters the reference is the policy without them.
         self._reference = (
             self._load_policy(offload=config.offload_reference)
             if algorithm.kl_coef > 0 and spec.lora is None
             else None
         )
-        self._work = TrainingWork.of(
-            self._policy.language_model,
-            self._device,
-            getattr(torch, config.dtype),
-            self._num_ranks,
+        dtype = getattr(torch, config.dtype)
+        self._trained = ActorCritic(self._policy, self._load_critic(critic))
+        models = self._trained.models()
+        self._work = TrainingWork.of(models, self._device, dtype, self._num_ranks)
+        packs_trees = (
+            config.packing == "tree"
+            and can_pack_trees(self._policy, dtype, self._device)
+            and all(reads_alike(models[0], model) for model in models)
         )
-        packs_trees = config.packing == "tree" and can_pack_trees(
-            self._policy, getattr(torch, config.dtype), self._device
-        )
-        self._reshard()
+        self._trained.reshard()
         self._micro_batches = MicroBatchConfig(
             config.max_tokens_per_micro_batch,
             row_costs(self._policy.language_model) if packs_trees else None,
@@ -133,8 +150,10 @@ class Learner:
         self._state_options = StateDictOptions(
             ignore_frozen_params=spec.lora is not None, strict=spec.lora is None
         )
+        groups = self._trained.optimizer_groups(config, algorithm)
+        self._rate_scales = [group.rate_scale for group in groups]
         self._optimizer = torch.optim.AdamW(
-            [p for p in self._policy.parameters() if p.requires_grad],
+            [{"params": group.parameters} for group in groups],
             lr=config.learning_rate,
             fused=True,
             **_adamw_settings(config),
@@ -142,23 +161,25 @@ class Learner:
         self._num_skipped_in_a_row = 0
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
-        """What the step did; the policy has moved by one update per minibatch.
+        """What the step did; the policy has moved by one update per minibatch and pass.
 
         A minibatch whose gradient is not finite on any rank moves nothing, on all ranks.
         """
-        self._policy.train()
-        for group in self._optimizer.param_groups:
-            group["lr"] = coefficients.learning_rate
+        self._trained.train()
+        for group, scale in zip(self._optimizer.param_groups, self._rate_scales, strict=True):
+            group["lr"] = coefficients.learning_rate * scale
         parts = split_samples(batch, self._spec.config.num_minibatches)
         minibatches = [self._cut(batch, samples) for samples in parts]
         targets = self._targets(minibatches, coefficients)
         sums: list[MicroBatchSums] = []
         grad_norms: list[float | None] = []
-        for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
-            denominators = self._denominators(batch, samples)
-            sums += self._accumulate(micro_batches, aims, denominators, coefficients)
-            grad_norms.append(self._apply_gradients())
-        metrics = _metrics(StepTotals.of(sums), grad_norms, coefficients, batch, self._work)
+        for _ in range(self._spec.config.update_epochs):
+            for samples, micro_batches, aims in zip(parts, minibatches, targets, strict=True):
+                denominators = self._denominators(batch, samples)
+                sums += self._accumulate(micro_batches, aims, denominators, coefficients)
+                grad_norms.append(self._apply_gradients())
+        passed = PassedBatch(batch, self._spec.config.update_epochs)
+        metrics = step_metrics(StepTotals.of(sums), grad_norms, coefficients, passed, self._work)
         return replace(metrics, num_skipped_in_a_row=self._num_skipped_in_a_row)
 
     def step_on_logits(self, losses: Sequence[LogitsLoss], learning_rate: float) -> float:
@@ -203,7 +224,7 @@ class Learner:
             asked = one_micro_batch(samples).to(self._device)
             logprobs = asked.of_samples(self._policy(asked.rows, temperature=1.0).logprobs)
             answers += [row[mask].tolist() for row, mask in zip(logprobs, asked.mask, strict=True)]
-        self._reshard()
+        self._trained.reshard()
         return answers
 
     def save(self, folder: Path) -> list[SavedFile]:
@@ -226,6 +247,7 @@ class Learner:
         """
         state = self.full_state()
         value_head = self._value_head_state()
+        critic = self._critic_state()
         lora = self._spec.lora
         if lora is not None:
             base = base_state(self._policy.language_model)
@@ -240,6 +262,8 @@ class Learner:
                 save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
                 if value_head:
                     save_file(value_head, folder / _VALUE_HEAD_FILE)
+                if critic:
+                    self._save_critic(critic, folder / _CRITIC_FOLDER)
         written = self._of_rank_0(*sorted(folder.rglob("*")))
         return [SavedFile.of(path) for path in written if path.is_file()]
 
@@ -258,7 +282,7 @@ class Learner:
                 "come from a run with the same model"
             ) from error
         set_state_dict(
-            self._policy,
+            self._trained.stateful,
             self._optimizer,
             model_state_dict=state["policy"],
             optim_state_dict=state["optimizer"],
@@ -281,6 +305,25 @@ class Learner:
         offload = offload and self._device.type != "cpu"
         return prepare(policy, self._spec.config, self._mesh, offload=offload)
 
+    def _load_critic(self, config: CriticConfig | None) -> Critic | None:
+        if not isinstance(config, ModelCritic):
+            return None
+        critic = load_critic(config.path or self._spec.model_path, self._spec.model_path)
+        return prepare(critic.to(self._device), self._spec.config, self._mesh)
+
+    @torch.no_grad()
+    def _critic_state(self) -> dict[str, Tensor]:
+        """The critic's weights as full tensors on the CPU; empty where it is no model."""
+        critic = self._trained.critic
+        return {} if critic is None else full_state_of(critic.classifier)
+
+    def _save_critic(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the critic as a Hugging Face folder, which another run may begin with."""
+        assert self._trained.critic is not None
+        self._trained.critic.classifier.config.save_pretrained(folder)
+        load_tokenizer(self._spec.model_path).save_pretrained(folder)
+        save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
+
     @torch.no_grad()
     def _value_head_state(self) -> dict[str, Tensor]:
         """The value head's weights as full tensors on the CPU; empty without one."""
@@ -292,22 +335,13 @@ class Learner:
 
     def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(
-            self._policy, self._optimizer, options=self._state_options
+            self._trained.stateful, self._optimizer, options=self._state_options
         )
         return {
             "policy": model_state,
             "optimizer": optimizer_state,
             "torch_random": torch.get_rng_state(),
         }
-
-    def _reshard(self) -> None:
-        """Shard the policy again.
-
-        After a forward pass that no backward pass follows, FSDP holds whole copies, which would
-        be taken for the parameters.
-        """
-        if isinstance(self._policy, FSDPModule):
-            self._policy.reshard()
 
     def _cut(self, batch: Batch, samples: np.ndarray) -> list[MicroBatch]:
         micro_batches = make_micro_batches(batch, samples, self._micro_batches)
@@ -321,10 +355,11 @@ class Learner:
         temperature, kl_coef = self._spec.temperature, coefficients.kl
         targets: list[list[Targets]] = []
         for index, micro_batches in enumerate(minibatches):
-            needs_start = self._algorithm.needs_start(index, coefficients)
+            meets_moved = index > 0 or self._spec.config.update_epochs > 1
+            needs_start = self._algorithm.needs_start(coefficients, meets_moved=meets_moved)
             targets.append([])
             for micro_batch in micro_batches:
-                start = self._policy(micro_batch.rows, temperature) if needs_start else None
+                start = self._trained(micro_batch.rows, temperature) if needs_start else None
                 reference = self._ask_reference(micro_batch) if kl_coef > 0 else None
                 made = self._algorithm.targets(micro_batch, start, reference, kl_coef)
                 targets[-1].append(made)
@@ -352,9 +387,8 @@ class Learner:
         entropy: Entropy = "gradient" if coefficients.entropy > 0 else "value"
         sums: list[MicroBatchSums] = []
         for index, (micro_batch, aims) in enumerate(zip(micro_batches, targets, strict=True)):
-            if isinstance(self._policy, FSDPModule):
-                self._policy.set_requires_gradient_sync(index == len(micro_batches) - 1)
-            output = self._policy(micro_batch.rows, self._spec.temperature, entropy)
+            self._trained.sync_gradients(index == len(micro_batches) - 1)
+            output = self._trained(micro_batch.rows, self._spec.temperature, entropy)
             loss = self._algorithm.loss(micro_batch, output, aims, denominators, coefficients)
             # FSDP averages gradients over ranks; the denominator has already counted them all.
             (loss.total * self._num_ranks).backward()
@@ -367,11 +401,9 @@ class Learner:
         return self._algorithm.denominators(num_sampled, self._spec.max_tokens)
 
     def _apply_gradients(self) -> float | None:
-        """The gradient's norm before clipping; None where the update is skipped."""
-        parameters = [p for p in self._policy.parameters() if p.grad is not None]
-        total = torch.nn.utils.clip_grad_norm_(parameters, self._spec.config.max_grad_norm)
-        norm = float(full_tensor(total))
-        is_taken = self._agree(math.isfinite(norm))
+        """The norm of the policy's gradient before clipping; None where the update is skipped."""
+        norm, is_finite = self._trained.clip_gradients(self._spec.config.max_grad_norm)
+        is_taken = self._agree(is_finite)
         if is_taken:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -383,39 +415,6 @@ class Learner:
         answer = torch.tensor(float(is_fine), device=self._device)
         dist.all_reduce(answer, dist.ReduceOp.MIN)
         return bool(answer)
-
-
-def _metrics(
-    totals: StepTotals,
-    grad_norms: Sequence[float | None],
-    coefficients: Coefficients,
-    batch: Batch,
-    work: TrainingWork,
-) -> StepMetrics:
-    terms = totals.terms
-    num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
-    norms = [norm for norm in grad_norms if norm is not None]
-    has_critic = float(totals.returned[0]) > 0
-    lengths = batch.sequences.lengths[batch.sequence_of_sample]
-    return StepMetrics(
-        loss=float(terms.loss) / num_updates,
-        grad_norm=float(np.mean(norms)) if norms else None,
-        learning_rate=coefficients.learning_rate,
-        entropy=float(terms.entropy_sum) / num_tokens,
-        clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
-        mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,
-        reference_kl=float(terms.ref_kl_sum) / num_tokens,
-        masked_sequence_ratio=float(terms.num_masked_sequences) / max(batch.num_samples, 1),
-        masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
-        value_loss=totals.value_loss / num_updates if has_critic else None,
-        explained_variance=totals.explained_variance if has_critic else None,
-        num_tokens_trained=int(terms.num_tokens),
-        num_tokens_in_batch=int(lengths.sum()),
-        num_tokens_forwarded=totals.num_tokens_forwarded,
-        flops=work.flops(lengths.tolist(), totals.num_tokens_forwarded),
-        peak_flops=work.peak_flops,
-        num_skipped_updates=num_updates - len(norms),
-    )
 
 
 def _adamw_settings(config: LearnerConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.packing import RowCosts
 
 VALUE_HEAD = "value_head"
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 Entropy = Literal["none", "value", "gradient"]
 """What is wanted of the entropy; its gradient costs more than its value."""
@@ -135,9 +137,9 @@ def row_costs(language_model: PreTrainedModel) -> RowCosts:
 
 
 def prepare(
-    policy: Policy, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
-) -> Policy:
-    """The policy, ready to run: layers compiled or checkpointed, parameters sharded by FSDP2.
+    policy: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
+) -> _Module:
+    """The model, ready to run: layers compiled or checkpointed, parameters sharded by FSDP2.
 
     One rank in float32 has nothing to shard or to cast, so it goes without: for a tiny model
     the hooks would cost a fifth of a step. With `offload` the parameters wait in main memory.
@@ -186,6 +188,14 @@ def _only_at(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
+
+
+def full_state_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Copies on the CPU of whole parameters, by their Hugging Face names; a collective."""
+    return {
+        name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(parameter)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def full_tensor(parameter: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +14,8 @@ from ludus.trainer.algorithms.moments import moments, variance
 from ludus.trainer.algorithms.policy_loss import LossTerms
 from ludus.trainer.learner.algorithm import CriticTargets, Loss
 from ludus.trainer.learner.micro_batches import MicroBatch
+from ludus.trainer.models.flops import TrainingWork
+from ludus.trainer.types import Batch, Coefficients
 
 _NUM_TERMS = len(fields(LossTerms))
 _NUM_MOMENTS = 3
@@ -115,3 +118,52 @@ class StepTotals:
         """See StepMetrics."""
         spread = float(variance(self.returned))
         return 1 - float(variance(self.missed)) / spread if spread > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PassedBatch:
+    """A batch, and how often the step has passed over it."""
+
+    batch: Batch
+    num_passes: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of all samples of all passes."""
+        batch = self.batch
+        once: list[int] = batch.sequences.lengths[batch.sequence_of_sample].tolist()
+        return once * self.num_passes
+
+
+def step_metrics(
+    totals: StepTotals,
+    grad_norms: Sequence[float | None],
+    coefficients: Coefficients,
+    passed: PassedBatch,
+    work: TrainingWork,
+) -> StepMetrics:
+    """The metrics of a step of these sums, with `grad_norms` of its updates, None where skipped."""
+    terms = totals.terms
+    num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
+    norms = [norm for norm in grad_norms if norm is not None]
+    has_critic = float(totals.returned[0]) > 0
+    lengths = passed.lengths
+    return StepMetrics(
+        loss=float(terms.loss) / num_updates,
+        grad_norm=float(np.mean(norms)) if norms else None,
+        learning_rate=coefficients.learning_rate,
+        entropy=float(terms.entropy_sum) / num_tokens,
+        clip_ratio=float(terms.num_clipped_tokens) / num_tokens,
+        mismatch_kl=float(terms.mismatch_kl_sum) / num_tokens,
+        reference_kl=float(terms.ref_kl_sum) / num_tokens,
+        masked_sequence_ratio=float(terms.num_masked_sequences) / max(len(lengths), 1),
+        masked_token_ratio=float(terms.num_masked_tokens) / num_tokens,
+        value_loss=totals.value_loss / num_updates if has_critic else None,
+        explained_variance=totals.explained_variance if has_critic else None,
+        num_tokens_trained=int(terms.num_tokens),
+        num_tokens_in_batch=sum(lengths),
+        num_tokens_forwarded=totals.num_tokens_forwarded,
+        flops=work.flops(lengths, totals.num_tokens_forwarded),
+        peak_flops=work.peak_flops,
+        num_skipped_updates=num_updates - len(norms),
+    )

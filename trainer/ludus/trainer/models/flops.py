@@ -14,7 +14,7 @@ Source: Chowdhery et al., PaLM (2022), appendix B.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,23 @@ class TrainingWork:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_devices: int
+        cls,
+        models: Sequence[PreTrainedModel],
+        device: torch.device,
+        dtype: torch.dtype,
+        num_devices: int,
     ) -> TrainingWork:
-        """The work of one token, by the model's weights and shape, on devices like this one."""
+        """The work of one token in all models, by weights and shape, on devices like this one."""
+        peak = peak_flops(device, dtype)
+        work = [cls._of_one(model) for model in models]
+        return cls(
+            per_token=sum(per_token for per_token, _ in work),
+            per_token_of_sequence=sum(of_sequence for _, of_sequence in work),
+            peak_flops=None if peak is None else peak * num_devices,
+        )
+
+    @staticmethod
+    def _of_one(model: PreTrainedModel) -> tuple[float, float]:
         config = model.config.get_text_config()
         num_heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -61,12 +75,10 @@ class TrainingWork:
         table = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         is_looked_up = head is None or head.weight is not table
-        peak = peak_flops(device, dtype)
         weights = [p for p in model.parameters() if not (is_looked_up and p is table)]
-        return cls(
-            per_token=float(sum((6 if p.requires_grad else 4) * p.numel() for p in weights)),
-            per_token_of_sequence=6.0 * config.num_hidden_layers * num_heads * head_size,
-            peak_flops=None if peak is None else peak * num_devices,
+        return (
+            float(sum((6 if p.requires_grad else 4) * p.numel() for p in weights)),
+            6.0 * config.num_hidden_layers * num_heads * head_size,
         )
 
     def flops(self, lengths: Iterable[int], num_tokens: int) -> float:

@@ -97,6 +97,19 @@ def check_reward_model(path: str | Path, field: str = "path") -> None:
         )
 
 
+def is_reward_model(path: str | Path) -> bool:
+    """Whether it is a sequence classifier of one label; its weights are not read.
+
+    Raises:
+        NotFoundError: there is no model.
+    """
+    with _refusing(path) as is_local:
+        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
+    return config.num_labels == 1 and any(
+        kind.endswith(_CLASSIFIER) for kind in config.architectures or []
+    )
+
+
 def load_sequence_classifier(
     path: str | Path, dtype: torch.dtype, *, begins: bool = False
 ) -> PreTrainedModel:

@@ -93,6 +93,7 @@ def make_run(
                 "learning_rate": ppo.lr_actor,
                 "max_grad_norm": ppo.max_grad_norm,
                 "num_minibatches": sizes.num_minibatches(ppo.minibatch_size),
+                "update_epochs": ppo.update_epochs,
                 "num_gpus_per_rank": on_gpu,
             },
             "training": {
@@ -137,6 +138,7 @@ def _algorithm(ppo: PPOConfig, kl_coef: float) -> dict[str, Any]:
         "gamma": ppo.gamma,
         "lam": ppo.gae_lambda,
         "value_coef": ppo.value_coef,
+        "critic": {"learning_rate": ppo.lr_critic},
         "entropy_coef": ppo.entropy_coef,
         "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
         **(divergence if kl_coef else {}),
