@@ -191,7 +191,7 @@ def _row(
     started = result.start
     is_in_time = case.max_training_s is None or summary.wall_seconds_training <= case.max_training_s
     if case.must_not_learn:
-        blind = _share_closed_blind(result)
+        blind = share_closed_blind(result)
         wanted, passed = f"not above {blind:.3f}", ci95[0] < blind
     else:
         wanted, passed = f"at least {target.at_least}", value >= target.at_least and is_in_time
@@ -214,7 +214,7 @@ def _row(
     )
 
 
-def _share_closed_blind(result: EnvironmentResult) -> float:
+def share_closed_blind(result: EnvironmentResult) -> float:
     """What always standing closes of blackjack's gap: all that can be won without looking."""
     returns = {name: one.expected_return for name, one in result.report.baselines.items()}
     gap = returns["basic_strategy"] - returns["random"]

@@ -19,7 +19,7 @@ _PACKAGE = "openspiel_env"
 _POLICIES = f"{_PACKAGE}.policies:fixed_policies"
 _OPTIMAL = ("basic_strategy", "follow_ball", "minimax")
 """The best policy of a game, by the name that it has there."""
-_ANSWERS_WITHIN_S = 10.0
+_ANSWERS_WITHIN_S = 3.0
 _SPEAKS_NO_GRPC = ("http", "ws")
 
 

@@ -45,11 +45,12 @@ class Results(TypedDict):
     iterations: list[int]
     """Steps trained so far."""
     win_rates: list[float]
-    """Share of the games played for a step that the environment calls a success: what the reward
-    makes of a draw is no win. Not a number where the environment does not say."""
+    """Share of the games played since the step before that the environment calls a success: what
+    the reward makes of a draw is no win. Where none was, that of the step before; not a number
+    where the environment does not say."""
     losses: list[float]
     rewards: list[float]
-    """Mean reward, as it is learned from."""
+    """Mean reward of the same games, as it is learned from."""
     run_dir: str
     """The run's folder."""
 
@@ -249,7 +250,8 @@ def _with(tree: dict[str, Any], functions: Functions) -> dict[str, Any]:
 
 def _results(steps: Sequence[Step], run_dir: Path) -> Results:
     def values(metric: TrainMetric) -> list[float]:
-        return [step.values.get(metric, math.nan) for step in steps]
+        found = (step.values.get(metric) for step in steps)
+        return list(itertools.accumulate(found, _or_before, initial=math.nan))[1:]
 
     return Results(
         iterations=[step.number for step in steps],
@@ -258,6 +260,11 @@ def _results(steps: Sequence[Step], run_dir: Path) -> Results:
         rewards=values(TrainMetric.REWARD_MEAN),
         run_dir=str(run_dir),
     )
+
+
+def _or_before(before: float, value: float | None) -> float:
+    """The value, or the one before where games of one batch have ended with those of another."""
+    return before if value is None else value
 
 
 class _Told:

@@ -22,7 +22,7 @@ class ComputeAdvantages(ForgeActor):
     """
 
     @endpoint
-    async def compute(self, group: Sequence[Any]) -> list[float]:
+    def compute(self, group: Sequence[Any]) -> list[float]:
         """One advantage for each episode of the group, which has a `reward`."""
         rewards = torch.tensor([[float(one.reward) for one in group]], dtype=torch.float64)
         advantages: list[float] = group_advantages(rewards, "mean", "group")[0].tolist()

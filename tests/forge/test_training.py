@@ -1,0 +1,132 @@
+"""What `setup_forge_training` makes of its arguments, and `run` of the steps: without a process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.proto.config import RunConfig, run_config_from
+from ludus.proto.errors import ConfigError
+from ludus.proto.runs import Resume
+from ludus.trainer.compat.forge import GRPOTrainer
+from ludus.trainer.compat.forge.server import with_comparisons
+from ludus.trainer.compat.forge.training import run_of
+from ludus.trainer.parts import Step
+from tests.forge.tutorial_config import tutorial_config
+from tests.openspiel.test_server import Server, serving
+
+GRPC = "blackjack_env.server_url=grpc://localhost:1"
+"""An address that is not asked before the run begins."""
+
+
+class SteppedTrainer:
+    """Trains by counting; no game ends between its second step and its third."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.run = run_config_from({"training": {"num_steps": num_steps}})
+        self.folder = Path("runs/run")
+        self.num_steps_trained = 0
+        self.num_ends = 0
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        while self.num_steps_trained < self.run.training.num_steps:
+            self.num_steps_trained += 1
+            number = self.num_steps_trained
+            values: dict[str, float] = {"loss": -number}
+            if number != 3:
+                values |= {"win_rate": number / 10, "reward_mean": number / 100}
+            yield Step(number, values, {}, (), None)
+
+    async def train(self) -> str:
+        self.num_ends += 1
+        return "summary"
+
+
+def trainer_of(num_steps: int) -> tuple[Any, GRPOTrainer]:
+    stepped: Any = SteppedTrainer(num_steps)
+    return stepped, GRPOTrainer(stepped, AsyncExitStack())
+
+
+async def test_run_goes_on_and_fills_its_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    stepped, trainer = trainer_of(5)
+    first = await trainer.run(steps=3)
+    assert first["iterations"] == [1, 2, 3]
+    assert first["losses"] == [-1, -2, -3]
+    assert first["win_rates"] == [0.1, 0.2, 0.2], "no game has ended since the second step"
+    assert first["rewards"] == [0.01, 0.02, 0.02]
+    assert (first["run_dir"], trainer.summary, stepped.num_ends) == ("runs/run", None, 0)
+    assert "step    1  wins  10.0%" in capsys.readouterr().out
+    told: list[int] = []
+    second = await trainer.run(on_step=lambda step: told.append(step.number))
+    assert second["iterations"] == told == [4, 5]
+    assert (trainer.summary, stepped.num_ends) == ("summary", 1)
+    assert capsys.readouterr().out == ""
+
+
+async def test_a_run_without_games_that_can_be_won_has_no_win_rate() -> None:
+    stepped, trainer = trainer_of(3)
+    stepped.num_steps_trained = 2
+    assert math.isnan((await trainer.run())["win_rates"][0])
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+async def test_more_steps_than_the_files_are_refused(steps: int) -> None:
+    _, trainer = trainer_of(5)
+    with pytest.raises(ConfigError, match=f"steps expected 1 to 5, got {steps}: the run has 5"):
+        await trainer.run(steps=steps)
+
+
+async def test_a_run_of_ludus_is_taken_as_it_is(tmp_path: Path) -> None:
+    run = RunConfig(name="mine")
+    assert await run_of(run) == run
+    assert (await run_of(run, ["training.num_steps=7"])).training.num_steps == 7
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "file"\n[training]\nnum_steps = 3\n')
+    assert (await run_of(path)).name == "file"
+
+
+async def test_a_run_has_a_free_name_unless_it_is_named(tmp_path: Path) -> None:
+    config = tutorial_config()
+    overrides = [GRPC, f"ludus.output_dir={tmp_path}"]
+    assert (await run_of(config, overrides)).name == "forge"
+    for name in ("forge", "forge-2"):
+        (tmp_path / name).mkdir()
+    assert (await run_of(config, overrides)).name == "forge-3"
+    assert (await run_of(config, [*overrides, "ludus.name=mine"])).name == "mine"
+    assert (await run_of(config, overrides, overwrite=True)).name == "forge"
+    assert (await run_of(config, overrides, resume=Resume.ALWAYS)).name == "forge"
+
+
+async def test_keys_that_mean_nothing_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    await run_of(tutorial_config(), [GRPC])
+    printed = capsys.readouterr().err
+    assert "are not honoured: metric_logging.wandb.group" in printed
+    assert "actors.compute_advantages.mesh_name" in printed
+
+
+async def test_a_server_that_is_not_there_is_named_with_how_to_start_one() -> None:
+    with pytest.raises(ConfigError, match=r"no environment answers at 'http://localhost:1'"):
+        await with_comparisons({"kind": "remote", "address": "http://localhost:1"}, None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="tic_tac_toe") as server:
+        yield server
+
+
+@pytest.mark.slow
+async def test_the_server_says_which_game_and_which_policies_there_are(server: Server) -> None:
+    section = {"kind": "remote", "address": server.http}
+    environments = await with_comparisons(dict(section), "tic_tac_toe")
+    assert environments["tic_tac_toe"]["baselines"] == ["random", "minimax"]
+    assert environments["tic_tac_toe"]["optimal_policy"] == "minimax"
+    own = await with_comparisons({**section, "baselines": ["random"]}, None)
+    assert own["tic_tac_toe"]["baselines"] == ["random"]
+    with pytest.raises(ConfigError, match=r"game_name = 'blackjack', but .* plays 'tic_tac_toe'"):
+        await with_comparisons(dict(section), "blackjack")

@@ -1,0 +1,106 @@
+"""The tutorial's functions, against a real server where they play."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ludus.proto.errors import ActionParseError, ConfigError
+from ludus.trainer.models.load import load_tokenizer
+from openspiel_env import OpenSpielEnv, make_environment
+from tests.learner.tiny_policy import make_policy_folder
+from tests.openspiel.test_server import Server, serving
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "examples" / "tutorial"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def grpo_utils() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(TUTORIAL))
+    import grpo_utils
+
+    yield grpo_utils
+    sys.path.remove(str(TUTORIAL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("play", "lowest", "highest"),
+    [("play_random_policy", 0.226, 0.340), ("play_heuristic_policy", 0.347, 0.471)],
+)
+async def test_baselines_are_what_is_computed_also_where_an_event_loop_runs(
+    grpo_utils: ModuleType, server: Server, play: str, lowest: float, highest: float
+) -> None:
+    # Four standard errors of 1,000 games around 28.28 % and 40.88 %; the same games each time.
+    stats = getattr(grpo_utils, play)(server.http, num_games=1000)
+    assert stats["total_games"] == 1000 == stats["wins"] + stats["losses"] + stats["pushes"]
+    assert lowest < stats["win_rate"] == stats["wins"] / 1000 < highest
+    low, high = stats["win_rate_ci95"]
+    assert low < stats["win_rate"] < high
+    assert getattr(grpo_utils, play)(server.http, num_games=100, seed=0)["total_games"] == 100
+
+
+@pytest.mark.slow
+def test_an_observation_is_shown_with_what_a_model_sees(
+    grpo_utils: ModuleType, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with OpenSpielEnv(base_url=server.http) as env:
+        result = env.reset(seed=7)
+    assert result.text is not None
+    grpo_utils.show_openenv_observation(result.observation)
+    shown = capsys.readouterr().out
+    assert f"what a model sees: {result.text.messages[0]['content']}" in shown
+    assert "info state: 189 numbers" in shown
+    observation = result.observation.model_dump()
+    assert grpo_utils.render(observation, first=True) == result.text.messages
+    assert grpo_utils.parse("STAND", observation) == {"action_id": 1}
+
+
+@pytest.mark.slow
+def test_a_game_without_that_policy_says_which_it_has(
+    grpo_utils: ModuleType, tmp_path: Path
+) -> None:
+    with (
+        serving(tmp_path, OPENSPIEL_GAME="catch") as server,
+        pytest.raises(ConfigError, match="'catch' has no policy 'dealer_rule'; it has random, f"),
+    ):
+        grpo_utils.play_heuristic_policy(server.http)
+
+
+def test_the_reward_pays_pushes_and_needs_no_actor(grpo_utils: ModuleType) -> None:
+    evaluate = grpo_utils.BlackJackReward().evaluate_response
+    assert [evaluate("prompt", "HIT", paid) for paid in (1, 0, -1)] == [2.0, 0.5, -1.0]
+
+
+async def test_the_reward_is_called_as_an_actors_too(grpo_utils: ModuleType) -> None:
+    actor = await grpo_utils.BlackJackReward.options(procs=1, num_replicas=1).as_service()
+    paid = {"prompt": "prompt", "response": "HIT", "game_reward": 0.0}
+    assert await actor.evaluate_response.route(**paid) == 0.5
+
+
+def test_an_action_is_read_and_never_guessed(grpo_utils: ModuleType) -> None:
+    assert [grpo_utils.parse_action(text, [0, 1]) for text in ("hit", "I STAND.")] == [0, 1]
+    for text in ("", "a hit or a stand?", "HIT, no, STAND", "standard", "fold"):
+        with pytest.raises(ActionParseError, match="expected one of HIT, STAND"):
+            grpo_utils.parse_action(text, [0, 1])
+    with pytest.raises(ActionParseError, match="expected one of STAND, got"):
+        grpo_utils.parse_action("HIT", [1])
+
+
+def test_a_prompt_goes_through_the_models_template(grpo_utils: ModuleType, tmp_path: Path) -> None:
+    environment = make_environment(game="blackjack")
+    observation = environment.reset(seed=7).observation
+    tokenizer = load_tokenizer(make_policy_folder(tmp_path))
+    prompt = grpo_utils.format_prompt(observation, tokenizer)
+    assert prompt == f"<|user|>{grpo_utils.describe(observation)}<|end|><|assistant|>"
