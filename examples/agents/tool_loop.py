@@ -82,7 +82,7 @@ async def main() -> None:
         mcp = Mcp(http, os.environ["LUDUS_MCP_URL"], os.environ["OPENAI_API_KEY"])
         task = json.loads(os.environ["LUDUS_TASK"])
         answer = await solve(task["text"], AsyncOpenAI(), os.environ["OPENAI_MODEL"], mcp)
-    print(json.dumps({"answer": answer}))  # noqa: T201 - its output is its answer
+    print(json.dumps({"answer": answer}))
 
 
 if __name__ == "__main__":
