@@ -117,13 +117,19 @@ def test_a_field_becomes_a_setting_of_the_run(
         (
             {"gradient_accumulation_steps": 4, "num_train_epochs": 1},
             64,
-            Batches(num_groups=4, num_updates=1, num_steps=16, num_prompts=64),
+            Batches(num_groups=4, num_minibatches=1, num_steps=16, num_prompts=64),
         ),
         # Two optimizer steps for each batch that is generated; TRL counts optimizer steps.
         (
             {"steps_per_generation": 2, "max_steps": 10},
             64,
-            Batches(num_groups=2, num_updates=2, num_steps=5, num_prompts=64),
+            Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=64),
+        ),
+        # Twice over each batch: 20 optimizer steps.
+        (
+            {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 20},
+            64,
+            Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=64, num_passes=2),
         ),
         # An optimizer step over four batches that were generated with the same weights.
         (
@@ -133,7 +139,7 @@ def test_a_field_becomes_a_setting_of_the_run(
                 "num_train_epochs": 1,
             },
             10,
-            Batches(num_groups=4, num_updates=1, num_steps=2, num_prompts=10),
+            Batches(num_groups=4, num_minibatches=1, num_steps=2, num_prompts=10),
         ),
     ],
 )
@@ -147,7 +153,7 @@ def test_rows_and_epochs_of_trl_become_batches(
     ("fields", "message"),
     [
         ({"num_iteration": 2}, "no field 'num_iteration' in TRL 1.16; did you mean 'num_iter"),
-        ({"num_iterations": 2}, "num_iterations = 2 is not honoured here, expected 1; lower"),
+        ({"mask_truncated_completions": True}, "= True is not honoured here, expected False; let"),
         ({"deepspeed": "zero3.json"}, "deepspeed = 'zero3.json' .*learner.num_ranks"),
         ({"optim": "sgd"}, "optim = 'sgd' is not honoured"),
         ({"loss_type": "sapo"}, "loss_type = 'sapo' is not honoured here, expected one of"),

@@ -130,7 +130,7 @@ def step(number: int, reward: float) -> Step:
 
 def test_the_history_holds_means_between_its_entries() -> None:
     state, args = TrainerState(), GRPOConfig(logging_steps=4, logging_first_step=True)
-    batches = Batches(num_groups=2, num_updates=2, num_steps=5, num_prompts=8)
+    batches = Batches(num_groups=2, num_minibatches=2, num_steps=5, num_prompts=8)
     for number in range(1, 6):
         state.add(step(number, float(number)), args, batches)
     result = state.end()

@@ -23,6 +23,7 @@ MAPPED: Mapping[str, Any] = {
     "num_generations_eval": None,
     "num_train_epochs": 3.0,
     "max_steps": -1,
+    "num_iterations": 1,
     "learning_rate": 1e-6,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
@@ -213,7 +214,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p, repetition_penalty"),
     "vllm_model_impl": ("vllm", "leave it out, or set use_vllm = False for transformers"),
     "vllm_structured_outputs_regex": (None, "let the reward function judge the form"),
-    "num_iterations": (1, "lower gradient_accumulation_steps for more updates per batch"),
     "multi_objective_aggregation": ("sum_then_normalize", "leave it out"),
     "mask_truncated_completions": (
         False,

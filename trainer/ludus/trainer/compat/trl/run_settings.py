@@ -3,7 +3,8 @@
     rows of an optimizer step    R = per_device_train_batch_size * gradient_accumulation_steps
     rows of a generation batch   B = generation_batch_size
     groups of a batch            max(B, R) / num_generations
-    optimizer steps of a batch   max(B, R) / R                      learner.num_minibatches
+    optimizer steps of a pass    max(B, R) / R                      learner.num_minibatches
+    passes over a batch          num_iterations                     training.update_epochs
 
 TRL counts optimizer steps, a run counts batches: `Batches` translates. As in TRL, whatever is
 trained on was sampled by the newest weights (training.max_staleness = 0).
@@ -42,12 +43,19 @@ class Batches:
 
     num_groups: int
     """Of a batch."""
-    num_updates: int
-    """Optimizer steps of a batch."""
+    num_minibatches: int
+    """Optimizer steps of a pass over a batch."""
     num_steps: int
     """Batches of the run."""
     num_prompts: int
     """Of the data set."""
+    num_passes: int = 1
+    """Over each batch."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of a batch."""
+        return self.num_minibatches * self.num_passes
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -81,9 +89,9 @@ def batches_of(args: GRPOConfig, num_prompts: int) -> Batches:
             f"rows, and in each of them whole groups of num_generations = {group}; set "
             f"gradient_accumulation_steps or generation_batch_size to a multiple of {group}"
         )
-    num_groups, num_updates = rows // group, rows // of_update
+    num_groups, num_minibatches = rows // group, rows // of_update
     if args.max_steps > 0:
-        num_steps = math.ceil(args.max_steps / num_updates)
+        num_steps = math.ceil(args.max_steps / (num_minibatches * args.num_iterations))
     else:
         # As TRL does, the rows left at the end that fill no batch are not trained on.
         num_steps = math.floor(args.num_train_epochs * num_prompts / num_groups + 1e-9)
@@ -93,7 +101,7 @@ def batches_of(args: GRPOConfig, num_prompts: int) -> Batches:
             f"num_generations = {group}, got {num_prompts} for num_train_epochs = "
             f"{args.num_train_epochs:g}; add rows, or lower the batch"
         )
-    return Batches(num_groups, num_updates, num_steps, num_prompts)
+    return Batches(num_groups, num_minibatches, num_steps, num_prompts, args.num_iterations)
 
 
 def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, Any]:
@@ -269,7 +277,7 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "betas": [args.adam_beta1, args.adam_beta2],
         "eps": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm,
-        "num_minibatches": batches.num_updates,
+        "num_minibatches": batches.num_minibatches,
         "num_gpus_per_rank": _gpus(args),
         "dtype": "bfloat16" if is_reduced else "float32",
         "activation_checkpointing": bool(args.gradient_checkpointing),
@@ -288,6 +296,7 @@ def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
     return {
         "num_steps": batches.num_steps,
         "groups_per_step": batches.num_groups,
+        "update_epochs": batches.num_passes,
         "max_staleness": 0,
         "checkpoint_every_steps": every[when],
         "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
