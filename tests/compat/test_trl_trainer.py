@@ -65,7 +65,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
     ("given", "message"),
     [
         ({"callbacks": [1]}, "callbacks=.* is not honoured here; iterate over the steps"),
-        ({"tools": [print]}, "tools=.* is not honoured"),
+        ({"tools": [print]}, "tool 'print' expected typed arguments"),
         ({"reward_funcs": None}, "reward_funcs expected at least one function"),
         ({"reward_funcs": [3]}, "reward_funcs expected functions, .* got 3"),
         ({"train_dataset": [{"text": "a"}]}, "train_dataset: row 0 expected a 'prompt'"),

@@ -17,8 +17,8 @@ from ludus.trainer.models.load import load_tokenizer
 
 ModelInput: TypeAlias = "str | Mapping[str, Any]"
 
-_ROOM_FOR_TEXT = 256
-"""Tokens beyond prompt and completion, for what a rollout function puts around them."""
+_ROOM_FOR_TEXT, _ROOM_FOR_TOOLS = 256, 1024
+"""Tokens beyond prompt and completion, for what a rollout function or tools put around them."""
 _TINY_MAX_TOKENS = 512
 
 
@@ -32,7 +32,9 @@ class ModelSection:
     max_positions: int | None
     """Tokens that the model can tell apart by their places."""
 
-    def max_tokens(self, prompts: Sequence[str | list[Message]], args: GRPOConfig) -> int:
+    def max_tokens(
+        self, prompts: Sequence[str | list[Message]], args: GRPOConfig, *, with_tools: bool
+    ) -> int:
         """Tokens of the longest prompt and the longest completion together."""
         if args.vllm_max_model_length is not None:
             return int(args.vllm_max_model_length)
@@ -40,7 +42,8 @@ class ModelSection:
             return int(self.settings.get("max_tokens", _TINY_MAX_TOKENS))
         chat = ChatTokenizer(self.tokenizer)
         longest = max(_length(chat, prompt) for prompt in prompts)
-        wanted = longest + int(args.max_completion_length or 0) + _ROOM_FOR_TEXT
+        room = _ROOM_FOR_TOOLS if with_tools else _ROOM_FOR_TEXT
+        wanted = longest + int(args.max_completion_length or 0) + room
         return min(wanted, self.max_positions or wanted)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.functions import name_of
 
 _ALWAYS = frozenset(
@@ -26,11 +27,16 @@ _ALWAYS = frozenset(
 
 
 def reward_terms(
-    reward_funcs: Any, weights: Sequence[float] | None, columns: Set[str] | None
+    reward_funcs: Any,
+    weights: Sequence[float] | None,
+    columns: Set[str] | None,
+    rewarding: str | None = None,
 ) -> list[dict[str, Any]]:
     """The terms, in their order.
 
     Args:
+        rewarding: the name of environments that say themselves what an episode is worth; it is
+            one more term, of weight 1.
         columns: of the data set; None where a rollout function may add others.
 
     Raises:
@@ -39,7 +45,7 @@ def reward_terms(
     """
     given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [one for one in given if one is not None]
-    if not functions:
+    if not functions and rewarding is None:
         raise ConfigError("reward_funcs expected at least one function, got none; pass one")
     if weights is not None and len(weights) != len(functions):
         raise ConfigError(
@@ -49,6 +55,8 @@ def reward_terms(
     terms = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
         terms.append({**_term(function, columns), "weight": float(weight)})
+    if rewarding is not None:
+        terms.append({"function": name_of(environment_reward), "name": rewarding})
     return terms
 
 

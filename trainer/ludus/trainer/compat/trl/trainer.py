@@ -30,7 +30,9 @@ from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
 from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
 from ludus.trainer.compat.trl.rewards import reward_terms
+from ludus.trainer.compat.trl.rollouts import EnvironmentFactory, rewarding_kind, rollout_of
 from ludus.trainer.compat.trl.run_settings import DEFAULT_OUTPUT_DIR, batches_of, run_settings
+from ludus.trainer.compat.trl.tools import ToolRollout
 from ludus.trainer.functions import name_of
 from ludus.trainer.rollout.batch.function import GivenRollout
 from ludus.trainer.trainer import Trainer
@@ -57,9 +59,9 @@ class GRPOTrainer:
         optimizers: tuple[None, None] = (None, None),
         quantization_config: None = None,
         peft_config: Any = None,
-        tools: None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: Callable[..., Any] | None = None,
-        environment_factory: None = None,
+        environment_factory: EnvironmentFactory | None = None,
         *,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -71,7 +73,10 @@ class GRPOTrainer:
             train_dataset: rows with a `prompt` each, text or messages, and columns for rewards.
             processing_class: the model's tokenizer, where that is not the one in its folder.
             peft_config: LoRA; of `peft.LoraConfig`, r, lora_alpha and target_modules.
+            tools: functions that answers may call.
             rollout_func: plays the episodes, in one of TRL's three forms (docs/from-trl.md).
+            environment_factory: makes instances whose methods answers call, one per episode; or
+                several by name, of which each row names one as its `environment`.
             overrides: each "section.field=value" of the run's own configuration.
 
         Raises:
@@ -82,8 +87,6 @@ class GRPOTrainer:
             callbacks=callbacks,
             optimizers=None if tuple(optimizers) == (None, None) else optimizers,
             quantization_config=quantization_config,
-            tools=tools,
-            environment_factory=environment_factory,
         )
         self.args = args or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.of(train_dataset, "train_dataset")
@@ -93,9 +96,12 @@ class GRPOTrainer:
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
         own = self._input / "model"
         section = model_section(model, processing_class, peft_config, self.args, own)
-        columns = self._rows.columns if rollout_func is None else None
-        rewards = reward_terms(reward_funcs, self.args.reward_weights, columns)
-        self._config = self._run_tree(section, rollout_func or rollouts.sample, rewards)
+        rollout = rollout_of(rollout_func, tools, environment_factory, self.args)
+        columns = self._rows.columns if rollout is rollouts.sample else None
+        rewards = reward_terms(
+            reward_funcs, self.args.reward_weights, columns, rewarding_kind(environment_factory)
+        )
+        self._config = self._run_tree(section, rollout, rewards)
         self._overrides = tuple(overrides)
         self.run: RunConfig = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
@@ -155,7 +161,8 @@ class GRPOTrainer:
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """The configuration of the run, section by section."""
-        max_tokens = model.max_tokens(self._rows.prompts, self.args)
+        with_tools = isinstance(rollout, ToolRollout)
+        max_tokens = model.max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
         return {
             **run_settings(self.args, self._batches, max_tokens),
             "model": model.settings,
@@ -217,8 +224,6 @@ def _refuse_given(**given: Any) -> None:
         "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",
         "optimizers": "AdamW is the one optimizer; its settings are in GRPOConfig",
         "quantization_config": "pass a model that is not quantised",
-        "tools": "give the tools to an environment (docs/rewards.md)",
-        "environment_factory": "make it an environment with tools (docs/rewards.md)",
     }
     for name, value in given.items():
         if value is not None:

@@ -120,6 +120,8 @@ class TrainerState:
 
     global_step: int
     """Version of the weights that the worker holds."""
+    is_evaluation: bool = False
+    """Whether nothing is learned from what is played."""
 
 
 class RolloutTrainer:
@@ -130,15 +132,21 @@ class RolloutTrainer:
         args: Any,
         processing_class: PreTrainedTokenizerBase,
         state: TrainerState,
+        rows: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         completions: Completions,
         call: Call,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """To be used in another thread than that of `loop`, on which `completions` lives."""
+        """To be used in another thread than that of `loop`, on which `completions` lives.
+
+        Args:
+            rows: [prompts] what the data set says beside each prompt.
+        """
         self.args = args
         self.processing_class = processing_class
         self.state = state
+        self.rows = rows
         self.num_generations = self.num_generations_eval = args.num_generations
         self.max_completion_length = args.max_completion_length
         self._sampling = sampling

@@ -6,11 +6,11 @@ prompts --call--> rows --read_rows--> checked --ledger, or a score--> Played
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from ludus.env import Message
 from ludus.proto.config import RunConfig
@@ -31,8 +31,16 @@ from ludus.trainer.types import CanaryPrompt, Sampling
 MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
 """By the type that the engine computes in: farther from what it says itself is a wrong log-prob."""
 
-Asked: TypeAlias = "str | list[Message]"
-"""A prompt, as a data set has it."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an episode begins with."""
+
+    prompt: str | list[Message]
+    """As a data set has it."""
+    columns: Mapping[str, Any]
+    """What it says beside the prompt."""
+
 
 _NUM_THREADS = 8
 
@@ -104,17 +112,17 @@ class BatchFunction:
 
     async def play(
         self,
-        prompts: Sequence[Asked],
+        asked: Sequence[Asked],
         num_generations: int,
         sampling: Sampling,
         keys: Sequence[int],
         *,
         is_trained_on: bool,
     ) -> list[PlayedRow]:
-        """[prompts * num_generations] the rows of one call, prompt by prompt.
+        """[asked * num_generations] the rows of one call, prompt by prompt.
 
         Args:
-            keys: [prompts * num_generations] what each row's random numbers come from.
+            keys: [asked * num_generations] what each row's random numbers come from.
             is_trained_on: whether log-probs have to be those that the learner compares with.
 
         Raises:
@@ -123,14 +131,15 @@ class BatchFunction:
         """
         expected = Expected(
             self._path,
-            len(prompts),
+            len(asked),
             num_generations,
             len(self._chat.tokenizer),
             self._run.rollout.max_tokens,
         )
         async with self._turn:
             with self._completions.call(keys) as call:
-                returned = await self._returned(call, prompts, num_generations, sampling)
+                called = self._called(call, asked, num_generations, sampling, is_trained_on)
+                returned = await self._returned(called)
                 rows = await asyncio.to_thread(read_rows, returned, expected)
                 compared = sampling if is_trained_on else None
                 return [
@@ -138,11 +147,8 @@ class BatchFunction:
                     for number, row in enumerate(rows)
                 ]
 
-    async def _returned(
-        self, call: Call, prompts: Sequence[Asked], num_generations: int, sampling: Sampling
-    ) -> Any:
+    async def _returned(self, called: Callable[[], Any]) -> Any:
         timeout_s = self._run.rollout.group_timeout_s
-        called = self._called(call, prompts, num_generations, sampling)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, called)
@@ -160,7 +166,12 @@ class BatchFunction:
             ) from error
 
     def _called(
-        self, call: Call, prompts: Sequence[Asked], num_generations: int, sampling: Sampling
+        self,
+        call: Call,
+        asked: Sequence[Asked],
+        num_generations: int,
+        sampling: Sampling,
+        is_trained_on: bool,
     ) -> Callable[[], Any]:
         """The call, with all that the function's form takes."""
         if self._args is None:
@@ -170,21 +181,23 @@ class BatchFunction:
         else:
             args = adapted(self._args, sampling, num_generations, self._port)
         if self._form.repeats_prompts:
-            repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+            repeated = [one for one in asked for _ in range(num_generations)]
             trainer = RolloutTrainer(
                 args,
                 self._chat.tokenizer,
-                TrainerState(self._policy.version),
+                TrainerState(self._policy.version, is_evaluation=not is_trained_on),
+                [one.columns for one in repeated],
                 sampling,
                 self._completions,
                 call,
                 asyncio.get_running_loop(),
             )
-            return partial(self._function, repeated, trainer=trainer)
+            prompts = [one.prompt for one in repeated]
+            return partial(self._function, prompts, trainer=trainer)
         images = {"images": None} if self._form is Form.ONCE_WITH_IMAGES else {}
         texts = [
-            prompt if isinstance(prompt, str) else self._chat.prompt_text(prompt)
-            for prompt in prompts
+            one.prompt if isinstance(one.prompt, str) else self._chat.prompt_text(one.prompt)
+            for one in asked
         ]
         tokenizer = self._chat.tokenizer
         return partial(self._function, texts, args=args, processing_class=tokenizer, **images)

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from ludus.env import Message, StepResult
+from ludus.env import StepResult
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.batch.function import BatchFunction, PlayedRow
+from ludus.trainer.rollout.batch.function import Asked, BatchFunction, PlayedRow
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.group import group_keys, paused_where_all_failed, written
 from ludus.trainer.rollout.renderer import ChatRenderer
@@ -44,14 +43,6 @@ _log = logging.getLogger(__name__)
 
 _PROMPT = "prompt"
 """Of the first result's info: what is asked, as a data set has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What an episode begins with."""
-
-    prompt: str | list[Message]
-    columns: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +120,15 @@ class BatchPlayer:
     ) -> list[PlayedEpisode]:
         """The episodes, game by game."""
         openings = await asyncio.gather(*(self._ask(game.seed) for game in games))
-        asked = [one for one in openings if isinstance(one, _Asked)]
+        asked = [one for one in openings if isinstance(one, Asked)]
         rows: list[PlayedRow] | Exception = []
         if asked:
             playing = [
-                game for game, one in zip(games, openings, strict=True) if isinstance(one, _Asked)
+                game for game, one in zip(games, openings, strict=True) if isinstance(one, Asked)
             ]
             try:
                 rows = await self._function.play(
-                    [one.prompt for one in asked],
+                    asked,
                     len(games[0].keys),
                     sampling,
                     [key for game in playing for key in game.keys],
@@ -150,13 +141,13 @@ class BatchPlayer:
         left = iter(rows if isinstance(rows, list) else ())
         return [
             self._episode(game.seed, opening, rows if isinstance(rows, Exception) else next(left))
-            if isinstance(opening, _Asked)
+            if isinstance(opening, Asked)
             else self._void(game.seed, opening)
             for game, opening in zip(games, openings, strict=True)
             for _ in game.keys
         ]
 
-    async def _ask(self, seed: int) -> _Asked | Exception:
+    async def _ask(self, seed: int) -> Asked | Exception:
         """What the episode of a seed begins with, or why it does not."""
         try:
             session, first = await when_there_is_room(lambda: self._client.open(seed=seed))
@@ -169,15 +160,15 @@ class BatchPlayer:
         except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
             return error
 
-    def _asked(self, first: StepResult) -> _Asked:
+    def _asked(self, first: StepResult) -> Asked:
         metadata = first.observation.get("metadata")
         columns = {**(metadata if isinstance(metadata, dict) else {}), **first.info}
         prompt = columns.pop(_PROMPT, None)
         if not isinstance(prompt, str):
             prompt = self._renderer.messages(first, first=True)
-        return _Asked(prompt, columns)
+        return Asked(prompt, columns)
 
-    def _episode(self, seed: int, asked: _Asked, row: PlayedRow | Exception) -> PlayedEpisode:
+    def _episode(self, seed: int, asked: Asked, row: PlayedRow | Exception) -> PlayedEpisode:
         if isinstance(row, Exception):
             return self._void(seed, row)
         sequence, text = _sequence_of(row), self._chat.decode(row.row.completion_ids)

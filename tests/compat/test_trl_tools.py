@@ -1,0 +1,189 @@
+"""Tools and environments of TRL's: scripted answers, real methods, exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer
+from ludus.trainer.compat.trl.tools import REWARD_COLUMN, ToolRollout, environment_reward
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.rollout.batch.arguments import RolloutTrainer, TrainerState
+
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+
+
+class Counter:
+    """Counts to a target."""
+
+    def reset(self, start: int = 0, **columns: Any) -> str:
+        """What is asked."""
+        self.total = start
+        self.columns = columns
+        return f" from {start}"
+
+    def add(self, n: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            n: the number to add.
+        """
+        if n < 0:
+            raise ValueError("no negative numbers")
+        self.total += n
+        return self.total
+
+    async def double(self) -> str:
+        """Double it."""
+        await asyncio.sleep(0)
+        self.total *= 2
+        return str(self.total)
+
+    def get_reward(self) -> float:
+        """The total."""
+        return float(self.total)
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return ChatTokenizer(make_tokenizer(["count add double from total"] * 5, 320))
+
+
+class Scripted(RolloutTrainer):
+    """Answers by script, one list for each episode; every token has log-prob -1."""
+
+    def __init__(self, chat: ChatTokenizer, rows: list[dict[str, Any]], script: list[list[str]]):
+        self._chat = chat
+        self._script = [iter(answers) for answers in script]
+        self._of_prompt: dict[tuple[int, ...], int] = {}
+        self.rows = rows
+        self.processing_class = chat.tokenizer
+        self.state = TrainerState(0)
+        self.args = SimpleNamespace(chat_template_kwargs=None)
+        self.max_completion_length = 400
+        self.sent: list[list[list[int]]] = []
+
+    def generate_rollout_completions(self, prompts: Any, overrides: Any, as_chat: Any) -> Any:
+        if not self.sent:
+            self._first = [list(prompt) for prompt in prompts]
+        self.sent.append([list(prompt) for prompt in prompts])
+        outputs = []
+        for prompt in prompts:
+            number = next(n for n, first in enumerate(self._first) if prompt[: len(first)] == first)
+            ids = self._chat.answer_ids(next(self._script[number]))[: overrides["max_tokens"]]
+            outputs.append(
+                {
+                    "prompt_ids": prompt,
+                    "completion_ids": ids,
+                    "logprobs": [-1.0] * len(ids),
+                    "text": self._chat.decode(ids),
+                }
+            )
+        return outputs
+
+
+def prompts_of(rows: list[dict[str, Any]]) -> list[Any]:
+    return [[{"role": "user", "content": "count"}] for _ in rows]
+
+
+def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> None:
+    rows: list[dict[str, Any]] = [{"start": 1, "level": "a"}, {"start": 5}]
+    trainer = Scripted(
+        chat,
+        rows,
+        [
+            [CALL % ("add", '{"n": 2}'), CALL % ("double", "{}"), "done"],
+            [CALL % ("add", '{"n": -1}') + CALL % ("fly", "{}"), "give up"],
+        ],
+    )
+    played = ToolRollout([], {None: Counter}, None)(prompts_of(rows), trainer)
+    assert played[REWARD_COLUMN] == [6.0, 5.0]
+    assert environment_reward(**{REWARD_COLUMN: played[REWARD_COLUMN]}) == [6.0, 5.0]
+    assert (played["num_tool_calls"], played["num_tool_calls_failed"]) == ([2, 2], [0, 2])
+    assert played["environments"][0].columns["level"] == "a"
+    first, second = [chat.decode(ids) for ids in played["completion_ids"]]
+    assert "done" in first
+    assert "no negative numbers" in second and "no tool 'fly'" in second
+    for ids, logprobs, mask in zip(
+        played["completion_ids"], played["logprobs"], played["env_mask"], strict=True
+    ):
+        assert len(ids) == len(logprobs) == len(mask)
+        assert {1: -1.0, 0: 0.0}[mask[0]] == logprobs[0]
+        assert [-1.0 if is_sampled else 0.0 for is_sampled in mask] == logprobs
+    # Every prompt begins with the tokens before it: none is encoded twice.
+    for before, after in zip(trainer.sent, trainer.sent[1:], strict=False):
+        assert any(after[0][: len(sent)] == sent for sent in before)
+    assert "from 1" in chat.decode(played["prompt_ids"][0])
+    assert "Add a number." in chat.decode(played["prompt_ids"][0])
+
+
+def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
+    rows: list[dict[str, Any]] = [{}]
+    endless = [[CALL % ("add", '{"n": 1}')] * 50]
+    limited = ToolRollout([], {None: Counter}, 2)(prompts_of(rows), Scripted(chat, rows, endless))
+    assert limited[REWARD_COLUMN] == [3.0], "three answers, the last of which is not answered"
+    assert limited["env_mask"][0][-1] == 1
+    trainer = Scripted(chat, rows, endless)
+    trainer.max_completion_length = 90
+    cut = ToolRollout([], {None: Counter}, None)(prompts_of(rows), trainer)
+    assert len(cut["completion_ids"][0]) <= 90
+    assert cut["env_mask"][0][-1] == 1
+
+
+def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
+    class Silent(Counter):
+        pass
+
+    rows: list[dict[str, Any]] = [
+        {"environment": "silent", "start": 1},
+        {"environment": "loud", "start": 2},
+    ]
+    rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
+    played = rollout(prompts_of(rows), Scripted(chat, rows, [["done"], ["done"]]))
+    assert [type(one) for one in played["environments"]] == [Silent, Counter]
+    with pytest.raises(ConfigError, match=r"environment expected one of \['loud', 'silent'\]"):
+        rollout(prompts_of([{}]), Scripted(chat, [{}], [["done"]]))
+
+
+def test_a_rollout_travels_without_its_instances(chat: ChatTokenizer) -> None:
+    rollout = ToolRollout([], {None: Counter}, 3)
+    rollout([], Scripted(chat, [], []))
+    assert pickle.loads(pickle.dumps(rollout))._max_rounds == 3
+
+
+def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> None:
+    class Untyped(Counter):
+        def guess(self, what):  # type: ignore[no-untyped-def]
+            """Guess."""
+
+    class Unresettable:
+        def add(self, n: int) -> int:
+            return n
+
+    args = GRPOConfig(str(tmp_path / "run"), max_completion_length=8)
+    rows = [{"prompt": [{"role": "user", "content": "count"}]}] * 8
+    tiny = {"kind": "tiny"}
+    for factory, message in (
+        (Untyped, "tool 'guess' expected typed arguments"),
+        (Unresettable, "a `reset` method"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPOTrainer(tiny, args=args, train_dataset=rows, environment_factory=factory)
+    with pytest.raises(ConfigError, match="would go unheard"):
+        GRPOTrainer(
+            tiny,
+            args=args,
+            train_dataset=rows,
+            environment_factory=Counter,
+            rollout_func=lambda prompts, trainer: {},
+        )
+    trainer = GRPOTrainer(tiny, args=args, train_dataset=rows, environment_factory=Counter)
+    [term] = trainer.run.environment.rewards
+    assert (term.name, term.weight) == ("Counter", 1.0)
