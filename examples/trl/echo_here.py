@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 import requests
 
@@ -22,42 +23,44 @@ PROMPT = "You are an AI that interacts with an *Echo* environment. Word to echo:
 WORDS = ["echo", "a word to echo", "interacts with an environment"]
 
 
+def make_rollout_func(client, port):
+    """The guide's rollout function."""
+
+    def rollout_func(prompts, args, processing_class):
+        payload = {
+            "prompts": prompts,
+            "n": args.num_generations,
+            "temperature": args.temperature,
+            "max_tokens": args.max_completion_length,
+        }
+        response = requests.post(f"http://0.0.0.0:{port}/generate/", json=payload)
+        result = response.json()
+
+        completions_text = processing_class.batch_decode(
+            result["completion_ids"], skip_special_tokens=True
+        )
+
+        client.reset()
+        env_rewards = []
+        for msg in completions_text:
+            env_result = client.step(EchoAction(message=msg))
+            env_rewards.append(env_result.reward)
+
+        result["env_reward"] = env_rewards
+        return result
+
+    return rollout_func
+
+
 def train(seed, output_dir, port, *, shuffle_rewards=False):
     """The trainer, when it has trained for one epoch."""
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        LocalServer("echo_env", {}, 16, f"{logs}/log") as up,
-    ):
-        client = EchoEnv(base_url=up.addresses.http)
-
-        def rollout_func(prompts, args, processing_class):
-            payload = {
-                "prompts": prompts,
-                "n": args.num_generations,
-                "temperature": args.temperature,
-                "max_tokens": args.max_completion_length,
-            }
-            response = requests.post(f"http://0.0.0.0:{port}/generate/", json=payload)
-            result = response.json()
-
-            completions_text = processing_class.batch_decode(
-                result["completion_ids"], skip_special_tokens=True
-            )
-
-            client.reset()
-            env_rewards = []
-            for msg in completions_text:
-                env_result = client.step(EchoAction(message=msg))
-                env_rewards.append(env_result.reward)
-
-            result["env_reward"] = env_rewards
-            return result
-
+    log = Path(tempfile.mkdtemp()) / "echo.log"
+    with LocalServer("echo_env", {}, 16, log) as up:
         trainer = GRPOTrainer(
             model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 128},
             reward_funcs=reward_from_env,
             train_dataset={"prompt": [PROMPT] * 64},
-            rollout_func=rollout_func,
+            rollout_func=make_rollout_func(EchoEnv(base_url=up.addresses.http), port),
             args=GRPOConfig(
                 output_dir,
                 vllm_mode="server",

@@ -4,7 +4,7 @@
     rows of a generation batch   B = generation_batch_size
     groups of a batch            max(B, R) / num_generations
     optimizer steps of a pass    max(B, R) / R                      learner.num_minibatches
-    passes over a batch          num_iterations                     training.update_epochs
+    passes over a batch          num_iterations                     learner.update_epochs
 
 TRL counts optimizer steps, a run counts batches: `Batches` translates. As in TRL, whatever is
 trained on was sampled by the newest weights (training.max_staleness = 0).
@@ -278,6 +278,7 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "eps": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm,
         "num_minibatches": batches.num_minibatches,
+        "update_epochs": batches.num_passes,
         "num_gpus_per_rank": _gpus(args),
         "dtype": "bfloat16" if is_reduced else "float32",
         "activation_checkpointing": bool(args.gradient_checkpointing),
@@ -296,7 +297,6 @@ def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
     return {
         "num_steps": batches.num_steps,
         "groups_per_step": batches.num_groups,
-        "update_epochs": batches.num_passes,
         "max_staleness": 0,
         "checkpoint_every_steps": every[when],
         "keep_checkpoints": args.save_total_limit or _KEEP_ALL,

@@ -82,12 +82,7 @@ class GRPOTrainer:
         Raises:
             ConfigError: something that no run does, by its name.
         """
-        _refuse_given(
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=None if tuple(optimizers) == (None, None) else optimizers,
-            quantization_config=quantization_config,
-        )
+        _refuse_given(reward_processing_classes, callbacks, optimizers, quantization_config)
         self.args = args or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.of(train_dataset, "train_dataset")
         self._eval_rows = PromptRows.of_optional(eval_dataset, "eval_dataset")
@@ -218,7 +213,15 @@ def _last_part(model: Any) -> str:
     return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
 
 
-def _refuse_given(**given: Any) -> None:
+def _refuse_given(
+    reward_processing_classes: Any, callbacks: Any, optimizers: Any, quantization_config: Any
+) -> None:
+    given = {
+        "reward_processing_classes": reward_processing_classes,
+        "callbacks": callbacks,
+        "optimizers": None if tuple(optimizers) == (None, None) else optimizers,
+        "quantization_config": quantization_config,
+    }
     ways = {
         "reward_processing_classes": "a reward model brings its own tokenizer",
         "callbacks": "iterate over the steps of ludus.trainer.Trainer (docs/python.md)",

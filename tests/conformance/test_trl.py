@@ -1,0 +1,81 @@
+"""TRL's own GRPOTrainer trains on our server over WebSocket; our GRPOConfig has its fields."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upstream_environment import python_in
+
+from ludus.env.client import EnvClient
+from ludus.trainer.compat.trl.fields import DEFAULTS
+from tests.conformance.parties import UPSTREAM, OurServer
+
+pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
+
+TRL = "trl==1.16.0"
+REQUIREMENTS = [
+    TRL,
+    "torch==2.13.0",
+    "transformers==5.19.0",
+    "accelerate==1.15.0",
+    "datasets",
+    "openenv==0.10.0",
+    "jmespath",
+]
+FIELDS = """
+import dataclasses, json
+from trl import GRPOConfig
+found = {}
+for field in dataclasses.fields(GRPOConfig):
+    has_factory = field.default is dataclasses.MISSING
+    value = field.default_factory() if has_factory else field.default
+    found[field.name] = getattr(value, "value", value)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """An interpreter with TRL and OpenEnv's client."""
+    return python_in("upstream-trl-1.16.0+openenv-0.10.0", REQUIREMENTS)
+
+
+def last_line(command: list[Any]) -> Any:
+    """The last line that the program prints, which is JSON."""
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> None:
+    assert last_line([python, "-I", "-c", FIELDS]) == dict(DEFAULTS)
+
+
+@pytest.mark.parametrize("mode", ["rollout_func", "environment_factory"])
+def test_trl_trains_on_games_of_our_server(
+    python: Path, server: OurServer, tmp_path: Path, mode: str
+) -> None:
+    program = UPSTREAM / "trl_trainer.py"
+    played = last_line([python, "-I", program, server.http_address, mode, tmp_path])
+    assert (played["steps"], len(played["games"])) == (2, 8)
+    # What TRL learned from is what our own client is paid for the same moves on the same deals.
+    returns = []
+    with EnvClient.connect(server.http_address) as client:
+        for game in played["games"]:
+            session, _ = client.open(seed=game["seed"])
+            rewards = [session.step({"action_id": action}).reward for action in game["actions"]]
+            assert rewards == game["rewards"]
+            returns.append(sum(rewards))
+    halves = [sum(returns[:4]) / 4, sum(returns[4:]) / 4]
+    assert played["rewards"] == pytest.approx(halves)
