@@ -7,12 +7,14 @@ class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import BaseModel
 
+from ludus.env.client.containers import READY_TIMEOUT_S, ContainerProvider, LocalContainers
 from ludus.env.client.sync import EnvClient, Session
 from ludus.env.types import Action, StepResult, TextView
 
@@ -61,6 +63,44 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         self._url, self._token = base_url or self.default_url, token
         self._client = EnvClient.connect(self._url, token=token)
         self._session: Session | None = None
+        self._is_closed = False
+        self._container: ContainerProvider | None = None
+        """Holds the server, where it was started for this client."""
+
+    @classmethod
+    def from_docker_image(
+        cls,
+        image: str,
+        provider: ContainerProvider | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        port: int | None = None,
+        *,
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> Self:
+        """A client of a server in a container of its own, which ends with it.
+
+        Args:
+            image: its server listens on port 8000, as OpenEnv's do.
+            provider: what starts the container; None is docker or podman on this machine. One of
+                OpenEnv's does, too.
+            env_vars: variables in the container, for example {"OPENSPIEL_GAME": "blackjack"}.
+            port: of this machine; None takes a free one.
+            timeout_s: within which the server must answer.
+
+        Raises:
+            ConfigError: there is no docker or podman, or it refuses image or port.
+            UnavailableError: the server ended, or did not answer in time.
+        """
+        container: ContainerProvider = LocalContainers() if provider is None else provider
+        try:
+            base_url = container.start_container(image, port=port, env_vars=env_vars)
+            container.wait_for_ready(base_url, timeout_s=timeout_s)
+            client = cls(base_url)
+        except BaseException:
+            container.stop_container()
+            raise
+        client._container = container
+        return client
 
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
         """The first view of a new episode, which follows from the seed."""
@@ -82,8 +122,15 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         return self.state_type.model_validate(self._opened().state())
 
     def close(self) -> None:
-        """End the session and the connection."""
-        self._client.close()
+        """End the session, the connection, and the container that was started for them."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._client.close()
+        finally:
+            if self._container is not None:
+                self._container.stop_container()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A function that plays with it may be sent elsewhere, and gets a session of its own there.

@@ -1,0 +1,249 @@
+"""Clients that start their server in a container: started, waited for, removed in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from echo_env import EchoAction, EchoEnv, make_environment
+from ludus.env import __main__ as program
+from ludus.env.client import EnvClient
+from ludus.env.client.containers import LocalContainers
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.errors import ConfigError, UnavailableError
+
+
+@dataclass
+class FakeProvider:
+    """A provider whose container is a server of this process, or none."""
+
+    address: str
+    is_ready: bool = True
+    deeds: list[object] = field(default_factory=list)
+
+    def start_container(
+        self, image: str, port: int | None = None, env_vars: Mapping[str, str] | None = None
+    ) -> str:
+        self.deeds.append(("start", image, port, env_vars))
+        return self.address
+
+    def wait_for_ready(self, base_url: str, timeout_s: float = 30.0) -> None:
+        self.deeds.append(("wait", base_url, timeout_s))
+        if not self.is_ready:
+            raise UnavailableError("it ended while it started")
+
+    def stop_container(self) -> None:
+        self.deeds.append("stop")
+
+
+# -- the client and any provider -------------------------------------------------------
+
+
+async def test_a_client_plays_in_its_container_and_ends_it_with_itself() -> None:
+    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
+        provider = FakeProvider(up.http_address)
+        assert await asyncio.to_thread(pay_in, provider) == 1.3
+    assert provider.deeds == [
+        ("start", "echo-env:latest", 8123, {"LEVEL": "3"}),
+        ("wait", up.http_address, 30.0),
+        "stop",
+    ]
+
+
+def pay_in(provider: FakeProvider) -> float | None:
+    client = EchoEnv.from_docker_image("echo-env:latest", provider, {"LEVEL": "3"}, 8123)
+    with client:
+        client.reset()
+        reward = client.step(EchoAction(message="Hello, World!")).reward
+    client.close()  # a second time is no harm
+    return reward
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_container_that_does_not_serve_is_removed(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str, **arguments: object) -> EnvClient:
+        raise UnavailableError(f"nothing at {address}")
+
+    monkeypatch.setattr(EnvClient, "connect", refuse)
+    provider = FakeProvider("http://127.0.0.1:9", is_ready)
+    with pytest.raises(UnavailableError):
+        EchoEnv.from_docker_image("echo-env:latest", provider)
+    assert provider.deeds[-1] == "stop"
+
+
+# -- docker and podman -----------------------------------------------------------------
+
+ENGINE = """#!/bin/sh
+here=$(dirname "$0")
+echo "$@" >> "$here/commands"
+case "$1" in
+  info) exit $(cat "$here/info" 2>/dev/null || echo 0) ;;
+  run) [ -e "$here/refusal" ] && { cat "$here/refusal" >&2; exit 125; }
+       env | grep ^LEVEL= >> "$here/variables"; touch "$here/running"; echo 0a1b2c ;;
+  port) cat "$here/address" ;;
+  inspect) [ -e "$here/dead" ] && echo false || echo true ;;
+  logs) echo "first word"; echo "last word" ;;
+  rm) rm -f "$here/running" ;;
+esac
+"""
+
+
+@dataclass
+class FakeEngine:
+    """A program in docker's place, which writes down what it is asked for."""
+
+    folder: Path
+
+    @property
+    def path(self) -> str:
+        return str(self.folder / "docker")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the container that was started is still there."""
+        return (self.folder / "running").exists()
+
+    @property
+    def commands(self) -> list[str]:
+        """What it was asked for, a line each."""
+        return (self.folder / "commands").read_text().splitlines()
+
+    def say(self, name: str, text: str = "") -> None:
+        """Have it say `text` where it looks for a file of this name."""
+        (self.folder / name).write_text(text)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine(tmp_path)
+    Path(fake.path).write_text(ENGINE)
+    Path(fake.path).chmod(0o755)
+    fake.say("address", "127.0.0.1:9\n")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cat", "dirname", "env", "grep", "rm", "touch"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    # Nothing else: there may be a docker on this machine.
+    monkeypatch.setenv("PATH", f"{tmp_path}:{tools}")
+    return fake
+
+
+async def test_a_container_is_published_on_this_machine_alone_and_removed_on_close(
+    engine: FakeEngine,
+) -> None:
+    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
+        engine.say("address", up.http_address.removeprefix("http://"))
+        provider = LocalContainers()
+        base_url = await asyncio.to_thread(
+            provider.start_container, "echo-env:latest", env_vars={"LEVEL": "secret"}
+        )
+        assert base_url == up.http_address and engine.is_running
+        await asyncio.to_thread(provider.wait_for_ready, base_url, 10.0)
+        provider.stop_container()
+    assert not engine.is_running
+    started = next(line for line in engine.commands if line.startswith("run "))
+    assert "--publish 127.0.0.1::8000 --env LEVEL echo-env:latest" in started
+    assert (engine.folder / "variables").read_text() == "LEVEL=secret\n"
+
+
+def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
+    provider = LocalContainers(engine.path)
+    provider.start_container("echo-env:latest", port=8123)
+    assert any("--publish 127.0.0.1:8123:8000" in line for line in engine.commands)
+    with pytest.raises(ConfigError, match="got one that runs 'ludus-"):
+        provider.start_container("echo-env:latest")
+    provider.stop_container()
+    provider.stop_container()
+    assert not engine.is_running
+
+
+def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(engine: FakeEngine) -> None:
+    engine.say("dead")
+    with pytest.raises(UnavailableError, match="ended while it started: first word\nlast word"):
+        EchoEnv.from_docker_image("echo-env:latest")
+    assert not engine.is_running
+
+
+def test_a_server_that_does_not_get_ready_in_time_is_removed(engine: FakeEngine) -> None:
+    with pytest.raises(UnavailableError, match=r"9/health to answer within 0\.2 s, got nothing"):
+        EchoEnv.from_docker_image("echo-env:latest", timeout_s=0.2)
+    assert not engine.is_running
+
+
+def test_an_image_that_is_refused_is_told_in_the_engines_words(engine: FakeEngine) -> None:
+    engine.say("refusal", "trying to pull\nError: no such image\n")
+    with pytest.raises(ConfigError, match="docker run' refuses: Error: no such image"):
+        EchoEnv.from_docker_image("nowhere:latest")
+    assert not engine.is_running
+
+
+def test_a_machine_without_an_engine_is_told_in_one_sentence(
+    engine: FakeEngine,
+) -> None:
+    engine.say("info", "1")
+    with pytest.raises(ConfigError) as refused:
+        EchoEnv.from_docker_image("echo-env:latest")
+    assert str(refused.value) == (
+        "expected docker or podman to start a container with, got docker without an engine that "
+        "answers; install or start one, or start the server by hand and connect with base_url"
+    )
+    Path(engine.path).unlink()
+    with pytest.raises(ConfigError, match="to start a container with, got none"):
+        EchoEnv.from_docker_image("echo-env:latest")
+
+
+@pytest.mark.slow
+def test_a_container_goes_with_its_process_even_when_that_is_killed(engine: FakeEngine) -> None:
+    code = (
+        "from ludus.env.client.containers import LocalContainers; import time\n"
+        f"LocalContainers({engine.path!r}).start_container('echo-env:latest')\n"
+        "print('started', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "started\n"
+    assert engine.is_running
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate()
+    deadline_s = time.monotonic() + 30
+    while engine.is_running and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not engine.is_running
+
+
+# -- what runs in the container --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("token", "flags"), [("", ["--insecure"]), ("secret", [])])
+def test_a_container_without_arguments_serves_its_package_as_its_variables_say(
+    monkeypatch: pytest.MonkeyPatch, token: str, flags: list[str]
+) -> None:
+    served: list[list[str]] = []
+    monkeypatch.setattr("echo_env.server.app.main", served.append)
+    monkeypatch.setenv(program.PACKAGE_VARIABLE, "echo_env")
+    monkeypatch.setenv("LUDUS_ENV_TOKEN", token)
+    with pytest.raises(SystemExit) as ended:
+        program.main([])
+    assert ended.value.code == 0
+    assert served == [["--host", "0.0.0.0", "--port", "8000", *flags]]
+
+
+def test_a_program_without_arguments_elsewhere_asks_for_a_target(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(program.PACKAGE_VARIABLE, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        program.main([])
+    assert ended.value.code == 2
+    assert "package" in capsys.readouterr().err
