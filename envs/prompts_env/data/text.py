@@ -42,7 +42,8 @@ class _IndexedRows(ABC):
         with path.open("rb") as file:
             for start, row in self._scan(file):
                 check_row(path, len(self._starts), row, check)
-                names.update(dict.fromkeys(row))
+                if row.keys() != names.keys():
+                    names.update(dict.fromkeys(row))
                 self._starts.append(start)
             self._starts.append(file.tell())
         self._columns = tuple(names)

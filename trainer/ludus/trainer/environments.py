@@ -233,8 +233,9 @@ def check_rewards_of(run: RunConfig, name: str, tasks: TaskSet | None) -> None:
         ConfigError: a function asks for a column that the data lacks.
     """
     config = run.environments[name]
-    # What a rollout function says of an episode takes the place of what the environment says.
-    if tasks is not None and config.rollout is None:
+    # What a rollout function or an agent says of an episode takes the place of what the
+    # environment says.
+    if tasks is not None and config.rollout is None and config.agent is None:
         check_columns(_functions_of(config), tasks.columns, run.section_of(name))
 
 
