@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +10,13 @@ import pytest
 
 from ludus.proto.config import GrpoConfig, RolloutConfig
 from ludus.trainer.agents.api_error import LimitError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
+from ludus.trainer.agents.exchange import Asked, ChatMessage, Said
 from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus, Sampling
-from tests.agents.random_policy import TOOL, WORDS, RandomPolicy, tiny_chat
+from tests.agents.random_policy import TOOL, RandomPolicy, tiny_chat
+from tests.agents.wild_agent import WildAgent, check_exact, sent_back
 
 LIMITS = RolloutConfig(max_completion_tokens=60, max_tokens=3000, max_turns=64)
 NUM_EPISODES = 1000
@@ -44,53 +42,6 @@ async def ask(tree: ConversationTree, *messages: ChatMessage, **fields: Any) -> 
     return (await tree.answer(Asked(messages, **fields)))[0]
 
 
-class WildAgent:
-    """Does with its history what agents do: goes on, asks again, side by side, edits, shortens."""
-
-    def __init__(self, tree: ConversationTree, seed: int) -> None:
-        self._tree = tree
-        self._draw = random.Random(f"wild agent {seed}")
-        self._histories: list[list[ChatMessage]] = [[user("Where is the key?")]]
-
-    async def play(self) -> None:
-        """A few rounds of one to three requests at once."""
-        for _ in range(self._draw.randrange(1, 5)):
-            await asyncio.gather(*(self._ask() for _ in range(self._draw.choice((1, 1, 2, 3)))))
-
-    async def _ask(self) -> None:
-        draw = self._draw
-        history = list(draw.choice(self._histories))
-        match draw.randrange(8):
-            case 0:  # compaction
-                history = [ChatMessage("system", "Summary: " + draw.choice(WORDS)), *history[-2:]]
-            case 1 if len(history) > 2:  # an edit
-                place = draw.randrange(len(history))
-                history[place] = replace(history[place], content=draw.choice(WORDS))
-            case 2 if len(history) > 2:  # a window
-                history = history[2:]
-        asked = Asked(
-            tuple(history),
-            tools=draw.choice(((), (TOOL,), (TOOL,))),
-            num=draw.choice((1, 1, 1, 2)),
-            stop=draw.choice(((), ("STOP",))),
-            max_tokens=draw.choice((None, 5)),
-            is_one_call=draw.random() < 0.3,
-        )
-        for said in await self._tree.answer(asked):
-            self._histories.append([*history, self._sent_back(said), self._reply(said)])
-
-    def _sent_back(self, said: Said) -> ChatMessage:
-        """As clients do it: words stripped, JSON written anew, thoughts left out."""
-        calls = tuple(
-            FunctionCall(call.name, call.arguments.replace(": ", ":")) for call in said.calls
-        )
-        return ChatMessage("assistant", said.content.strip(), calls)
-
-    def _reply(self, said: Said) -> ChatMessage:
-        text = self._draw.choice(WORDS)
-        return ChatMessage("tool", text) if said.calls else user(text)
-
-
 async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
     chat: ChatTokenizer,
 ) -> None:
@@ -99,33 +50,12 @@ async def test_a_thousand_wild_episodes_train_on_exactly_what_was_sampled(
         tree, policy = tree_of(chat, seed)
         await WildAgent(tree, seed).play()
         sequences = tree.sequences()
-        check_exact(sequences, policy)
+        check_exact(sequences, policy.sampled)
         num_sequences += len(sequences)
         num_continued += sum(len(one.turns) > 1 for one in sequences)
     # The test would say nothing if all histories began anew, or none branched.
     assert num_sequences > 2 * NUM_EPISODES
     assert num_continued > NUM_EPISODES // 3
-
-
-def check_exact(sequences: tuple[Any, ...], policy: RandomPolicy) -> None:
-    """Every answer is trained once, after its own prompt; what was cut off is a prefix of it."""
-    left = Counter(policy.sampled)
-    for sequence in sequences:
-        for turn in sequence.turns:
-            prompt = tuple(sequence.token_ids[: turn.start].tolist())
-            said = tuple(sequence.token_ids[turn.start : turn.end].tolist())
-            logprobs = sequence.logprobs[turn.start : turn.end]
-            match = next(
-                one
-                for one in left
-                if one.prompt_ids == prompt
-                and one.token_ids[: len(said)] == said
-                and np.allclose(one.logprobs[: len(said)], logprobs)
-            )
-            left[match] -= 1
-            left += Counter()
-        assert not sequence.logprobs[~sequence.loss_mask].any()
-    assert not left
 
 
 async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_written(
@@ -137,7 +67,7 @@ async def test_a_history_that_grows_is_one_sequence_however_its_answers_are_writ
         for _ in range(4):
             said = await ask(tree, *history, tools=(TOOL,))
             agent = WildAgent(tree, seed)
-            history += [agent._sent_back(said), agent._reply(said)]
+            history += [sent_back(said), agent._reply(said)]
         [sequence] = tree.sequences()
         assert len(sequence.turns) == 4
         assert [len(one.prompt_ids) for one in policy.sampled] == [t.start for t in sequence.turns]
@@ -187,7 +117,7 @@ async def test_thoughts_that_the_template_takes_out_make_sequences_of_their_own(
     for seed in range(50):
         tree, policy = tree_of(chat, seed)
         await WildAgent(tree, seed).play()
-        check_exact(tree.sequences(), policy)
+        check_exact(tree.sequences(), policy.sampled)
 
 
 async def test_limits_refuse_what_has_no_room_and_what_was_said_stays(chat: ChatTokenizer) -> None:

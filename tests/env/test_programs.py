@@ -1,0 +1,129 @@
+"""Programs that are started for others: what they say and see, and that nothing outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from ludus.env.programs.client import MAX_OUTPUT_BYTES, Confinement, Ended, ProgramHost
+from ludus.proto.errors import UnavailableError
+
+pytestmark = pytest.mark.slow
+
+VARIABLES = {"PATH": os.environ["PATH"], "TOLD": "this"}
+
+
+@pytest_asyncio.fixture(params=["offered", "off"])
+async def host(request: pytest.FixtureRequest) -> AsyncIterator[ProgramHost]:
+    async with ProgramHost(request.param) as up:
+        yield up
+
+
+async def run(host: ProgramHost, script: str, *readable: str) -> Ended:
+    return await host.run(
+        ["/bin/sh", "-c", script], variables=VARIABLES, folder="/", readable=readable
+    )
+
+
+def commands() -> list[list[str]]:
+    return [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+
+
+async def test_what_a_program_says_and_how_it_ends_is_known(host: ProgramHost) -> None:
+    ended = await run(host, 'echo "$TOLD" "$SECRET"; echo why >&2; exit 3')
+    assert (ended.exit.code, ended.output, ended.errors) == (3, "this \n", "why\n")
+    killed = await run(host, "kill -9 $$")
+    assert killed.exit.code == -9
+
+
+async def test_many_at_once_are_told_apart_and_of_much_output_the_end_is_kept(
+    host: ProgramHost,
+) -> None:
+    said = await asyncio.gather(*(run(host, f"echo {number}") for number in range(24)))
+    assert [one.output for one in said] == [f"{number}\n" for number in range(24)]
+    much = await run(host, "yes | head -c 3000000; echo end")
+    assert len(much.output) == MAX_OUTPUT_BYTES and much.output.endswith("y\nend\n")
+
+
+async def test_each_has_a_folder_of_its_own_that_goes_with_it(host: ProgramHost) -> None:
+    one, other = [
+        await run(host, 'echo "$HOME"; echo kept > "$HOME/file"; cat "$HOME"/*') for _ in range(2)
+    ]
+    assert one.output != other.output and one.output.endswith("kept\n")
+    assert not Path(one.output.splitlines()[0]).exists()
+
+
+async def test_whatever_it_has_started_ends_with_it(host: ProgramHost) -> None:
+    ended = await asyncio.wait_for(run(host, "(setsid sleep 31337 &) ; sleep 31337 & exit 0"), 20)
+    assert ended.exit.code == 0
+    assert not [one for one in commands() if "31337" in one]
+
+
+async def test_a_call_that_is_given_up_ends_its_program(host: ProgramHost) -> None:
+    running = asyncio.ensure_future(run(host, "(setsid sleep 31338 &) ; sleep 31338"))
+    while sum("31338" in one for one in commands()) < 2:
+        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.wait([running])
+    for _ in range(100):
+        if not [one for one in commands() if "31338" in one]:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("a process outlives the call that started it")
+
+
+async def test_programs_end_with_the_process_that_wanted_them(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import asyncio, os\n"
+        "from ludus.env.programs.client import ProgramHost\n"
+        "async def main():\n"
+        "    async with ProgramHost() as host:\n"
+        "        await host.run(['sleep', '31339'], variables=dict(os.environ), folder='/')\n"
+        "asyncio.run(main())\n"
+    )
+    caller = await asyncio.create_subprocess_exec(sys.executable, str(script))
+    while ["sleep", "31339"] not in commands():
+        await asyncio.sleep(0.05)
+    caller.kill()
+    await caller.wait()
+    for _ in range(100):
+        if ["sleep", "31339"] not in commands():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("a program outlives the process that wanted it")
+
+
+async def test_what_cannot_be_started_says_so_and_a_dead_launcher_is_told(
+    host: ProgramHost,
+) -> None:
+    ended = await host.run(["/no/such/program"], variables=VARIABLES, folder="/")
+    assert ended.exit.code == 127
+    assert "/no/such/program cannot be started" in ended.errors
+    assert host._launcher is not None
+    host._launcher.kill()
+    host._launcher.wait()
+    with pytest.raises(UnavailableError, match="launcher"):
+        await run(host, "true")
+
+
+@pytest.mark.parametrize("confinement", ["offered"])
+async def test_it_reads_what_it_is_given_and_nothing_else(
+    confinement: Confinement, tmp_path: Path
+) -> None:
+    (tmp_path / "given").write_text("given\n")
+    (tmp_path / "kept").write_text("secret\n")
+    async with ProgramHost(confinement) as host:
+        script = f"cat {tmp_path}/given; cat {tmp_path}/kept; echo no > {tmp_path}/given"
+        ended = await run(host, script, str(tmp_path / "given"))
+    if "secret" in ended.output:
+        pytest.skip("this machine has no Landlock")
+    assert ended.output == "given\n"
+    assert (tmp_path / "given").read_text() == "given\n"
