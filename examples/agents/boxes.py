@@ -1,7 +1,7 @@
 """Boxes, one of which holds the key: a tool looks into one box, the answer names the right one.
 
-Who guesses is right once in three times. Who looks first, looks on until the key is found, and then
-says where it was, is always right.
+Who names a box without having looked into it is not believed. Who looks on until the key is found,
+and then says where it was, always wins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Renderer:
 
 
 class Boxes(Environment[Choice, Question, State]):
-    """One question; the right box is worth 1."""
+    """One question; the right box is worth 1 once it was looked into."""
 
     action_type = Choice
     observation_type = Question
@@ -53,15 +53,17 @@ class Boxes(Environment[Choice, Question, State]):
 
     def __init__(self) -> None:
         self._key = COLOURS[0]
+        self._seen: set[str] = set()
 
     def reset(self, *, seed: int | None = None) -> Transition[Question]:
         # A text of its own: others, too, may draw from a small number.
         draw = random.Random() if seed is None else random.Random(f"boxes {seed}")
         self._key = draw.choice(COLOURS)
+        self._seen = set()
         return Transition(Question(boxes=list(COLOURS)))
 
     def step(self, action: Choice) -> Transition[Question]:
-        found = action.box == self._key
+        found = action.box == self._key and action.box in self._seen
         question = Question(boxes=list(COLOURS))
         return Transition(question, reward=float(found), terminated=True, success=found)
 
@@ -76,6 +78,7 @@ class Boxes(Environment[Choice, Question, State]):
             return super().call_tool(name, arguments)
         if arguments.get("box") not in COLOURS:
             raise ToolError(f"expected one of the boxes {list(COLOURS)}, got {arguments}")
+        self._seen.add(arguments["box"])
         return {"holds": "key" if arguments["box"] == self._key else "nothing"}
 
     @property
