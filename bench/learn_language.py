@@ -173,11 +173,7 @@ def rlhf(seed: int) -> Row:
     make = str(EXAMPLES / "reward_model" / "make_preferences.py")
     call("python", make, str(folder), "--seed", str(seed))
     call("python", str(EXAMPLES / "rlhf" / "make_data.py"), str(folder))
-    data = ("data=" + str(folder / "preferences.jsonl"), "model=" + str(folder / "model"))
-    given = (*data, f"output={folder / 'reward_model'}", f"seed={seed}")
-    settings = [part for override in given for part in ("--set", override)]
-    example = str(EXAMPLES / "reward_model" / "tiny.toml")
-    call("ludus", "train-reward", example, "--overwrite", *settings)
+    train_judge(folder, seed)
     values: dict[str, float] = {}
     training_s = 0.0
     for kl_coef in KL_COEFS:
@@ -191,6 +187,20 @@ def rlhf(seed: int) -> Row:
     target = "above before, and the less the dearer"
     passed = is_monotone(values, "score") and is_monotone(values, "rule")
     return Row("rlhf", seed, values, target, training_s, load_average, passed)
+
+
+def train_judge(folder: Path, seed: int) -> None:
+    """Make a reward model of the preferences in a folder."""
+    given = {
+        "model": folder / "model",
+        "data": folder / "preferences.jsonl",
+        "output": folder / "reward_model",
+        "seed": seed,
+        "epochs": 6,
+        "learning_rate": 3e-3,
+    }
+    settings = [part for name, value in given.items() for part in ("--set", f"{name}={value}")]
+    call("ludus", "train-reward", "--overwrite", *settings)
 
 
 def is_monotone(values: Mapping[str, float], what: str) -> bool:

@@ -13,6 +13,7 @@ from ludus.env.types import Transition
 from ludus.proto.config import LocalEnvironment, RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.environments import Environment
+from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.prepare import prepare_model
 from ludus.trainer.rollout.renderer import ServerRenderer
 from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservation
@@ -80,3 +81,15 @@ async def test_a_picture_is_told_apart_from_an_environment_that_shows_nothing() 
         _, first = await client.open(seed=1)
     with pytest.raises(ConfigError, match="option picture_columns"):
         ServerRenderer().messages(first, first=True)
+
+
+def test_a_tag_is_one_token_and_is_read_back_as_it_was() -> None:
+    text = "<think>3 + 4</think><final_answer>7</final_answer>"
+    tokenizer = make_tokenizer([text] * 4, 300)
+    assert len(tokenizer) <= 300
+    tokens = tokenizer.tokenize(text)
+    assert [token for token in tokens if token.startswith("<")] == [
+        *("<think>", "</think>", "<final_answer>", "</final_answer>")
+    ]
+    token_ids = tokenizer.encode(text)
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == text

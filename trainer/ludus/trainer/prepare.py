@@ -86,7 +86,7 @@ async def prepare_model(
         case TinyModel() as config:
             if not (folder / _MODEL_CONFIG_FILE).is_file():
                 conversations = await _random_games(run, config, environments)
-                await asyncio.to_thread(_make_tiny, config, conversations, run.seed, folder)
+                await asyncio.to_thread(make_tiny_model, config, conversations, run.seed, folder)
             return str(folder)
 
 
@@ -326,9 +326,14 @@ def _why_none(result: StepResult) -> str:
     return f"has a text_renderer whose legal_answers() lists none{though}; list them as text there"
 
 
-def _make_tiny(
+def make_tiny_model(
     config: TinyModel, conversations: Sequence[Conversation], seed: int, folder: Path
 ) -> None:
+    """Write a tiny model that knows the words of these conversations, and to speak as they do.
+
+    Raises:
+        ConfigError: none of them fits into it, or it cannot be written.
+    """
     # More threads than a tiny model can feed only wait for each other.
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(texts_of(conversations), config.vocab_size)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
@@ -16,6 +17,8 @@ from ludus.trainer.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+_TAG = re.compile(r"</?[a-z_]+>")
+_MOST_TAGS = 32
 # A role is one token: a tiny model spends its time on what is said, not on who says it.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,17 +29,23 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with a chat template; frequent words of the texts are one token."""
+    """A byte-level tokenizer with a chat template; frequent words of the texts are one token.
+
+    So are tags like <final_answer>, as <think> is of models that think.
+    """
+    texts = list(texts)
+    tags = sorted({tag for text in texts for tag in _TAG.findall(text)})[:_MOST_TAGS]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(tags),
         special_tokens=[_PAD, _END, *_ROLES],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((_TAG.sub("", text) for text in texts), trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=_END,

@@ -61,10 +61,15 @@ class CoTEnv(TokenEnv):
             raise ConfigError("expected problems to be judged by, got none; set test_split above 0")
         self._problem = problems[int(self.np_random.integers(len(problems)))]
         question = self._problem.question
-        return _INSTRUCTION.format(question=question), {"question": question, "split": split}
+        return prompt_of(question), {"question": question, "split": split}
 
     def _end(self, answer: str, *, ended: bool) -> Ending:
         return Ending(distance_to_answer(answer, self._problem.solution), is_over=True)
 
     def _info(self) -> dict[str, Any]:
         return {"solution": self._problem.solution}
+
+
+def prompt_of(question: str) -> str:
+    """What is asked of a problem."""
+    return _INSTRUCTION.format(question=question)
