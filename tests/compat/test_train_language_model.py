@@ -86,6 +86,7 @@ def test_the_settings_of_ppo_are_those_of_the_run(model: str, tmp_path: Path) ->
     assert run.algorithm.loss.clip_low == run.algorithm.loss.clip_high == 0.1
     assert (run.learner.learning_rate, run.learner.num_minibatches) == (1e-4, 2)
     assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
+    assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
     assert run.algorithm.kl_coef == 0, "no environment asked for it"
 
 
@@ -173,13 +174,12 @@ async def test_the_printed_environment_trains_a_model_in_place_in_a_notebooks_ev
         update_interval=8,
         callback=lambda *arguments: told.append(arguments),
     )
-    before = {name: one.clone() for name, one in request.actor.model.named_parameters()}
+    trained = torch.nn.ModuleList([request.actor.model, request.critic.model])
+    before = {name: one.clone() for name, one in trained.named_parameters()}
     returns = request.actor.train_as_agent(request)
     assert len(returns) == 24
     assert all(0 <= value <= 1.6 for value in returns) and len(set(returns)) > 1
-    moved = [
-        not torch.equal(before[name], one) for name, one in request.actor.model.named_parameters()
-    ]
+    moved = [not torch.equal(before[name], one) for name, one in trained.named_parameters()]
     assert all(moved)
     state, answer, _, done, truncated, episode, running = told[0]
     assert state.startswith("Article: ") and answer

@@ -35,7 +35,7 @@ def actor(folder: str) -> LMActorNetwork:
 @pytest.fixture(scope="module")
 def critic(folder: str) -> LMCriticNetwork:
     made = LMCriticNetwork(folder, pad_token_id=PAD)
-    torch.nn.init.normal_(made.value_head.weight)
+    torch.nn.init.normal_(made.model.score.weight)
     return made
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ludus.trainer.learner.critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:
@@ -61,25 +62,21 @@ class LMActorNetwork(nn.Module):
 class LMCriticNetwork(nn.Module):
     """The value of a token sequence, from a language model with a head of one number.
 
-    The arguments are those of `LMActorNetwork`. At first all values are 0.
+    The arguments are those of `LMActorNetwork`. At first all values are 0, unless the model is a
+    reward model, whose head is kept.
     """
 
     def __init__(self, model_name: str, pad_token_id: int) -> None:
         super().__init__()
         self.model_name = model_name
         self.pad_token_id = pad_token_id
-        language_model = load_language_model(model_name)
-        self.model = _body_of(language_model)
-        self.value_head = nn.Linear(language_model.config.hidden_size, 1)
-        # A critic that knows nothing says so, and does not move the policy at first.
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.model = load_critic(model_name, model_name).classifier
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Values [1] of `state` [T], or [N, 1] of states [N, T] that are padded on either side."""
         tokens = _Tokens.of(state, attention_mask, self.pad_token_id)
-        hidden = tokens.last_of(_hidden_states(self.model, tokens))
-        values: Tensor = self.value_head(hidden).float()
+        hidden = tokens.last_of(_hidden_states(_body_of(self.model), tokens))
+        values: Tensor = self.model.score(hidden).float()
         return values if state.dim() > 1 else values[0]
 
 

@@ -1,8 +1,8 @@
 """Trains a language model in a token-level environment: `train_agent` as a run of Ludus.
 
     AgentRequest --TokenTask--> RunConfig --Trainer--> episodes' returns
-    actor.model  --a folder---> the run's start        |
-         ^--------- its newest weights ----------------+
+    both models  --a folder---> the run's start        |
+         ^--------- their newest weights --------------+
 
 Answers are sampled as a whole, with a KV cache, and stepped into the environment token by token;
 PPO credits each token with generalised advantages. What the environment calls `kl_coef` is the
@@ -26,7 +26,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.checkpoint import model_folder
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
-from ludus.trainer.compat.gymformer.trainer.language_run import make_run, run_name
+from ludus.trainer.compat.gymformer.trainer.language_run import CRITIC_FOLDER, make_run, run_name
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     EpisodeReturns,
@@ -47,25 +47,29 @@ _PLAIN_TEMPLATE = (
 
 
 def train_language_model(request: AgentRequest) -> EpisodeReturns:
-    """The return of each episode; the actor has the weights that were reached.
+    """The return of each episode; actor and critic have the weights that were reached.
 
     Raises:
         UserError: the environment or the networks do not fit.
     """
-    actor = request.actor
+    actor, critic = request.actor, request.critic
     assert isinstance(actor, LMActorNetwork)
-    if not isinstance(request.critic, LMCriticNetwork):
+    if not isinstance(critic, LMCriticNetwork):
         raise ConfigError(
             "a language model is trained beside a critic that reads tokens, expected an "
-            f"LMCriticNetwork, got {type(request.critic).__name__}"
+            f"LMCriticNetwork, got {type(critic).__name__}"
         )
     task = TokenTask.of(request.env_name, actor.model_name, request.max_timesteps, request.seed)
-    start = _write_start(actor, task, request.save_path / f"{run_name(request)}.start")
+    start = _write_start(actor, critic, task, request.save_path / f"{run_name(request)}.start")
     run = make_run(request, task, start, actor.model)
-    return _finished(_train(Trainer(run, overwrite=True), request, actor))
+    returns, newest = _finished(_train(Trainer(run, overwrite=True), request))
+    _take_weights(actor.model, newest)
+    _take_weights(critic.model, newest / CRITIC_FOLDER)
+    return returns
 
 
-async def _train(trainer: Trainer, request: AgentRequest, actor: LMActorNetwork) -> EpisodeReturns:
+async def _train(trainer: Trainer, request: AgentRequest) -> tuple[EpisodeReturns, Path]:
+    """The episodes' returns, and the folder of the newest weights."""
     returns = EpisodeReturns()
     async with trainer:
         async for step in trainer.steps():
@@ -73,8 +77,7 @@ async def _train(trainer: Trainer, request: AgentRequest, actor: LMActorNetwork)
             _tell(request, returns, episodes)
         await trainer.train()
         newest = await trainer.save()
-    _take_weights(actor.model, model_folder(newest))
-    return returns
+    return returns, model_folder(newest)
 
 
 def _tell(request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Transcript]) -> None:
@@ -96,8 +99,10 @@ def _tell(request: AgentRequest, returns: EpisodeReturns, episodes: Sequence[Tra
         )
 
 
-def _write_start(actor: LMActorNetwork, task: TokenTask, folder: Path) -> Path:
-    """The folder of the model as it is now, whose answers end with the tokenizer's end token.
+def _write_start(
+    actor: LMActorNetwork, critic: LMCriticNetwork, task: TokenTask, folder: Path
+) -> Path:
+    """The folder of both models as they are now, whose answers end with the tokenizer's end token.
 
     Raises:
         ConfigError: the environment's tokens are not the model's.
@@ -115,6 +120,8 @@ def _write_start(actor: LMActorNetwork, task: TokenTask, folder: Path) -> Path:
     with written_whole(folder) as aside:
         actor.model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+        critic.model.save_pretrained(aside / CRITIC_FOLDER)
+        tokenizer.save_pretrained(aside / CRITIC_FOLDER)
     return folder.absolute()
 
 

@@ -24,6 +24,8 @@ from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
 from ludus.trainer.rollout.token_level import play_tokens
 
+CRITIC_FOLDER = "critic"
+"""In the folder of the model that a run begins with, and in that of a checkpoint's."""
 _LEAST_EPISODES = 2
 """Of a batch: advantages are compared with each other."""
 _MOST_TOKENS_AT_ONCE = 64
@@ -60,7 +62,7 @@ class _Sizes:
 def make_run(
     request: AgentRequest, task: TokenTask, start: Path, model: PreTrainedModel
 ) -> RunConfig:
-    """The run that `request` asks for, from the model in folder `start`.
+    """The run that `request` asks for, from the actor in folder `start` and the critic within.
 
     Raises:
         ConfigError: the environment's prompts leave no room for an answer.
@@ -88,12 +90,12 @@ def make_run(
                 "num_groups_in_flight": max(sizes.num_groups, request.num_envs // sizes.group_size),
                 "num_gpus_per_worker": on_gpu,
             },
-            "algorithm": _algorithm(ppo, task.kl_coef),
+            "algorithm": _algorithm(ppo, start, task.kl_coef),
             "learner": {
                 "learning_rate": ppo.lr_actor,
                 "max_grad_norm": ppo.max_grad_norm,
-                "num_minibatches": sizes.num_minibatches(ppo.minibatch_size),
                 "update_epochs": ppo.update_epochs,
+                "num_minibatches": sizes.num_minibatches(ppo.minibatch_size),
                 "num_gpus_per_rank": on_gpu,
             },
             "training": {
@@ -131,14 +133,18 @@ def _lengths(request: AgentRequest, task: TokenTask, model: PreTrainedModel) -> 
     }
 
 
-def _algorithm(ppo: PPOConfig, kl_coef: float) -> dict[str, Any]:
+def _algorithm(ppo: PPOConfig, start: Path, kl_coef: float) -> dict[str, Any]:
     divergence = {"kl_coef": kl_coef, "kl_placement": "reward", "kl_estimator": "k1"}
     return {
         "kind": "ppo",
         "gamma": ppo.gamma,
         "lam": ppo.gae_lambda,
         "value_coef": ppo.value_coef,
-        "critic": {"learning_rate": ppo.lr_critic},
+        "critic": {
+            "kind": "model",
+            "path": str(start / CRITIC_FOLDER),
+            "learning_rate": ppo.lr_critic,
+        },
         "entropy_coef": ppo.entropy_coef,
         "loss": {"clip_low": ppo.eps_clip, "clip_high": ppo.eps_clip, "dual_clip": None},
         **(divergence if kl_coef else {}),
