@@ -86,7 +86,6 @@ def test_the_settings_of_ppo_are_those_of_the_run(model: str, tmp_path: Path) ->
     assert run.algorithm.loss.clip_low == run.algorithm.loss.clip_high == 0.1
     assert (run.learner.learning_rate, run.learner.num_minibatches) == (1e-4, 2)
     assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
-    assert (run.algorithm.critic.learning_rate, run.learner.update_epochs) == (1e-3, 10)
     assert run.algorithm.kl_coef == 0, "no environment asked for it"
 
 
