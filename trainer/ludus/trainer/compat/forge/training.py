@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -32,6 +33,8 @@ from ludus.trainer.trainer import Trainer
 
 _TOML = ".toml"
 _NAME = "forge"
+_NO_NAME = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+")
+"""What the name of a run cannot have."""
 _NUM_TOLD, _MAX_TURNS, _MAX_SHOWN = 20, 6, 60
 
 
@@ -213,7 +216,7 @@ async def _run_tree(
     if not isinstance(config, Mapping) and Path(config).suffix == _TOML:
         return load_run_config(Path(config), overrides).model_dump(mode="json")
     cfg = load_forge_config(config, overrides)
-    name = _NAME if isinstance(config, Mapping) else Path(config).stem
+    name = _NAME if isinstance(config, Mapping) else _NO_NAME.sub("-", Path(config).stem)
     mapped = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
     _tell_unused(mapped.unused)
     tree = mapped.tree
@@ -273,12 +276,15 @@ class _Told:
     def __init__(self, num_steps: int) -> None:
         self._every = max(1, num_steps // _NUM_TOLD)
         self._num_seen = 0
+        self._values: dict[str, float] = {}
+        """The newest of each."""
 
     def __call__(self, step: Step) -> None:
+        self._values |= step.values
         self._num_seen += 1
         if (self._num_seen - 1) % self._every:
             return
-        values = step.values
+        values = self._values
         line = (
             f"step {step.number:>4}  wins {values.get(TrainMetric.WIN_RATE, math.nan):6.1%}  "
             f"reward {values.get(TrainMetric.REWARD_MEAN, math.nan):+.3f}  "
