@@ -66,8 +66,8 @@ def test_what_means_nothing_here_is_named() -> None:
     } <= set(mapped().unused)
 
 
-OTHER_OF = {"trainer.training.seq_len": 100}
-"""A limit: only less of it says anything else."""
+OTHER_OF = {"trainer.training.seq_len": 100, "policy.sampling_params.n": 3}
+"""A limit, of which only less says anything else; and what is 1 or the size of a group."""
 OTHER = {bool: lambda value: not value, int: lambda value: value + 4000, float: lambda v: v / 2}
 
 
@@ -98,6 +98,7 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("replay_buffer.max_policy_age=3", "these mean one thing here; make them equal"),
         ("replay_buffer.dp_size=2", "but the trainer has 1 data-parallel ranks"),
         ("policy.engine_args.model=other/model", "expected one model, got several"),
+        ("policy.sampling_params.n=3", "expected 1, or group_size = 4"),
         ("policy.engine_args.dtype=float16", "log-probs of the two are compared"),
         ("trainer.training.seq_len=100", "is less than the 544 tokens"),
         ("group_size=four", "group_size = 'four': expected a whole number"),

@@ -169,6 +169,7 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     longest = leaves.whole("blackjack_env.max_seq_len", "max_seq_len")
     if longest is None:
         longest = (leaves.whole("max_req_tokens") or 512) + (answer or 32)
+    _refuse_other_groups(leaves, group_size)
     sampling = _sampling(leaves, answer, longest)
     threads = leaves.whole("rollout_threads") or 1
     rollout = {
@@ -188,6 +189,16 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
         "keep_checkpoints": leaves.whole("trainer.checkpoint.keep_latest_k"),
     }
     return _said(rollout), _said(training)
+
+
+def _refuse_other_groups(leaves: Leaves, group_size: int) -> None:
+    """An answer for each game of a group, whether Forge asks for all of them at once or not."""
+    num = leaves.whole(*(f"policy.{name}.n" for name in ("sampling_params", "sampling_config")))
+    if num not in (None, 1, group_size):
+        raise ConfigError(
+            f"policy.sampling_params.n = {num}: expected 1, or group_size = {group_size}, which "
+            "says how many games a group has; make it one of them"
+        )
 
 
 def _sampling(leaves: Leaves, answer: int | None, longest: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
 
 _log = logging.getLogger(__name__)
 
-_OF_THE_LOOP = ("local_batch_size", "global_batch_size")
-"""What the loop around the parts decides."""
+_OF_THE_LOOP = {"training": ("local_batch_size", "global_batch_size"), "sampling_params": ("n",)}
+"""By section, what the loop around the parts decides."""
 
 
 def settings_of(section: str, fields: Mapping[str, Any], *, longest: int | None) -> RunConfig:
@@ -54,6 +54,6 @@ def path_of_model(run: RunConfig) -> str:
 
 
 def _without_the_loop(name: str, value: Any) -> Any:
-    if name != "training" or not isinstance(value, Mapping):
+    if name not in _OF_THE_LOOP or not isinstance(value, Mapping):
         return value
-    return {key: one for key, one in value.items() if key not in _OF_THE_LOOP}
+    return {key: one for key, one in value.items() if key not in _OF_THE_LOOP[name]}
