@@ -34,7 +34,7 @@ class FakeProvider:
     def start_container(
         self, image: str, port: int | None = None, env_vars: Mapping[str, str] | None = None
     ) -> str:
-        self.deeds.append(("start", image, port, env_vars))
+        self.deeds.append(("start", image, port, dict(env_vars or {})))
         return self.address
 
     def wait_for_ready(self, base_url: str, timeout_s: float = 30.0) -> None:
@@ -50,18 +50,20 @@ class FakeProvider:
 
 
 async def test_a_client_plays_in_its_container_and_ends_it_with_itself() -> None:
-    async with EnvServer(make_environment, ServerOptions(port=0)) as up:
+    token = "a token of 16 characters or more"
+    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as up:
         provider = FakeProvider(up.http_address)
-        assert await asyncio.to_thread(pay_in, provider) == 1.3
+        assert await asyncio.to_thread(pay_in, provider, token) == 1.3
     assert provider.deeds == [
-        ("start", "echo-env:latest", 8123, {"LEVEL": "3"}),
+        ("start", "echo-env:latest", 8123, {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}),
         ("wait", up.http_address, 30.0),
         "stop",
     ]
 
 
-def pay_in(provider: FakeProvider) -> float | None:
-    client = EchoEnv.from_docker_image("echo-env:latest", provider, {"LEVEL": "3"}, 8123)
+def pay_in(provider: FakeProvider, token: str) -> float | None:
+    variables = {"LEVEL": "3", "LUDUS_ENV_TOKEN": token}
+    client = EchoEnv.from_docker_image("echo-env:latest", provider, variables, 8123)
     with client:
         client.reset()
         reward = client.step(EchoAction(message="Hello, World!")).reward
@@ -81,6 +83,24 @@ def test_a_container_that_does_not_serve_is_removed(
     with pytest.raises(UnavailableError):
         EchoEnv.from_docker_image("echo-env:latest", provider)
     assert provider.deeds[-1] == "stop"
+
+
+def test_servers_that_know_tokens_get_one_that_nobody_else_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def connect(address: str, *, token: str | None) -> None:
+        seen.append(token)
+
+    monkeypatch.setattr(EnvClient, "connect", connect)
+    providers = [FakeProvider("http://127.0.0.1:9") for _ in range(3)]
+    for provider, variables in zip(providers, [None, {}, {"LUDUS_ENV_TOKEN": ""}], strict=True):
+        EchoEnv.from_docker_image("echo-env:latest", provider, variables)
+    started = [provider.deeds[0] for provider in providers]
+    drawn = [deed[-1]["LUDUS_ENV_TOKEN"] for deed in started]
+    assert seen == [drawn[0], drawn[1], None]
+    assert len(set(drawn)) == 3 and len(drawn[0]) > 30
 
 
 # -- docker and podman -----------------------------------------------------------------

@@ -10,6 +10,7 @@ are forked later (Ray's) must be there before this one speaks gRPC.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ from ludus.trainer.agents.runners import check_agent
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 from ludus.trainer.rollout.reward_function import check_columns
+
+_log = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 3.0
 _PAUSE_S = 0.2
@@ -204,6 +207,12 @@ async def connected(
             if config.resume:
                 check_replayable(description)
             check_rewards_of(run, name, description.tasks)
+            if description.tasks is not None and description.tasks.num_test_tasks == 0:
+                _log.warning(
+                    "environment '%s' holds none of its %d tasks back: evaluations play those that "
+                    "are trained on (docs/data.md)",
+                    *(name, description.tasks.num_tasks),
+                )
             environments[name] = Environment(
                 config, address, client, description, make_renderer(config)
             )

@@ -17,8 +17,9 @@ from typing import NoReturn
 
 import orjson
 
+from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.env.serving.cli import add_server_arguments
-from ludus.env.serving.options import DEFAULT_PORT, TOKEN_VARIABLE
+from ludus.env.serving.options import DEFAULT_PORT
 from ludus.env.serving.server import run_server
 from ludus.env.targets.targets import environment_factory
 from ludus.env.types import JsonObject

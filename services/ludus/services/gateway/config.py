@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ludus.env.security.session_ids import MIN_KEY_BYTES
 from ludus.env.security.tls import TlsFiles
+from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.options import (
-    SESSION_KEY_VARIABLE,
     Isolation,
     bound_grpc_port,
     explain,

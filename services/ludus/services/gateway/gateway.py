@@ -23,6 +23,7 @@ from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.security.tls import TlsFiles, client_channel_credentials
+from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -30,7 +31,6 @@ from ludus.env.serving.listeners import (
     build_grpc_server,
     stop_grpc_server,
 )
-from ludus.env.serving.options import SESSION_KEY_VARIABLE
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError

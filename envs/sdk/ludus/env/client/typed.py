@@ -7,6 +7,7 @@ class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 
 from ludus.env.client.containers import READY_TIMEOUT_S, ContainerProvider, LocalContainers
 from ludus.env.client.sync import EnvClient, Session
+from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.env.types import Action, StepResult, TextView
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -84,6 +86,8 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             provider: what starts the container; None is docker or podman on this machine. One of
                 OpenEnv's does, too.
             env_vars: variables in the container, for example {"OPENSPIEL_GAME": "blackjack"}.
+                LUDUS_ENV_TOKEN, the token that servers of ours ask for, is drawn where it is not
+                given.
             port: of this machine; None takes a free one.
             timeout_s: within which the server must answer.
 
@@ -92,10 +96,12 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             UnavailableError: the server ended, or did not answer in time.
         """
         container: ContainerProvider = LocalContainers() if provider is None else provider
+        # Servers of ours ask for it, and so play with nobody else on this machine.
+        variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
         try:
-            base_url = container.start_container(image, port=port, env_vars=env_vars)
+            base_url = container.start_container(image, port=port, env_vars=variables)
             container.wait_for_ready(base_url, timeout_s=timeout_s)
-            client = cls(base_url)
+            client = cls(base_url, token=variables[TOKEN_VARIABLE] or None)
         except BaseException:
             container.stop_container()
             raise

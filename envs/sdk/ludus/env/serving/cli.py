@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.options import (
-    SESSION_KEY_VARIABLE,
     Flag,
     ServerOptions,
     command_defaults,

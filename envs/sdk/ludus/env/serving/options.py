@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ludus.env.security.session_ids import SessionKey, new_server_id, server_id_of
+from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.proto.errors import ConfigError
 
 Isolation: TypeAlias = Literal["inline", "pool", "process"]
@@ -34,8 +35,6 @@ Isolation: TypeAlias = Literal["inline", "pool", "process"]
 DEFAULT_PORT = 8000
 GRPC_PORT_OFFSET = 10_000
 STEP_TIMEOUT_S = 60.0
-SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
-TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _SECRETS_AND_NAMES = frozenset({"token", "session_key", "server_id"})
 """Never flags: arguments are shown to every user of a machine."""

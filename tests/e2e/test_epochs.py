@@ -1,0 +1,104 @@
+"""Whole passes over a data set, with real workers: each row once, also after a stop.
+
+A reward function writes down which row was judged, so the count is of what was played.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from prompts_env import write_rows
+from tests.e2e.runs import Run, start_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("shared_ray"),
+]
+
+NUM_ROWS = 48
+GROUP_SIZE = 4
+FILE = "LUDUS_TEST_JUDGED_ROWS"
+
+CONFIG = """
+[environment]
+package = "prompts_env"
+rewards = [{{function = "tests.e2e.test_epochs:judge"}}]
+options = {{path = {path}, example_answers = ["yes", "no", "perhaps"]}}
+
+[model]
+kind = "tiny"
+width = 64
+num_heads = 2
+max_tokens = 48
+warm_start_games = 64
+
+[rollout]
+num_workers = 2
+min_workers = 2
+group_size = {group_size}
+num_groups_in_flight = 4
+max_completion_tokens = 4
+max_turns = 1
+max_tokens = 48
+
+[algorithm]
+zero_variance_groups = "keep"
+
+[learner]
+num_minibatches = 1
+
+[training]
+num_epochs = 2
+groups_per_step = 8
+
+[eval]
+num_games = 8
+num_games_during = 0
+"""
+
+
+def judge(completions: list[object], row_id: list[int]) -> list[float]:
+    """A reward for length; each row that is judged is a line of a file."""
+    with open(os.environ[FILE], "a") as file:
+        file.write(f"{json.dumps(row_id)}\n")
+    return [float(len(str(one))) for one in completions]
+
+
+def judged(file: Path) -> Counter[int]:
+    """How many groups were judged on each row."""
+    groups = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(len(set(rows)) == 1 and len(rows) == GROUP_SIZE for rows in groups)
+    return Counter(rows[0] for rows in groups)
+
+
+def phase_steps(run: Run) -> set[int | None]:
+    return {row.num_steps for row in run.rows if row.kind == "phase"}
+
+
+def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"prompt": [f"item {n}?" for n in range(NUM_ROWS)], "row_id": list(range(NUM_ROWS))}
+    path = write_rows(rows, tmp_path / "rows.jsonl")
+    config, file = tmp_path / "run.toml", tmp_path / "judged"
+    config.write_text(CONFIG.format(path=json.dumps(str(path)), group_size=GROUP_SIZE))
+    monkeypatch.setenv(FILE, str(file))
+    with start_run(tmp_path, config=config) as run:
+        run.wait_until(lambda: run.last_step >= 3)
+        run.stop()
+        stopped_at = run.last_step
+    with start_run(tmp_path, config=config, flags=("--resume",)) as run:
+        summary = run.finish()
+    assert 3 <= stopped_at < summary.num_steps == 2 * NUM_ROWS // 8
+    assert phase_steps(run) == {None, summary.num_steps}
+    counts = judged(file)
+    # Groups that were played when it was stopped are played once more, on the same rows.
+    assert set(counts) == set(range(NUM_ROWS)) and min(counts.values()) == 2
+    assert sum(counts.values()) <= 2 * NUM_ROWS + 16
+    assert summary.games_trained == 2 * NUM_ROWS * GROUP_SIZE
