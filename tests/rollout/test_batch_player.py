@@ -139,6 +139,15 @@ async def test_what_the_environment_says_between_answers_is_not_trained_on(worke
         assert not sequence.loss_mask[said]
 
 
+async def test_rows_are_written_down_as_they_were_said(worker: Any) -> None:
+    groups = await played(worker, "two_answers")
+    assert [len(group.transcripts) for group in groups] == [2, 0]
+    first, second = groups[0].transcripts[0].turns
+    assert [said.role for said in first.shown] == ["user"]
+    assert [said.role for said in second.shown] == ["environment"]
+    assert groups[0].transcripts[0].reward == 3.0
+
+
 async def test_a_function_gets_prompts_once_or_repeated_with_what_it_samples_by(
     worker: Any,
 ) -> None:

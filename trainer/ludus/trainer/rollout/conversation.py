@@ -49,16 +49,23 @@ class Exchanged:
     reward: float
 
 
-class Record(Protocol):
+class Readable(Protocol):
+    """What was said in an episode, for people to read."""
+
+    @property
+    def num_turns(self) -> int:
+        """Answers so far."""
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """The answers, in order."""
+
+
+class Record(Readable, Protocol):
     """What an episode keeps of all that the policy was asked and has said."""
 
     num_tool_calls: int
     """Of the environment; the failed ones included."""
     num_tool_calls_failed: int
-
-    @property
-    def num_turns(self) -> int:
-        """Answers so far."""
 
     @property
     def num_branches(self) -> int:
@@ -78,9 +85,6 @@ class Record(Protocol):
 
     def refuse_if_full(self) -> None:
         """Raise where the limits allow no other answer."""
-
-    def exchanges(self) -> Iterator[Exchanged]:
-        """The answers, in order."""
 
     def sequences(self, *, with_rest: bool) -> tuple[TokenSequence, ...]:
         """What the policy has sampled from, token by token."""

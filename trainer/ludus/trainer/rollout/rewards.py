@@ -25,7 +25,7 @@ from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, name_of_term
 from ludus.proto.errors import UserError
 from ludus.trainer.data.failures import describe
-from ludus.trainer.rollout.conversation import Record
+from ludus.trainer.rollout.conversation import Readable
 from ludus.trainer.rollout.reward_function import Columns, RewardFunction
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
@@ -49,7 +49,7 @@ class PlayedEpisode:
     """All sampled tokens."""
     fields: Mapping[str, Any] | None = None
     """What the last result or a rollout function adds."""
-    record: Record | None = None
+    record: Readable | None = None
     """In which it was played; None where it never began."""
 
     @property

@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
-from ludus.trainer.rollout.conversation import Record
+from ludus.trainer.rollout.conversation import Readable
 from ludus.trainer.streams import Stream, random_of
 from ludus.trainer.types import Rollout
 
@@ -33,7 +33,7 @@ def num_transcripts(index: int, per_step: int, groups_per_step: int, run_seed: i
 
 
 def make_transcript(
-    group: int, episode: int, rollout: Rollout, record: Record | None
+    group: int, episode: int, rollout: Rollout, record: Readable | None
 ) -> Transcript:
     """What was said in an episode that has its reward; no step has learned from it yet."""
     turns: list[TranscriptTurn] = []
@@ -60,7 +60,7 @@ def make_transcript(
     )
 
 
-def _turns(record: Record) -> Iterator[TranscriptTurn]:
+def _turns(record: Readable) -> Iterator[TranscriptTurn]:
     for one in record.exchanges():
         yield TranscriptTurn(
             shown=_said(one.shown),

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from ludus.env import StepResult
+from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.batch.contract import Row
 from ludus.trainer.rollout.batch.function import Asked, BatchFunction, PlayedRow
+from ludus.trainer.rollout.conversation import Exchanged
 from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.group import group_keys, paused_where_all_failed, written
 from ludus.trainer.rollout.renderer import ChatRenderer
@@ -182,6 +185,8 @@ class BatchPlayer:
             terms=(),
             status=RolloutStatus.TERMINATED if is_ended else RolloutStatus.TRUNCATED,
             policy_version=row.policy_version,
+            num_tool_calls=_count(row.row.fields, "num_tool_calls"),
+            num_tool_calls_failed=_count(row.row.fields, "num_tool_calls_failed"),
         )
         is_text = isinstance(asked.prompt, str)
         return PlayedEpisode(
@@ -190,6 +195,7 @@ class BatchPlayer:
             completion=text if is_text else [{"role": "assistant", "content": text}],
             completion_ids=row.row.completion_ids,
             fields={**asked.columns, **row.row.fields},
+            record=_Said(self._chat, asked.prompt, row.row),
         )
 
     def _void(self, seed: int, error: Exception) -> PlayedEpisode:
@@ -199,6 +205,40 @@ class BatchPlayer:
         return PlayedEpisode(
             Rollout(self._environment, seed, (), None, None, (), status, 0, reason)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A row as text."""
+
+    chat: ChatTokenizer
+    prompt: str | list[Message]
+    row: Row
+
+    @property
+    def num_turns(self) -> int:
+        """Answers."""
+        return len(list(self.row.sampled_spans))
+
+    def exchanges(self) -> Iterator[Exchanged]:
+        """The answers, with what was said before each; what each has earned is not known."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        shown, last = list(prompt), 0
+        for begin, end in self.row.sampled_spans:
+            if begin > last:
+                said = self.chat.decode(self.row.completion_ids[last:begin])
+                shown = [*shown, {"role": "environment", "content": said}]
+            answer = self.chat.decode(self.row.completion_ids[begin:end])
+            yield Exchanged(shown, answer, None, 0.0)
+            shown, last = [], end
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    """What a rollout function says that it has counted; 0 where it says nothing."""
+    value = fields.get(name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _sequence_of(played: PlayedRow) -> TokenSequence:
