@@ -116,7 +116,9 @@ def own(seed: int, folder: Path, overrides: list[str], name: str) -> dict[Path, 
     return {_tensors(file): elapsed[version] for version, file in files.items()}
 
 
-def trl(seed: int, folder: Path, model: Path, *server: str) -> dict[Path, float]:
+def trl(
+    seed: int, folder: Path, model: Path, *server: str, num_rounds: int = TRL_ROUNDS
+) -> dict[Path, float]:
     """TRL's snapshots, and the seconds of training that each took.
 
     Args:
@@ -125,7 +127,7 @@ def trl(seed: int, folder: Path, model: Path, *server: str) -> dict[Path, float]
     python = python_in(f"upstream-{TRL.replace('==', '-')}", [TRL, *BESIDE_TRL])
     target = folder / f"trl-{seed}"
     program = ROOT / "bench" / "upstream" / "trl_blackjack.py"
-    arguments = [model, target, seed, TRL_ROUNDS, TRL_SNAPSHOT_ROUNDS, *server]
+    arguments = [model, target, seed, num_rounds, TRL_SNAPSHOT_ROUNDS, *server]
     packages = [ROOT / "proto", ROOT / "envs" / "sdk", ROOT / "envs"]
     subprocess.run(
         [str(python), str(program), *map(str, arguments)],

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import setting
-from speedup import ROOT, Course, course, judged, own, trl
+from speedup import ROOT, TRL_ROUNDS, Course, course, judged, own, trl
 
 RESULTS = ROOT / "bench" / "results" / "trl_wire.json"
 AT_MOST = 1.25
@@ -54,15 +54,15 @@ def serving() -> Iterator[str]:
             server.wait()
 
 
-def measure(seed: int, folder: Path) -> dict[str, Any]:
+def measure(seed: int, folder: Path, num_rounds: int) -> dict[str, Any]:
     """Both courses of one seed."""
     name = f"wire-{seed}"
     own(seed, folder, ["training.num_steps=1"], name)
     model, run_path = folder / name / "initial_model", folder / name
     load_average = os.getloadavg()[0]
-    here = trl(seed, folder / "in-process", model)
+    here = trl(seed, folder / "in-process", model, num_rounds=num_rounds)
     with serving() as address:
-        there = trl(seed, folder / "over-the-wire", model, address)
+        there = trl(seed, folder / "over-the-wire", model, address, num_rounds=num_rounds)
     are_same = all(
         one.read_bytes() == other.read_bytes()
         for one, other in zip(sorted(here), sorted(there), strict=True)
@@ -76,6 +76,7 @@ def measure(seed: int, folder: Path) -> dict[str, Any]:
     courses = {"in_process": course(seed, here, won), "websocket": course(seed, there, won_there)}
     return {
         "seed": seed,
+        "num_rounds": num_rounds,
         "load_average": load_average,
         "weights_are_the_same": are_same,
         "seconds_to_goal": {who: one.seconds_to_goal for who, one in courses.items()},
@@ -98,10 +99,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-trl-wire")
+    parser.add_argument("--rounds", type=int, default=TRL_ROUNDS, help="of 512 games, at most")
     args = parser.parse_args()
     rows = {row["seed"]: row for row in _earlier()}
     for seed in args.seeds:
-        rows[seed] = measure(seed, args.folder)
+        rows[seed] = measure(seed, args.folder, args.rounds)
         print(json.dumps(rows[seed]), flush=True)
         _write([rows[seed] for seed in sorted(rows)])
     return int(max(row["ratio"] for row in rows.values()) > AT_MOST)

@@ -23,7 +23,7 @@ PROMPT = "You are an AI that interacts with an *Echo* environment. Word to echo:
 WORDS = ["echo", "a word to echo", "interacts with an environment"]
 
 
-def make_rollout_func(client, port):
+def make_rollout_func(client):
     """The guide's rollout function."""
 
     def rollout_func(prompts, args, processing_class):
@@ -33,7 +33,7 @@ def make_rollout_func(client, port):
             "temperature": args.temperature,
             "max_tokens": args.max_completion_length,
         }
-        response = requests.post(f"http://0.0.0.0:{port}/generate/", json=payload)
+        response = requests.post(f"http://0.0.0.0:{args.vllm_server_port}/generate/", json=payload)
         result = response.json()
 
         completions_text = processing_class.batch_decode(
@@ -60,7 +60,7 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
             model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 128},
             reward_funcs=reward_from_env,
             train_dataset={"prompt": [PROMPT] * 64},
-            rollout_func=make_rollout_func(EchoEnv(base_url=up.addresses.http), port),
+            rollout_func=make_rollout_func(EchoEnv(base_url=up.addresses.http)),
             args=GRPOConfig(
                 output_dir,
                 vllm_mode="server",

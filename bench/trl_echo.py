@@ -1,0 +1,112 @@
+"""What TRL's echo script learns here, its rollout function unchanged but for the URL.
+
+    examples/trl/echo_here.py, seed --> metrics.jsonl --> seconds to 90 % of what can be earned
+
+The most that can be earned is 32 times the longest token of the model's vocabulary, at 0.1 for
+each character. The control learns from rewards dealt out at random: the mean of its last quarter
+has to lie in the 95 % interval of what the starting policy earns, its first batch. Rows of earlier
+calls on the same machine with the same packages are kept:
+
+    python bench/trl_echo.py [--seeds 0 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import setting
+
+from ludus.proto.metrics import TrainMetric
+from ludus.proto.runs import read_metrics
+from ludus.trainer.models.load import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "trl_echo.json"
+NUM_TOKENS = 32
+SHARE = 0.9
+AT_MOST_S = 60.0
+BATCH = 32
+
+
+def most(run: Path) -> float:
+    """The highest reward that an answer of the run can have."""
+    tokenizer = load_tokenizer(str(run / "initial_model"))
+    texts = tokenizer.batch_decode([[n] for n in range(len(tokenizer))], skip_special_tokens=True)
+    return 0.1 * NUM_TOKENS * max(map(len, texts))
+
+
+def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
+    """One run, and whether it did as it should."""
+    run = ROOT / "runs" / f"trl-echo-{seed}{'-shuffled' if shuffled else ''}"
+    load_average = os.getloadavg()[0]
+    command = [sys.executable, ROOT / "examples" / "trl" / "echo_here.py", "--seed", str(seed)]
+    options = ["--output-dir", run, "--port", "0", *(["--shuffle-rewards"] if shuffled else [])]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    rows = [row for row in read_metrics(run) if row.kind == "train"]
+    rewards = [row.values[TrainMetric.REWARD_MEAN] for row in rows]
+    wanted = SHARE * most(run)
+    reached = [row for row, reward in zip(rows, rewards, strict=True) if reward >= wanted]
+    error = 1.96 * rows[0].values[TrainMetric.REWARD_STD] / math.sqrt(BATCH)
+    start = (rewards[0] - error, rewards[0] + error)
+    last = rewards[-len(rewards) // 4 :]
+    end = sum(last) / len(last)
+    seconds = reached[0].elapsed_s if reached else None
+    is_fast = seconds is not None and seconds <= AT_MOST_S
+    passed = start[0] <= end <= start[1] if shuffled else is_fast
+    return {
+        "seed": seed,
+        "shuffled": shuffled,
+        "most": most(run),
+        "wanted": wanted,
+        "step": reached[0].step if reached else None,
+        "seconds": seconds,
+        "start_ci95": start,
+        "end": end,
+        "rewards": rewards,
+        "load_average": load_average,
+        "passed": passed,
+    }
+
+
+def main() -> int:
+    """The exit code: 1 where a run of this call missed its target."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", choices=["learns", "shuffled"])
+    args = parser.parse_args()
+    rows = {(row["seed"], row["shuffled"]): row for row in _earlier()}
+    passed = True
+    for seed in args.seeds:
+        for shuffled in (False, True):
+            if args.only == ("learns" if shuffled else "shuffled"):
+                continue
+            rows[seed, shuffled] = row = measure(seed, shuffled=shuffled)
+            passed &= row["passed"]
+            print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
+            _write([rows[key] for key in sorted(rows)])
+    return int(not passed)
+
+
+def _write(rows: list[dict[str, Any]]) -> None:
+    content = {"command": "python bench/trl_echo.py", **setting(), "runs": rows}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _earlier() -> list[dict[str, Any]]:
+    """What earlier calls measured on the same machine with the same packages."""
+    if not RESULTS.exists():
+        return []
+    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
+    same = all(earlier.get(key) == value for key, value in setting().items())
+    return earlier["runs"] if same else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
