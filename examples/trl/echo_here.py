@@ -1,8 +1,8 @@
 """TRL's echo script on two cores: no docker, no download, no GPU.
 
 The rollout function is the guide's, but for its URL; the environment is a server of this checkout,
-and the model is a tiny one that is made on the spot. One epoch of 64 prompts teaches it to say 32
-times the longest word of its vocabulary, which is all that can be earned.
+and the model is a tiny one that is made on the spot. In three epochs of 64 prompts it learns to say
+32 times the longest word of its vocabulary, which is all that can be earned.
 
     python examples/trl/echo_here.py [--seed 0] [--shuffle-rewards]
 """
@@ -53,7 +53,7 @@ def make_rollout_func(client):
 
 
 def train(seed, output_dir, port, *, shuffle_rewards=False):
-    """The trainer, when it has trained for one epoch."""
+    """The trainer, when it has trained."""
     log = Path(tempfile.mkdtemp()) / "echo.log"
     with LocalServer("echo_env", {}, 16, log) as up:
         trainer = GRPOTrainer(
@@ -66,7 +66,7 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 vllm_mode="server",
                 vllm_server_port=port,
                 use_vllm=True,
-                num_train_epochs=1,
+                num_train_epochs=3,
                 num_generations=8,
                 max_completion_length=32,
                 per_device_train_batch_size=8,

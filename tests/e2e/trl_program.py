@@ -1,0 +1,96 @@
+"""A script of TRL's, import line changed, trained for one epoch: argv is a folder, and a form.
+
+Its functions are those of a program, which nobody can import. Each row's number and reward go into
+a file as reward functions see them; what `train` returned is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from ludus.proto.runs import read_transcripts
+from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_completions
+
+NUM_ROWS = 16
+SEEN = "rewarded.txt"
+
+
+def once(prompts: list[str], args: Any, processing_class: Any) -> dict[str, Any]:
+    """Through the port, as scripts of late 2025 do."""
+    payload = {
+        "prompts": prompts,
+        "n": args.num_generations,
+        "max_tokens": args.max_completion_length,
+    }
+    result = requests.post(f"{args.vllm_server_base_url}/generate/", json=payload).json()
+    texts = processing_class.batch_decode(result["completion_ids"], skip_special_tokens=True)
+    return {**result, "env_reward": [0.1 * len(text) for text in texts]}
+
+
+def repeated(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Through the call, as later ones do."""
+    outputs = generate_rollout_completions(trainer, prompts)
+    columns = {
+        key: [one[key] for one in outputs] for key in ("prompt_ids", "completion_ids", "logprobs")
+    }
+    return {**columns, "env_reward": [0.1 * len(one["text"]) for one in outputs]}
+
+
+def reward_from_env(
+    completions: list[str], env_reward: list[float], number: list[int], folder: list[str], **_: Any
+) -> list[float]:
+    """What the rollout function says; keeps what it was asked about."""
+    assert all(isinstance(completion, str) for completion in completions)
+    with (Path(folder[0]) / SEEN).open("a", encoding="utf-8") as file:
+        file.writelines(f"{one}\n" for one in number)
+    return env_reward
+
+
+def main(folder: str, form: str) -> None:
+    """Trains, and prints what it came to."""
+    rows = [{"prompt": f"word {n}", "number": n, "folder": folder} for n in range(NUM_ROWS)]
+    trainer = GRPOTrainer(
+        model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 64},
+        reward_funcs=reward_from_env,
+        train_dataset=rows,
+        rollout_func={"once": once, "repeated": repeated}[form],
+        args=GRPOConfig(
+            f"{folder}/run",
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_port=0,
+            num_train_epochs=1,
+            num_generations=4,
+            per_device_train_batch_size=16,
+            max_completion_length=8,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            seed=3,
+        ),
+        overrides=[
+            "generator.kind=transformers",
+            "model.warm_start_games=64",
+            'environment.options.example_answers=["a", "word"]',
+        ],
+    )
+    result = trainer.train()
+    history = trainer.state.log_history
+    said = [one.turns[0].answer for one in read_transcripts(Path(folder) / "run")]
+    out = {
+        "global_step": result.global_step,
+        "rewards": [entry["reward"] for entry in history],
+        "epoch": history[-1]["epoch"],
+        "answers": len(said),
+        "model": (trainer.save_model(f"{folder}/model") / "config.json").is_file(),
+    }
+    sys.stdout.write(json.dumps(out) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
