@@ -16,10 +16,12 @@ from ludus.env import TaskSet
 from ludus.env.check import check_environment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.env.targets.targets import TargetFactory
 from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from prompts_env import PromptsAction, PromptsEnv, make_environment, write_rows
 from prompts_env.data.permutation import Permutation
+from tests.gateway.gateways import NAME, served
 
 NUM_ROWS = 64
 
@@ -270,3 +272,30 @@ def test_a_pattern_that_finds_no_answer_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="answer_pattern"):
         make_environment(path=path, answer=answer, answer_pattern=pattern)
+
+
+async def test_a_gateway_passes_on_how_many_tasks_there_are(path: str) -> None:
+    factory = functools.partial(make_environment, path=path, test_size=4)
+    async with served(factory=factory) as (gateway, _):
+        for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
+            async with await AsyncEnvClient.connect(address) as client:
+                assert (await client.describe()).tasks == TaskSet(60, 4, ("prompt", "solution"))
+
+
+@pytest.mark.slow
+async def test_workers_of_their_own_show_the_same_rows(path: str) -> None:
+    factory = TargetFactory("prompts_env", {"path": path})
+    options = ServerOptions(port=0, isolation="pool", num_workers=2)
+    seeds = range(2 * NUM_ROWS)
+    async with (
+        EnvServer(factory, options) as up,
+        await AsyncEnvClient.connect(up.grpc_address) as client,
+    ):
+        described = await client.describe()
+        rows = []
+        for seed in seeds:
+            session, _ = await client.open(seed=seed)
+            rows.append((await session.state())["row"])
+            await session.close()
+    assert described.tasks == TaskSet(NUM_ROWS, 0, ("prompt", "solution"))
+    assert rows == rows_shown(make_environment(path=path), seeds)
