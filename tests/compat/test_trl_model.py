@@ -1,0 +1,60 @@
+"""Models and tokenizers that a script passes, as the model of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.trl import GRPOConfig
+from ludus.trainer.compat.trl.model import model_section
+from ludus.trainer.models.load import load_tokenizer
+from tests.rollout.engine_pair import make_folder
+
+ARGS = GRPOConfig(max_completion_length=20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_folder(tmp_path_factory.mktemp("model"), tie_embeddings=False)
+
+
+def test_a_folder_is_taken_as_it_is(folder: str, tmp_path: Path) -> None:
+    section = model_section(folder, load_tokenizer(folder), None, ARGS, tmp_path / "own")
+    assert (section.settings["path"], section.settings["lora"]) == (folder, None)
+    assert not (tmp_path / "own").exists(), "its own tokenizer is no other one"
+    one, two = (section.max_tokens([text], ARGS, with_tools=False) for text in ("a", "a" * 9))
+    assert two > one
+    assert section.max_tokens(["a"], ARGS, with_tools=True) >= one
+    limited = GRPOConfig(max_completion_length=20, vllm_max_model_length=77)
+    assert section.max_tokens(["a"], limited, with_tools=False) == 77
+
+
+def test_objects_are_written_down(folder: str, tmp_path: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    own = tmp_path / "own"
+    section = model_section(model, tokenizer, None, ARGS, own)
+    assert section.settings["path"] == str(own)
+    assert load_tokenizer(str(own)).get_vocab() == tokenizer.get_vocab()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    section = model_section(folder, tokenizer, None, ARGS, tmp_path / "other")
+    assert section.settings["path"] == str(tmp_path / "other")
+    assert load_tokenizer(str(tmp_path / "other")).chat_template == tokenizer.chat_template
+
+
+def test_adapters_and_thoughts_are_settings_of_the_model(folder: str, tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    args = GRPOConfig(max_completion_length=20, chat_template_kwargs={"enable_thinking": True})
+    settings = model_section(folder, None, lora, args, tmp_path).settings
+    assert settings["lora"] == {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+    assert settings["enable_thinking"] is True
+    with pytest.raises(ConfigError, match=r"lora_dropout = 0\.1 is not honoured"):
+        model_section(folder, None, LoraConfig(lora_dropout=0.1), ARGS, tmp_path)
+    other = GRPOConfig(chat_template_kwargs={"date": "today"})
+    with pytest.raises(ConfigError, match=r"enable_thinking alone, got \['date'\]"):
+        model_section(folder, None, None, other, tmp_path)
+    with pytest.raises(ConfigError, match="brings its own tokenizer"):
+        model_section({"kind": "tiny"}, load_tokenizer(folder), None, ARGS, tmp_path)
