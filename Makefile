@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-language test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,10 @@ learn: setup ## train every example with three seeds, judge what they learned (A
 
 learn-language: setup ## the same for chains of thought, summaries and RLHF (ARGS="--only cot")
 	@$(VENV)/python bench/learn_language.py $(ARGS)
+
+learn-trl: setup ## TRL's echo script, three seeds and a control; what the wire costs TRL's own trainer
+	@$(VENV)/python bench/trl_echo.py
+	@$(VENV)/python bench/trl_wire.py
 
 test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
 	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"

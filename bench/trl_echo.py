@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    content = {"command": "python bench/trl_echo.py", **setting(), "runs": rows}
+    content = {"command": "make learn-trl", **setting(), "runs": rows}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -111,7 +111,7 @@ def main() -> int:
 
 def _write(rows: list[dict[str, Any]]) -> None:
     content = {
-        "command": "python bench/trl_wire.py",
+        "command": "make learn-trl",
         **setting(),
         "wanted": f"ratio <= {AT_MOST}",
         "median_ratio": statistics.median(row["ratio"] for row in rows),

@@ -36,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_folder(tmp_path_factory.mktemp("model"), tie_embeddings=False)
 
 
-def config(function: str, **rollout: Any) -> Any:
+def config(function: str, environment: Any = (), **rollout: Any) -> Any:
     return run_config_from(
         {
             "environment": {
@@ -44,6 +44,7 @@ def config(function: str, **rollout: Any) -> Any:
                 "options": {"game": "blackjack"},
                 "rollout": f"trl:tests.rollout.batch_functions:{function}",
                 "rewards": [{"function": "tests.rollout.batch_functions:by_length"}],
+                **dict(environment),
             },
             "rollout": {"group_size": G, "max_completion_tokens": 5, "max_tokens": 64, **rollout},
         },
@@ -163,6 +164,13 @@ async def test_a_function_gets_prompts_once_or_repeated_with_what_it_samples_by(
     assert (len(prompts), trainer.args.num_generations) == (2 * G, G)
     assert prompts[0] == prompts[G - 1] != prompts[G]
     assert trainer.state.global_step == 0
+
+
+async def test_an_environment_may_have_limits_of_its_own(worker: Any) -> None:
+    async with worker("once", environment={"max_completion_tokens": 2}) as up:
+        for group in await up.groups():
+            assert max(rollout.num_tokens_sampled for rollout in group.rollouts) <= 2
+    assert batch_functions.SEEN[0][1].max_completion_length == 2
 
 
 async def test_rewards_are_asked_once_for_all_groups_of_a_call(worker: Any) -> None:

@@ -20,7 +20,7 @@ from ludus.trainer.rollout.batch.player import BatchPlayer
 from ludus.trainer.rollout.episode import Agent, Player
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.player import make_player
+from ludus.trainer.rollout.player import limits_of, make_player
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import Reward
@@ -109,7 +109,13 @@ async def make_group_player(
     if config.plays_in_batches:
         assert config.rollout_function is not None
         function = BatchFunction(
-            config.rollout_function, run, generator, parts.completions, chat, parts.port
+            config.rollout_function,
+            run,
+            limits_of(run, name),
+            generator,
+            parts.completions,
+            chat,
+            parts.port,
         )
         reward = Reward(config.rewards, rollout.invalid_action_reward, parts.reward_models)
         return BatchPlayer(run, name, client, make_renderer(config), chat, function, reward)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from ludus.env import Message
-from ludus.proto.config import RunConfig
+from ludus.proto.config import RolloutConfig, RunConfig
 from ludus.proto.errors import RolloutFunctionError, UserError
 from ludus.trainer.data.failures import describe
 from ludus.trainer.functions import import_object
@@ -88,12 +88,18 @@ class BatchFunction:
         self,
         path: str,
         run: RunConfig,
+        limits: RolloutConfig,
         policy: Policy,
         completions: Completions,
         chat: ChatTokenizer,
         port: int | None,
     ) -> None:
-        """`port` is where the worker answers POST /generate/."""
+        """Import the function.
+
+        Args:
+            limits: those of its environment.
+            port: where the worker answers POST /generate/; None where it does not.
+        """
         found = import_object(path, "environment.rollout")
         given = found if isinstance(found, GivenRollout) else None
         self._path = path
@@ -101,6 +107,7 @@ class BatchFunction:
         self._args = given.args if given else None
         self._form = form_of(self._function, path)
         self._run = run
+        self._limits = limits
         self._policy = policy
         self._completions = completions
         self._chat = chat
@@ -134,8 +141,9 @@ class BatchFunction:
             len(asked),
             num_generations,
             len(self._chat.tokenizer),
-            self._run.rollout.max_tokens,
+            self._limits.max_tokens,
         )
+        sampling = replace(sampling, max_tokens=self._limits.max_completion_tokens)
         async with self._turn:
             with self._completions.call(keys) as call:
                 called = self._called(call, asked, num_generations, sampling, is_trained_on)
@@ -148,7 +156,7 @@ class BatchFunction:
                 ]
 
     async def _returned(self, called: Callable[[], Any]) -> Any:
-        timeout_s = self._run.rollout.group_timeout_s
+        timeout_s = self._limits.group_timeout_s
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, called)
@@ -175,9 +183,7 @@ class BatchFunction:
     ) -> Callable[[], Any]:
         """The call, with all that the function's form takes."""
         if self._args is None:
-            args = arguments_of(
-                self._run.rollout, sampling, num_generations, self._port, self._run.seed
-            )
+            args = arguments_of(self._limits, sampling, num_generations, self._port, self._run.seed)
         else:
             args = adapted(self._args, sampling, num_generations, self._port)
         if self._form.repeats_prompts:
