@@ -217,8 +217,8 @@ def _price(kl_coef: float, folder: Path) -> tuple[str, ...]:
     return (
         f"algorithm.kl_coef={kl_coef}",
         *placed,
-        f"environments.prompts.options={json.dumps(prompts)}",
-        f"environments.prompts.rewards={json.dumps([term])}",
+        f"environment.options={json.dumps(prompts)}",
+        f"environment.rewards={json.dumps([term])}",
     )
 
 
