@@ -1,0 +1,30 @@
+"""The examples of answers that reward functions judge begin to learn within a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.proto.metrics import TrainMetric
+from tests.e2e.runs import EXAMPLE, start_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("shared_ray"),
+]
+
+EXAMPLES = EXAMPLE.parents[1]
+DATA = EXAMPLES / "summarization" / "articles.jsonl"
+OPTIONS = f'environment.options={{path = "{DATA}", example_answers = "examples"}}'
+
+
+def test_summaries_of_random_words_become_longer_and_hold_key_terms(tmp_path: Path) -> None:
+    overrides = (OPTIONS, "training.num_steps=10", "model.warm_start_games=1024")
+    config = EXAMPLES / "summarization" / "tiny.toml"
+    with start_run(tmp_path, *overrides, config=config) as run:
+        run.finish()
+    rewards = [row.values[TrainMetric.REWARD_MEAN] for row in run.rows if row.kind == "train"]
+    assert rewards[0] < 0.6, "words at random are worth little"
+    assert rewards[-1] > rewards[0] + 0.2
