@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 import pytest_asyncio
+from mcp import ClientSession
+from mcp.client.streamable_http import streamable_http_client
 from openai import AsyncOpenAI
 
 from ludus.env.types import Tool
@@ -404,3 +407,20 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
         async with httpx.AsyncClient(headers=key) as http:
             asked = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
             assert (await http.post(str(access.mcp_url), json=asked)).status_code == 404
+
+
+async def test_the_published_mcp_client_lists_tools_and_calls_them(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, tools=Box()) as one:
+        access = one.episode.access
+        headers = {"authorization": f"Bearer {access.api_key}"}
+        async with (
+            httpx2.AsyncClient(headers=headers) as http,
+            streamable_http_client(str(access.mcp_url), http_client=http) as streams,
+            ClientSession(*streams[:2]) as session,
+        ):
+            await session.initialize()
+            assert [tool.name for tool in (await session.list_tools()).tools] == ["look"]
+            called = await session.call_tool("look", {"a": 1})
+            assert called.content[0].text == "called with {'a': 1}"  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -37,6 +38,10 @@ _MAX_VARIABLE_BYTES = 120_000
 
 
 _LACKS = "the sandbox lacks"
+
+for _name in ("httpx", "httpx2"):
+    # Of an agent in this process, each request would be a line.
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class AgentRunner(Protocol):
