@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn learn-reward learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,9 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
 	@$(VENV)/python bench/learn.py $(ARGS)
+
+learn-reward: setup ## the same for the reward model (ARGS="--only preferences --seeds 0")
+	@$(VENV)/python bench/learn_reward.py $(ARGS)
 
 learn-language: setup ## the same for chains of thought, summaries and RLHF (ARGS="--only cot")
 	@$(VENV)/python bench/learn_language.py $(ARGS)

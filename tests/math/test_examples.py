@@ -13,7 +13,9 @@ from ludus.proto.config import LocalEnvironment, load_run_config
 from ludus.proto.runs import EvalReport, PolicyResult
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*/*.toml"))
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").glob("*/*.toml") if path.parent.name != "reward_model"
+)
 
 
 def report(

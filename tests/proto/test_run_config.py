@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import ConfigError, NotFoundError
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.toml"))
+FOLDER = Path(__file__).parents[2] / "examples"
+REWARD_MODEL = FOLDER / "reward_model/tiny.toml"
+EXAMPLES = sorted(path for path in FOLDER.rglob("*.toml") if path != REWARD_MODEL)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_valid_run(path: Path) -> None:
     assert load_run_config(path).training.num_steps > 0
+
+
+def test_the_example_of_a_reward_model_is_a_valid_training() -> None:
+    assert load_reward_model_config(REWARD_MODEL).epochs > 0
 
 
 @pytest.mark.parametrize(
