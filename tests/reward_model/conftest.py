@@ -70,7 +70,7 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def preferences(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """96 comparisons of four answers."""
+    """64 comparisons of four answers."""
     path = tmp_path_factory.mktemp("data") / "preferences.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in example.comparisons(96, seed=1)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in example.comparisons(64, seed=1)))
     return path

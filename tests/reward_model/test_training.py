@@ -44,7 +44,7 @@ def test_the_folder_holds_the_model_that_is_returned_and_how_it_does(
     assert json.loads((tmp_path / "rm/config.json").read_text())["id2label"] == {"0": "LABEL_0"}
     written = RewardModelMetrics.model_validate_json((tmp_path / "rm/metrics.json").read_text())
     assert written == metrics
-    assert (metrics.num_train + metrics.num_test, metrics.num_answers) == (96, 4)
+    assert (metrics.num_train + metrics.num_test, metrics.num_answers) == (64, 4)
     assert [epoch.epoch for epoch in metrics.epochs] == [1, 2]
     last = metrics.epochs[-1].test
     assert last is not None
@@ -54,8 +54,9 @@ def test_the_folder_holds_the_model_that_is_returned_and_how_it_does(
     assert not training_folder(tmp_path / "rm").exists()
 
 
-@pytest.mark.parametrize("family", ["model_path", "gpt2_path"])
-@pytest.mark.parametrize("stop_after", [1, 5, 7])
+@pytest.mark.parametrize(
+    ("family", "stop_after"), [("model_path", 4), ("gpt2_path", 1), ("gpt2_path", 6)]
+)
 def test_a_training_that_is_stopped_and_continued_equals_one_that_is_not_to_the_bit(
     family: str,
     stop_after: int,
@@ -73,7 +74,7 @@ def test_a_training_that_is_stopped_and_continued_equals_one_that_is_not_to_the_
         return steps == stop_after
 
     config = configured(path, preferences, tmp_path / "parts")
-    with pytest.raises(Stopped, match=f"after step {stop_after} of 10"):
+    with pytest.raises(Stopped, match=f"after step {stop_after} of 8"):
         train_reward_model(config, should_stop=stop)
     assert not (tmp_path / "parts").exists()
     torch.manual_seed(5)  # what else the program draws is of no account
@@ -159,11 +160,23 @@ def test_a_score_depends_neither_on_padding_nor_on_who_loads_the_model(
     assert theirs == pytest.approx(together, abs=1e-5)
 
 
+def test_equal_answers_have_equal_scores_whatever_stands_beside_them(
+    model_path: str, preferences: Path, tmp_path: Path, example: ModuleType
+) -> None:
+    model, _ = train_reward_model(configured(model_path, preferences, tmp_path / "rm", epochs=1))
+    rows = list(example.comparisons(30, seed=3))
+    answers = [row[f"sample{number}"] for row in rows for number in range(4)] * 2
+    scores = model.score(["Tell me."] * len(answers), answers, max_tokens_per_batch=100)
+    half = len(answers) // 2
+    assert scores[:half] == scores[half:]
+    assert len(set(scores)) > half // 2
+
+
 def test_the_best_epoch_is_kept_where_that_is_wanted(
     model_path: str, preferences: Path, tmp_path: Path
 ) -> None:
     # So large a rate ruins what the first epochs have learned.
-    settings = {"epochs": 4, "learning_rate": 1.0, "warmup_steps": 15, "keep": "best"}
+    settings = {"epochs": 4, "learning_rate": 1.0, "warmup_steps": 12, "keep": "best"}
     config = configured(model_path, preferences, tmp_path / "rm", **settings)
     model, metrics = train_reward_model(config)
     losses = [epoch.test.loss for epoch in metrics.epochs if epoch.test]

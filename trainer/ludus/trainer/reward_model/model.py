@@ -110,19 +110,24 @@ class RewardModel(nn.Module):
     def score_tokens(
         self, rows: Sequence[Sequence[int] | np.ndarray], *, max_tokens_per_batch: int = 16384
     ) -> list[float]:
-        """The scores of rows of tokens, batched by length."""
+        """The scores of rows of tokens, batched by length.
+
+        Equal rows are computed once: beside other rows their scores might differ in the last bit,
+        and a group of equal answers would be taken for one of which something can be learned.
+        """
         was_training = self.training
         self.eval()
-        scores = [0.0] * len(rows)
-        by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        lengths = [len(rows[index]) for index in by_length]
-        for chosen in within_budget(lengths, max_tokens_per_batch):
-            indices = [by_length[place] for place in chosen]
-            found = self(pad([rows[index] for index in indices]))
-            for index, score in zip(indices, found.tolist(), strict=True):
-                scores[index] = score
+        keys = [np.asarray(row, dtype=np.int32).tobytes() for row in rows]
+        different = dict(zip(keys, rows, strict=True))
+        by_length = sorted(different, key=len)
+        scores: dict[bytes, float] = {}
+        lengths = [len(different[key]) for key in by_length]
+        for places in within_budget(lengths, max_tokens_per_batch):
+            asked = [by_length[place] for place in places]
+            found = self(pad([different[key] for key in asked])).tolist()
+            scores.update(zip(asked, found, strict=True))
         self.train(was_training)
-        return scores
+        return [scores[key] for key in keys]
 
     def save(self, folder: Path) -> None:
         """Write a folder that any Hugging Face loader reads, whole or not at all.
