@@ -49,7 +49,7 @@ class SimulatedBuffer(BufferActor):
     """The buffer in this process, which remembers what each step trained on."""
 
     def __init__(self, run: RunConfig, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
-        super().__init__(run)
+        super().__init__(run, {})
         self._batches = batches
         self.is_alive = True
 

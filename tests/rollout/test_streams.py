@@ -74,6 +74,7 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
         "REWARD_MODEL_SPLIT": 21,
         "REWARD_MODEL_ORDER": 22,
         "PROBLEM_SPLIT": 30,
+        "REPLAY_BUFFER": 60,
     }
     assert key_of(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998
     assert training_seed(0, 5, 0) == 715_490_776
