@@ -26,7 +26,7 @@ def main() -> None:
             "answer": [int(one.solution) for one in problems],
             "examples": [
                 [
-                    f"<think>add</think><final_answer>{draw.randrange(_LIMIT)}</final_answer>"
+                    f"<think>{one.question}</think><final_answer>{draw.randrange(_LIMIT)}</final_answer>"
                     for _ in range(_NUM_EXAMPLES)
                 ]
                 for one in problems

@@ -152,7 +152,7 @@ def test_a_summary_is_worth_something_when_it_ends_and_nothing_when_it_is_cut_of
 def test_a_problem_is_worth_what_its_answer_says_also_when_time_is_up(model: str) -> None:
     environment = CoTEnv(model, max_generation=40)
     _, told = environment.reset(seed=1)
-    solution = sum(int(number) for number in told["question"].split(" + "))
+    solution = sum(int(number) for number in told["question"].split("+"))
     reward, terminated, _, info = say(environment, f"<final_answer>{solution}</final_answer>")
     assert (reward, terminated, info["solution"]) == (0, True, solution)
     environment.reset(seed=1)

@@ -59,9 +59,9 @@ class Split:
 
 
 def sums_below(limit: int) -> list[Problem]:
-    """All sums of two and three whole numbers from 0 that stay below `limit`: "3 + 4"."""
+    """All sums of two and three whole numbers from 0 that stay below `limit`: "3+4"."""
     return [
-        Problem(" + ".join(map(str, numbers)), float(sum(numbers)))
+        Problem("+".join(map(str, numbers)), float(sum(numbers)))
         for count in (2, 3)
         for numbers in itertools.product(range(limit), repeat=count)
         if sum(numbers) < limit
