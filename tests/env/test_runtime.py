@@ -1,0 +1,54 @@
+"""How a long-running process of servers lives."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import asyncio, os, random, signal
+from pathlib import Path
+from ludus.env import runtime
+
+runtime._TRIM_EVERY_S = 0.1
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+class Service:
+    num_sessions = 0
+    async def __aenter__(self):
+        return self
+    async def __aexit__(self, *_):
+        pass
+    def drain(self):
+        pass
+
+def burst():
+    draw = random.Random(1)
+    before = resident()
+    blocks = [bytes(draw.choice((600, 900, 3000))) for _ in range(60_000)]
+    full = resident() - before
+    kept = blocks[::50]
+    del blocks
+    asyncio.get_running_loop().call_later(0.5, tell, before, full, kept)
+
+def tell(before, full, kept):
+    print(full, resident() - before, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+
+runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=burst)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc can trim")
+def test_what_a_burst_has_taken_is_given_back_where_little_of_it_is_still_in_use():
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    full, left = map(int, ran.stdout.split())
+    # One block in fifty is kept, and keeps its page of 4 KiB.
+    assert left < full / 4
