@@ -166,7 +166,8 @@ def prepare(
     for modules, index in layers:
         fully_shard(modules[index], mesh=mesh, mp_policy=mixed, offload_policy=where)
     fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=where)
-    register_fsdp_forward_method(policy, "all_logits")
+    if isinstance(policy, Policy):
+        register_fsdp_forward_method(policy, "all_logits")
     return policy
 
 
