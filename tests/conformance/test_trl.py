@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def last_line(command: list[Any]) -> Any:
         text=True,
         timeout=900,
         check=False,
-        env={"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
