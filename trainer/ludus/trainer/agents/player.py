@@ -139,7 +139,7 @@ class AdapterTools:
 
 async def started_endpoint(config: AgentConfig, stack: AsyncExitStack) -> Endpoint:
     """An endpoint that listens where the configuration says, until the stack ends."""
-    advertised = socket.gethostbyname(socket.gethostname()) if config.host in _EVERYWHERE else None
+    advertised = _own_address() if config.host in _EVERYWHERE else None
     endpoint = Endpoint(config.host, advertised=advertised)
     await endpoint.start()
     stack.push_async_callback(endpoint.stop)
@@ -189,3 +189,13 @@ async def _told(
     elif returned.action is not None:
         reply = await adapter.step({"action": returned.action})
     return reply if tools is None else replace(reply, reward=reply.reward + tools.reward)
+
+
+def _own_address() -> str:
+    """The address under which other machines reach this one: that of its way out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent: the address is one for examples
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+        return str(probe.getsockname()[0])
