@@ -45,6 +45,10 @@ MODEL = "ludus"
 """What the policy is called; a request may call it something else."""
 
 
+_KEEP_ALIVE_S = 3600
+"""Agents keep connections while they think, and not all of them try again on one that has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """What an agent needs to ask the policy."""
@@ -92,7 +96,8 @@ class Endpoint:
             Route("/mcp", self._in_episode(_mcp), methods=["POST"]),
         ]
         app = Starlette(routes=routes)
-        self._listener = HttpListener(app, bind(host, port, "environment.agent.host"))
+        listening = bind(host, port, "environment.agent.host")
+        self._listener = HttpListener(app, listening, keep_alive_s=_KEEP_ALIVE_S)
         self._address = f"http://{authority(advertised or host, self._listener.port)}"
 
     async def start(self) -> None:

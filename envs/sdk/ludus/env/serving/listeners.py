@@ -29,6 +29,7 @@ from ludus.env.security.tls import TlsFiles, grpc_server_credentials, server_ssl
 from ludus.proto.errors import ConfigError, PortInUseError
 
 _HTTP_GRACE_S = 1.0
+_KEEP_ALIVE_S = 5
 _GRPC_GRACE_S = 0.3
 _AGE_GRACE_MS = 10_000
 _WEBSOCKET_PING_S = 20.0
@@ -117,13 +118,22 @@ async def stop_grpc_server(server: grpc.aio.Server) -> None:
 class HttpListener:
     """A uvicorn server on a bound socket, within a running event loop.
 
+    Args:
+        keep_alive_s: how long a connection may be idle; a request that meets its end is lost.
+
     Raises:
         ConfigError: a file of `tls` cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        tls: TlsFiles | None = None,
+        keep_alive_s: int = _KEEP_ALIVE_S,
+    ) -> None:
         self._listener = listener
-        self._server = _Server(_uvicorn_config(app, tls))
+        self._server = _Server(_uvicorn_config(app, tls, keep_alive_s))
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -174,7 +184,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, keep_alive_s: int) -> uvicorn.Config:
     options: dict[str, Any] = {}
     if tls is not None:
         context = server_ssl_context(tls)
@@ -188,6 +198,7 @@ def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=_WEBSOCKET_PING_S,
         ws_ping_timeout=_WEBSOCKET_PING_S,
+        timeout_keep_alive=keep_alive_s,
         access_log=False,
         date_header=False,
         server_header=False,
