@@ -175,6 +175,15 @@ class TrainMetric(_Metric):
     MISMATCH_KL = auto(), _per_token("nats", "Divergence of the sampler from the learner.")
     REFERENCE_KL = auto(), _per_token("nats", "Divergence from the reference model.")
     ENTROPY = auto(), _per_token("nats", "Entropy of the policy where it sampled.")
+    POLICY_KL = (
+        auto(),
+        Spec(
+            Reduction.MEAN,
+            "nats",
+            "Divergence, per step, of a network before an update from what came of it.",
+            "num_env_steps",
+        ),
+    )
     CLIP_RATIO = auto(), _per_token("share", "Sampled tokens at which the clip held.")
     MASKED_SEQUENCE_RATIO = (
         auto(),
@@ -195,6 +204,7 @@ class TrainMetric(_Metric):
     NUM_TOKENS_TRAINED = auto(), _total("Sampled tokens in the loss.")
     NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, prompts included.")
     NUM_TOKENS_FORWARDED = auto(), _total("Tokens the learner's model computed, padding included.")
+    NUM_ENV_STEPS = auto(), _total("Steps of the environments that a network learned from.")
     BUFFER_DEPTH_GROUPS = (
         auto(),
         Spec(Reduction.LAST, "groups", "Groups that wait after the batch was taken."),

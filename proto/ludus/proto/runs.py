@@ -41,6 +41,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
+NETWORK = "network"
+"""Stands for the generator of a run that trains a network: none samples text."""
 LOG_ROW_PREFIX = "row: "
 """Begins the lines of a job's log that hold a MetricsRow: of a run in a cluster, that log may be
 all that is seen while it continues."""

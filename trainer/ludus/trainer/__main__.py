@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
-from ludus.proto.runs import Resume
+from ludus.proto.runs import Evaluation, Resume
 from ludus.trainer.disk import why_unwritten
 
 _INTERRUPTED_EXIT_CODE = 130
@@ -43,10 +43,30 @@ def _run_of(args: argparse.Namespace) -> RunConfig:
 
 
 def _train(args: argparse.Namespace) -> int:
+    run = _run_of(args)
+    return _train_network(run, args) if _is_network(run) else _train_language_model(run, args)
+
+
+def _is_network(run: RunConfig) -> bool:
+    return run.model.kind == "network"
+
+
+def _train_network(run: RunConfig, args: argparse.Namespace) -> int:
+    # It needs neither Ray nor transformers, which take longer to import than some runs take.
+    from ludus.trainer.classic.run import NetworkRunStopped, train
+
+    try:
+        train(run, resume=Resume(args.resume), overwrite=args.overwrite)
+    except NetworkRunStopped as stopped:
+        sys.stderr.write(f"{stopped}\n")
+        return _INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _train_language_model(run: RunConfig, args: argparse.Namespace) -> int:
     from ludus.trainer.main import train
     from ludus.trainer.trainer import Stopped
 
-    run = _run_of(args)
     try:
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
     except Stopped as stopped:
@@ -58,35 +78,47 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    run = _run_of(args)
+    if _is_network(run):
+        from ludus.trainer.classic.run import check
+
+        check(run, Resume(args.resume))
+        return 0
     from ludus.trainer.build import resolved
     from ludus.trainer.preflight import preflight
 
-    preflight(resolved(_run_of(args)), Resume(args.resume))
+    preflight(resolved(run), Resume(args.resume))
     return 0
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from ludus.trainer.main import evaluate
     from ludus.trainer.run_folder import write_atomically
 
     run = _run_of(args)
     if args.run_dir is not None:
         place = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
         run = run.model_copy(update=place)
-    report = asyncio.run(
-        evaluate(
-            run,
-            args.checkpoint,
-            num_games=args.games or run.eval.num_games,
-            temperature=args.temperature,
-        )
-    )
-    text = report.model_dump_json(indent=2)
+    text = _evaluation(run, args).model_dump_json(indent=2)
     if args.output is None:
         sys.stdout.write(text + "\n")
     else:
         write_atomically(args.output, text)
     return 0
+
+
+def _evaluation(run: RunConfig, args: argparse.Namespace) -> Evaluation:
+    num_games = args.games or run.eval.num_games
+    if _is_network(run):
+        from ludus.trainer.classic import run as classic
+
+        return classic.evaluate(
+            run, args.checkpoint, num_games=num_games, temperature=args.temperature
+        )
+    from ludus.trainer.main import evaluate
+
+    return asyncio.run(
+        evaluate(run, args.checkpoint, num_games=num_games, temperature=args.temperature)
+    )
 
 
 def _reward(args: argparse.Namespace) -> int:

@@ -99,7 +99,7 @@ async def built(
     folder.connected({name: one.description.options for name, one in environments.items()})
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
-    chat = ChatTokenizer.load(model_path, run.model)
+    chat = ChatTokenizer.load(model_path, run.language_model)
     await check_first_prompts(run, environments, chat)
     canary = await make_canary(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
@@ -184,7 +184,7 @@ def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
         temperature=run.rollout.temperature,
         max_tokens=run.rollout.max_tokens,
         seed=run.seed,
-        lora=run.model.lora,
+        lora=run.language_model.lora,
     )
 
 

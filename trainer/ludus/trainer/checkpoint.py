@@ -123,7 +123,7 @@ class CheckpointFolder:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    async def commit(self, aside: Path, state: RunState, files: Iterable[SavedFile]) -> Path:
+    async def commit(self, aside: Path, state: BaseModel, files: Iterable[SavedFile]) -> Path:
         """The checkpoint, now whole; the oldest beyond those kept are gone.
 
         Raises:

@@ -78,7 +78,7 @@ async def prepare_model(
     It is the same model each time, and made once: a run that is resumed measures its distance
     from where it began.
     """
-    match run.model:
+    match run.language_model:
         case PretrainedModel(path=path, lora=lora):
             if lora is not None:
                 await asyncio.to_thread(check_targets, path, lora)

@@ -13,7 +13,8 @@ random numbers in the trainer takes them from here (`tests/house/test_streams.py
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import lru_cache
 
@@ -66,6 +67,17 @@ class Stream(IntEnum):
     REPLAY_BUFFER = 60
     """Which episodes a part's replay buffer gives out; runs have no such draw."""
 
+    NETWORK_WEIGHTS = 30
+    """Initial ones of a network."""
+    NETWORK_SAMPLING = 31
+    """Actions of a network. Counters: update, block of steps."""
+    NETWORK_ORDER = 32
+    """Of the steps in an update. Counters: update, pass."""
+    NETWORK_EVALUATION = 33
+    """Actions of a network in an evaluation. Counter: step."""
+    RANDOM_ACTIONS = 34
+    """Of the random policy that a network is compared with."""
+
 
 _NUM_SEEDS = FIRST_WARM_START_SEED
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -97,6 +109,14 @@ def random_of(run_seed: int, stream: Stream, *counters: int) -> random.Random:
 def seed_torch(run_seed: int, stream: Stream, *counters: int) -> None:
     """Let torch draw from the stream, in this process."""
     torch.manual_seed(key_of(run_seed, stream, *counters))
+
+
+@contextmanager
+def torch_seeded(run_seed: int, stream: Stream, *counters: int) -> Iterator[None]:
+    """Let torch draw from the stream within the block, and from where it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        seed_torch(run_seed, stream, *counters)
+        yield
 
 
 def training_seed(run_seed: int, index: int, number: int) -> int:

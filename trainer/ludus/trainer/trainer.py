@@ -80,6 +80,11 @@ class Trainer:
             NotFoundError: there is no such file.
         """
         self.run = resolved(_run_config(config, overrides))
+        if self.run.model.kind == "network":
+            raise ConfigError(
+                "model.kind = 'network' expected `ludus train`, or in a program "
+                "ludus.trainer.classic.run.opened, got a Trainer, which trains language models"
+            )
         self._resume = Resume(resume)
         self._overwrite = overwrite
         self._print_rows = print_rows

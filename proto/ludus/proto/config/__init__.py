@@ -35,6 +35,7 @@ from ludus.proto.config.load import (
     parse_override,
     run_config_from,
 )
+from ludus.proto.config.network import NetworkModel, NetworkPpoConfig
 from ludus.proto.config.reward_model import RewardModelConfig
 from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
 from ludus.proto.config.sections import (
@@ -83,6 +84,8 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "ModelCritic",
+    "NetworkModel",
+    "NetworkPpoConfig",
     "NoCorrection",
     "PlacementConfig",
     "PolicyLoss",

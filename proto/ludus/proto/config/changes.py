@@ -16,7 +16,7 @@ from typing import Any
 from ludus.proto.config.run import RunConfig
 from ludus.proto.errors import ConfigError
 
-REFUSED = ("model", "algorithm.kind", "algorithm.critic.kind")
+REFUSED = ("model", "algorithm.kind", "algorithm.critic.kind", "ppo.num_environments")
 """What the checkpoint was made with: nothing else can be loaded from it."""
 
 OF_NO_ACCOUNT = (

@@ -15,6 +15,12 @@ from ludus.proto.config.environment import (
     RemoteEnvironment,
     name_of_environment,
 )
+from ludus.proto.config.network import (
+    NETWORK_EVAL,
+    NetworkModel,
+    NetworkPpoConfig,
+    check_network_run,
+)
 from ludus.proto.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -28,6 +34,7 @@ from ludus.proto.config.sections import (
     MetricsConfig,
     ModelConfig,
     PlacementConfig,
+    PretrainedModel,
     RayWeightStore,
     RolloutConfig,
     TinyModel,
@@ -79,13 +86,15 @@ class EvalConfig(Section):
     """How the policy is judged, on seeds that training never sees."""
 
     num_games: PositiveInt = 10_000
-    """Games of the evaluation after the last step."""
+    """Games of the evaluation after the last step; where nothing is said, 100 of a network."""
     num_games_during: NonNegativeInt = 2_000
-    """Games of the evaluations before and while training; 0 turns those off."""
+    """Games of the evaluations before and while training; 0 turns those off. Where nothing is
+    said, 20 of a network."""
     every_steps: PositiveInt = 20
     """Steps between evaluations while training."""
     temperature: NonNegativeFloat = 1.0
-    """0 takes the likeliest token; 1 plays the policy as it was trained."""
+    """0 takes the likeliest token; 1 plays the policy as it was trained. Where nothing is said, 0
+    of a network."""
     timeout_s: PositiveFloat = 14_400.0
     """How long the games of one evaluation, in one environment, may take before the run ends."""
     seed: int = FIRST_EVAL_SEED
@@ -130,6 +139,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
     learner: LearnerConfig = LearnerConfig()
+    ppo: NetworkPpoConfig | None = None
+    """Of runs with model.kind = "network" alone, and always there."""
     training: TrainingConfig = TrainingConfig()
     weights: WeightStoreConfig = RayWeightStore()
     """How weights reach the rollout workers."""
@@ -170,8 +181,28 @@ class RunConfig(Section):
             return tree
         return {**tree, "learner": {**learner, "learning_rate": TINY_LEARNING_RATE}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _networks_have_their_own(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+            return tree
+        if tree["model"].get("kind") != "network":
+            return tree
+        judged = tree.get("eval", {})
+        if isinstance(judged, dict):
+            tree = {**tree, "eval": {**NETWORK_EVAL, **judged}}
+        return tree if tree.get("ppo") is not None else {**tree, "ppo": {}}
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
+        if isinstance(self.model, NetworkModel):
+            check_network_run(self)
+            return self
+        if self.ppo is not None:
+            raise ValueError(
+                f"section ppo is of model.kind = 'network', but model.kind = '{self.model.kind}'; "
+                "remove it, or set algorithm.kind = 'ppo'"
+            )
         self._check_minibatches()
         self._check_tokens()
         self._check_engine()
@@ -312,6 +343,12 @@ class RunConfig(Section):
             f"{neutral:g}, or algorithm.correction.kind = 'off', geometric_mask = null and "
             "old_logprobs = 'recompute'"
         )
+
+    @property
+    def language_model(self) -> TinyModel | PretrainedModel:
+        """The model of a run that trains a language model."""
+        assert not isinstance(self.model, NetworkModel), "networks are trained elsewhere"
+        return self.model
 
     @property
     def environment(self) -> LocalEnvironment | RemoteEnvironment:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from ludus.proto.config.network import NetworkModel
 from ludus.proto.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -112,7 +113,7 @@ class PretrainedModel(Section):
 
 
 ModelConfig = Annotated[
-    TinyModel | PretrainedModel, Field(discriminator="kind"), default_kind("tiny")
+    TinyModel | PretrainedModel | NetworkModel, Field(discriminator="kind"), default_kind("tiny")
 ]
 
 

@@ -18,6 +18,7 @@ from ludus.proto.runs import (
     EVAL_FILE,
     LOG_FILE,
     METRICS_FILE,
+    NETWORK,
     SUMMARY_FILE,
     Evaluation,
     MetricsRow,
@@ -295,10 +296,19 @@ def show_results(run_dir: Path, ways_on: Mapping[str, str]) -> None:
     say(
         console,
         f"{summary.games_trained:,} games in {duration(summary.wall_seconds_training)} of training"
-        f" · {summary.generator} generator · {summary.weight_syncs} weight syncs,"
-        f" {summary.canary_failures} canary failures",
+        f" · {_how(summary)}",
     )
     say(console, f"report      {report}")
     for what, command in ways_on.items():
         command = command.replace("{more}", str(summary.num_steps * 2))
         say(console, f"{what:<11} {command}", style="dim")
+
+
+def _how(summary: Summary) -> str:
+    """What sampled, and how the weights came there."""
+    if summary.generator == NETWORK:
+        return "a network, by classic PPO"
+    return (
+        f"{summary.generator} generator · {summary.weight_syncs} weight syncs,"
+        f" {summary.canary_failures} canary failures"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.proto.config import EnvironmentConfig, RunConfig
 from ludus.proto.metrics import EvalMetric
-from ludus.proto.runs import EnvironmentResult, EvalReport, MetricsRow, Summary
+from ludus.proto.runs import NETWORK, EnvironmentResult, EvalReport, MetricsRow, Summary
 from ludus.services.numbers import duration, fixed, fixed_interval, percent, percent_interval
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.run_files import RunFiles
@@ -63,6 +63,12 @@ def _lead(run: RunFiles) -> str:
     config = run.config
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
+    if config.ppo is not None:
+        num = config.ppo.num_environments
+        return (
+            f"{_environments_of(config)} · a network, by classic PPO · {config.training.num_steps} "
+            f"steps at most · {num} environments side by side · seed {config.seed}"
+        )
     # What really ran: the generator falls back where vLLM is not installed.
     generator = run.summary.generator if run.summary is not None else config.generator.kind
     return (
@@ -177,5 +183,7 @@ def _void(summary: Summary) -> str:
 
 
 def _workers(summary: Summary) -> str:
+    if summary.generator == NETWORK:
+        return "in one process"
     workers, ranks = summary.num_rollout_workers, summary.num_learner_ranks
     return f"{workers} rollout worker{'s'[: workers > 1]}, {ranks} learner rank{'s'[: ranks > 1]}"

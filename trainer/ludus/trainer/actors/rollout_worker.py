@@ -94,8 +94,8 @@ class RolloutWorkerActor:
         clients = {name: await self._connect(spec, name) for name in run.environments}
         self._generator = Generator(make_engine(run, spec.model_path, chat))
         self._merger = None
-        if run.model.lora is not None:
-            self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
+        if run.language_model.lora is not None:
+            self._merger = AdapterMerger.load(spec.model_path, run.language_model.lora)
         self._reward_models = RewardModels()
         number, max_tokens = spec.number, run.rollout.max_tokens
         completions = Completions(self._generator, chat, max_tokens, run.seed, number)

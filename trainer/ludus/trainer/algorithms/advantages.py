@@ -4,6 +4,7 @@
     rewards of its turns --- turn_advantages --------------------------> GRPO, credit = "turn"
     rewards of tokens ------ discounted_returns --- moments.whiten ----> REINFORCE++
     rewards and values ----- gae ------------------ moments.whiten ----> PPO
+    the same in streams ---- stream_gae --------------------------------> PPO of networks
 
 A divergence that is placed in the reward is a reward of tokens, `kl_penalty`, and known to the
 learner only. PPO adds it to the rewards before `gae`; where advantages were made from rewards
@@ -119,6 +120,32 @@ def gae(
         next_advantage = torch.where(acted, advantage, next_advantage)
         next_value = torch.where(acted, value, next_value)
         late_reward = torch.where(acted, 0.0, reward)
+    return advantages
+
+
+@torch.no_grad()
+def stream_gae(
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    ended: Tensor,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """The same advantages [T, N] where episodes follow each other in N streams of T steps.
+
+        delta_t = r_t + gamma * V'_t - V_t    A_t = delta_t + gamma * lam * (1 - ended_t) * A_t+1
+
+    `next_values` [T, N] are of what followed each step: 0 after one that terminated, the value of
+    the last observation, not of the next episode's first, after one that was cut off. Nothing
+    flows over the end of an episode, and the last step of a stream goes on with its next value.
+    """
+    delta = rewards + gamma * next_values - values
+    flows = torch.where(ended, 0.0, gamma * lam)
+    advantages = torch.empty_like(delta)
+    following = torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        following = torch.addcmul(delta[t], flows[t], following, out=advantages[t])
     return advantages
 
 

@@ -1,8 +1,18 @@
-"""PPO's settings, under Gymformer's names."""
+"""PPO's settings and its agents, under Gymformer's names."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.classic.networks import WithDeviation
+from ludus.trainer.classic.policy import Policy
 
 
 @dataclass(slots=True)
@@ -29,3 +39,67 @@ class PPOConfig:
     entropy_coef: float = 0.01
     value_coef: float = 0.5
     max_grad_norm: float = 0.5
+
+
+class PPOAgent:
+    """A trained agent, for acting."""
+
+    def __init__(
+        self, actor: nn.Module, critic: nn.Module, log_std: Tensor | None, device: str
+    ) -> None:
+        self.actor = actor
+        self.critic = critic
+        self._log_std = log_std
+        self._device = device
+
+    @torch.no_grad()
+    def select_action(self, state: Any) -> Any:
+        """An action drawn from the policy: a number where they are discrete, else an array.
+
+        Args:
+            state: one observation, as the environment gives it.
+        """
+        seen = torch.as_tensor(state, device=self._device)
+        output = self.actor(seen if not seen.is_floating_point() else seen.float())
+        mean, log_std = output if isinstance(output, tuple) else (output, self._log_std)
+        if log_std is None:
+            return int(torch.distributions.Categorical(logits=mean).sample())
+        return (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
+
+
+def saved_agent(policy: Policy) -> dict[str, Any]:
+    """What a file of an agent holds: Gymformer's keys, and the deviation beside means."""
+    actor = policy.actor
+    saved: dict[str, Any] = {"critic": _copied(policy.critic)}
+    if isinstance(actor, WithDeviation):
+        saved["log_std"] = actor.log_std.detach().clone()
+        assert isinstance(actor.mean, nn.Module)
+        actor = actor.mean
+    return saved | {"actor": _copied(actor)}
+
+
+def load_ppo_agent(
+    path: str | Path, actor: nn.Module, critic: nn.Module, device: str | None = None
+) -> PPOAgent:
+    """The agent of a file that `train_agent`, or Gymformer's, saved; the modules get its weights.
+
+    Raises:
+        ConfigError: it is no such file, or of other modules.
+    """
+    place = device or "cpu"
+    try:
+        saved = torch.load(path, map_location=place, weights_only=True)
+        actor.load_state_dict(saved["actor"])
+        critic.load_state_dict(saved["critic"])
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no agent at '{path}'; train_agent saves into save_path") from error
+    except (RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+        raise ConfigError(
+            f"'{path}' expected an agent of such an actor and critic, got another file: {error}"
+        ) from error
+    return PPOAgent(actor.to(place), critic.to(place), saved.get("log_std"), place)
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    # In training all parameters lie in one tensor, which a file would hold as a whole.
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}

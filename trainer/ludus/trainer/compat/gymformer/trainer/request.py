@@ -42,7 +42,7 @@ class AgentRequest:
     log_interval: int
     """Episodes between two calls of `callback`."""
     device: str | None
-    """Null takes a GPU where there is one."""
+    """Null is the CPU: small networks are faster there."""
     num_envs: int
     """Episodes that are played side by side."""
     seed: int

@@ -1,0 +1,94 @@
+"""Gymformer's `train_agent` on networks: its counting, its files, its returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.compat.gymformer.rl.common_nn import MLPActorNetwork, MLPCriticNetwork
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
+from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
+
+
+def networks(env_name: str) -> tuple[MLPActorNetwork, MLPCriticNetwork]:
+    """The networks of Gymformer's README, for an environment of numbers."""
+    env = gymnasium.make(env_name)
+    width = env.observation_space.shape[0]
+    space = env.action_space
+    num = space.n if isinstance(space, gymnasium.spaces.Discrete) else space.shape[0]
+    return MLPActorNetwork(width, 64, num), MLPCriticNetwork(width, 64)
+
+
+def test_the_script_of_the_readme_runs_to_its_end(tmp_path: Path) -> None:
+    actor, critic = networks("CartPole-v1")
+    told = []
+    rewards = train_agent(
+        env_name="CartPole-v1",
+        actor=actor,
+        critic=critic,
+        ppo_config=PPOConfig(minibatch_size=64),
+        max_episodes=30,
+        update_interval=10,
+        save_interval=15,
+        save_path=tmp_path,
+        callback=lambda *said: told.append(said),
+    )
+    assert len(rewards) == 30 and all(value >= 8 for value in rewards)
+    assert rewards.running[0] == pytest.approx(0.05 * rewards[0])
+    assert [said[5] for said in told] == [10, 20, 30]
+    assert told[-1][6] == pytest.approx(rewards.running[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ppo_CartPole-v1_episode_15.pth",
+        "ppo_CartPole-v1_episode_30.pth",
+    ]
+    agent = load_ppo_agent(tmp_path / "ppo_CartPole-v1_episode_30.pth", *networks("CartPole-v1"))
+    assert agent.select_action([0.0, 0.0, 0.0, 0.0]) in (0, 1)
+
+
+def test_continuous_actions_need_no_other_network(tmp_path: Path) -> None:
+    rewards = train_agent(
+        "Pendulum-v1",
+        *networks("Pendulum-v1"),
+        PPOConfig(minibatch_size=-1),
+        max_episodes=4,
+        max_timesteps=20,
+        update_interval=2,
+        save_interval=4,
+        save_path=tmp_path,
+    )
+    assert len(rewards) == 4
+    agent = load_ppo_agent(next(tmp_path.iterdir()), *networks("Pendulum-v1"))
+    assert agent.select_action([1.0, 0.0, 0.0]).shape == (1,)
+
+
+def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
+    def returns() -> list[float]:
+        actor, critic = networks("CartPole-v1")
+        for module in (actor, critic):
+            for parameter in module.parameters():
+                parameter.data.fill_(0.05)
+        return train_agent(
+            "CartPole-v1",
+            actor,
+            critic,
+            PPOConfig(minibatch_size=64),
+            12,
+            update_interval=6,
+            save_path=tmp_path,
+            seed=3,
+        )
+
+    assert returns() == returns()
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    actor, critic = networks("CartPole-v1")
+    with pytest.raises(NotFoundError, match="CartPole"):
+        train_agent("CartPool-v1", actor, critic, PPOConfig(), save_path=tmp_path)
+    with pytest.raises(ConfigError, match="num_envs expected at least 1"):
+        train_agent("CartPole-v1", actor, critic, PPOConfig(), num_envs=0)
+    with pytest.raises(NotFoundError, match="no agent at"):
+        load_ppo_agent(tmp_path / "none.pth", actor, critic)

@@ -1,0 +1,417 @@
+"""A run of classic PPO: an agent with a folder, as `ludus train` leaves it of any run.
+
+Agent.train --Trained--> rows --> metrics.jsonl, sinks
+                  every now and then --> judge --> rows; checkpoints; in the end summary.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig
+from ludus.proto.config.changes import in_words
+from ludus.proto.config.environment import RANDOM_POLICY
+from ludus.proto.errors import UserError
+from ludus.proto.runs import (
+    CHECKPOINTS_FOLDER,
+    NETWORK,
+    SUMMARY_FILE,
+    EnvironmentResult,
+    EvalReport,
+    Evaluation,
+    Phase,
+    Resume,
+    Summary,
+)
+from ludus.trainer.changes import changes_since
+from ludus.trainer.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
+from ludus.trainer.classic.agent import Agent, Trained, judge, num_judged, play, threads
+from ludus.trainer.classic.environments import VectorEnvironment, make_environments
+from ludus.trainer.classic.networks import make_networks
+from ludus.trainer.classic.policy import Policy
+from ludus.trainer.classic.rows import transcripts_of, values_of
+from ludus.trainer.classic.state import NetworkState, read_agent, read_network_state, write_agent
+from ludus.trainer.run_folder import RunFolder, logging_to, path_of
+from ludus.trainer.streams import Stream, key_of, torch_seeded
+from ludus.trainer.summary import installed_versions
+from ludus.trainer.types import SavedFile
+
+_log = logging.getLogger(__name__)
+
+
+class NetworkRunStopped(Exception):
+    """The run was ended before its last step; a checkpoint is written."""
+
+
+class NetworkRun:
+    """A run whose folder, environments and agent are open."""
+
+    def __init__(self, run: RunConfig, folder: RunFolder, stack: ExitStack) -> None:
+        self.run, self.folder = run, folder
+        self.state = NetworkState()
+        self.ppo = ppo_of(run)
+        self._begun_s = time.monotonic()
+        self._is_stopping = False
+        self._checkpoints = CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints)
+        self._name = next(iter(run.environments))
+        folder.phase(Phase.START_ENVIRONMENT)
+        environments = make_environments(run.environment, self.ppo.num_environments)
+        stack.callback(environments.close)
+        folder.connected({self._name: environments.options})
+        most = max(run.eval.num_games, run.eval.num_games_during)
+        self._judged = make_environments(run.environment, num_judged(most))
+        stack.callback(self._judged.close)
+        folder.phase(Phase.PREPARE_MODEL)
+        self.policy = make_policy(run, environments)
+        self.agent = Agent(
+            self.policy,
+            environments,
+            self.ppo,
+            seed=run.seed,
+            max_steps=run.environment.max_turns,
+            keeps_actions=True,
+            is_shuffled=run.training.shuffle_rewards,
+        )
+        self._baselines = self._play_baselines()
+
+    def continue_from(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        self.state = read_network_state(checkpoint)
+        self.agent.restore(read_agent(checkpoint))
+
+    def stop(self) -> None:
+        """End training after the step it is in."""
+        self._is_stopping = True
+
+    def train(self) -> Summary:
+        """What the run came to, once it has trained its last step.
+
+        Raises:
+            NetworkRunStopped: `stop` was called.
+        """
+        config, step = self.run.training, self.state.step
+        if step == 0 and self.run.eval.num_games_during:
+            self.state.start[self._name] = self._evaluate(self.run.eval.num_games_during).policy
+        self.folder.phase(Phase.TRAIN, self.state.step)
+        self.folder.start_clock()
+        while self.state.step < config.num_steps and not self.state.has_reached_target:
+            self._step()
+            step = self.state.step
+            is_due = step % config.checkpoint_every_steps == 0
+            is_last = step >= config.num_steps or self.state.has_reached_target
+            if is_due or is_last or self._is_stopping:
+                self._save()
+            if self._is_stopping and not is_last:
+                self.folder.stop_clock()
+                raise NetworkRunStopped(f"stopped after step {step}")
+        self.folder.stop_clock()
+        return self._finish()
+
+    def _step(self) -> None:
+        begun_s = time.monotonic()
+        left = 1.0
+        if self.ppo.schedule == "linear":
+            left = 1 - self.state.step / self.run.training.num_steps
+        trained = self.agent.train(max(left, 0.0))
+        state = self.state
+        state.step += 1
+        state.num_episodes += len(trained.batch.episodes)
+        state.num_env_steps += trained.batch.num_steps
+        self._tell(trained, time.monotonic() - begun_s, self.ppo.learning_rate * left)
+        every, num_games = self.run.eval.every_steps, self.run.eval.num_games_during
+        if num_games and state.step % every == 0 and state.step < self.run.training.num_steps:
+            report = self._evaluate(num_games)
+            target = self.ppo.target_return
+            state.has_reached_target = (
+                target is not None and report.policy.expected_return >= target
+            )
+
+    def _tell(self, trained: Trained, duration_s: float, learning_rate: float) -> None:
+        values = values_of(trained, self._name, duration_s, learning_rate)
+        self.folder.trained(self.state.step, self.state.num_episodes, values)
+        limit = self.run.metrics.transcripts_per_step
+        version = self.state.step - 1
+        self.folder.said(self.state.step, transcripts_of(trained.batch, self._name, version, limit))
+
+    def _evaluate(self, num_games: int) -> EvalReport:
+        """The policy beside the fixed ones, which is told."""
+        self.folder.stop_clock()
+        self.folder.phase(Phase.EVALUATE, self.state.step)
+        report = self.report(num_games)
+        self.folder.evaluated(self.state.step, self.state.num_episodes, self._name, report)
+        self.folder.phase(Phase.TRAIN, self.state.step)
+        self.folder.start_clock()
+        return report
+
+    def report(self, num_games: int) -> EvalReport:
+        """The policy beside the fixed ones, on the same seeds."""
+        run = self.run
+        outcomes = judge(
+            self.policy,
+            self._judged,
+            _seeds(run, num_games),
+            is_greedy=run.eval.temperature == 0,
+            run_seed=run.seed,
+            max_steps=run.environment.max_turns,
+        )
+        return EvalReport(
+            policy=summarise(outcomes),
+            baselines={name: summarise(of[:num_games]) for name, of in self._baselines.items()},
+            temperature=run.eval.temperature,
+            gap_closed=None,
+            gap_closed_ci95=None,
+        )
+
+    def _play_baselines(self) -> dict[str, list[EpisodeOutcome]]:
+        """The random policy, where it is asked for."""
+        if RANDOM_POLICY not in self.run.environment.baselines:
+            return {}
+        space, environments = self._judged.action_space, self._judged
+        space.seed(key_of(self.run.seed, Stream.RANDOM_ACTIONS) % 2**31)
+
+        def choose(observations: np.ndarray, step: int) -> np.ndarray:
+            return np.array([space.sample() for _ in range(environments.num)])
+
+        most = max(self.run.eval.num_games, self.run.eval.num_games_during)
+        seeds = _seeds(self.run, most)
+        return {RANDOM_POLICY: play(environments, seeds, choose, self.run.environment.max_turns)}
+
+    def _save(self) -> None:
+        begun_s = time.monotonic()
+        with self._checkpoints.writing(self.state.step) as aside:
+            file = write_agent(aside, self.agent.state())
+            asyncio.run(self._checkpoints.commit(aside, self.state, [SavedFile.of(file)]))
+        self.folder.saved(self.state.step, time.monotonic() - begun_s)
+
+    def _finish(self) -> Summary:
+        self.folder.phase(Phase.EVALUATE, self.state.step)
+        report = self.report(self.run.eval.num_games)
+        self.folder.evaluated(self.state.step, self.state.num_episodes, self._name, report)
+        summary = _summary(self, report, time.monotonic() - self._begun_s)
+        self.folder.record(SUMMARY_FILE, summary)
+        self.folder.phase(Phase.DONE, self.state.step)
+        return summary
+
+    @property
+    def described(self) -> str:
+        """Name of the environment and what it was built with."""
+        environment = self.run.environment
+        place = environment.address if environment.kind == "remote" else environment.package
+        return f"{place} {json.dumps(self._judged.options)}"
+
+    @property
+    def environment_name(self) -> str:
+        """What the run calls its environment."""
+        return self._name
+
+
+def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
+    """The folder of the run, which has trained its last step.
+
+    Raises:
+        UserError: the run cannot start as configured.
+        NetworkRunStopped: SIGINT or SIGTERM ended it.
+    """
+    opening = opened(run, resume=resume, overwrite=overwrite)
+    with opening as opened_run, _stop_on_signal(opened_run):
+        opened_run.train()
+    return opened_run.folder.path
+
+
+@contextmanager
+def opened(run: RunConfig, *, resume: Resume, overwrite: bool) -> Iterator[NetworkRun]:
+    """A run with its folder; one that could not start leaves none behind.
+
+    Raises:
+        UserError: the run cannot start as configured.
+    """
+    checkpoint = _starting_point(run, resume)
+    if checkpoint is None:
+        folder = RunFolder.create(run, overwrite=overwrite or resume is Resume.AUTO)
+    else:
+        changes = changes_since(path_of(run), run)
+        folder = RunFolder.reopen(run, read_network_state(checkpoint).step)
+        if changes:
+            _log.warning("the run continues with another configuration: %s", in_words(changes))
+    with ExitStack() as stack:
+        stack.callback(folder.close)
+        stack.enter_context(logging_to(folder.path, run.log_level))
+        stack.enter_context(threads(ppo_of(run).num_threads))
+        try:
+            folder.open_sinks()
+            opened_run = NetworkRun(run, folder, stack)
+            if checkpoint is not None:
+                opened_run.continue_from(checkpoint)
+                folder.configure()
+        except UserError:
+            if checkpoint is None:
+                stack.pop_all().close()
+                _discard(run)
+            raise
+        yield opened_run
+
+
+def evaluate(
+    run: RunConfig, checkpoint: Path | None, *, num_games: int, temperature: float | None
+) -> Evaluation:
+    """How a checkpoint's policy does beside the fixed policies."""
+    chosen = (
+        run.eval
+        if temperature is None
+        else run.eval.model_copy(update={"temperature": temperature})
+    )
+    run = run.model_copy(update={"eval": chosen.model_copy(update={"num_games": num_games})})
+    checkpoint = checkpoint or newest_checkpoint(path_of(run) / CHECKPOINTS_FOLDER)
+    environments = make_environments(run.environment, num_judged(num_games))
+    try:
+        policy = make_policy(run, environments)
+        policy.load_state_dict(read_agent(checkpoint)["policy"])
+        outcomes = judge(
+            policy,
+            environments,
+            _seeds(run, num_games),
+            is_greedy=run.eval.temperature == 0,
+            run_seed=run.seed,
+            max_steps=run.environment.max_turns,
+        )
+    finally:
+        environments.close()
+    report = EvalReport(
+        policy=summarise(outcomes),
+        baselines={},
+        temperature=run.eval.temperature,
+        gap_closed=None,
+        gap_closed_ci95=None,
+    )
+    return Evaluation(environments={next(iter(run.environments)): report})
+
+
+def check(run: RunConfig, resume: Resume) -> None:
+    """Build what a start builds, and write nothing.
+
+    Raises:
+        UserError: it cannot start as configured.
+    """
+    environments = make_environments(run.environment, 1)
+    try:
+        make_policy(run, environments)
+    finally:
+        environments.close()
+    checkpoint = _starting_point(run, resume)
+    if checkpoint is not None:
+        read_network_state(checkpoint)
+        changes_since(path_of(run), run)
+
+
+def make_policy(run: RunConfig, environments: VectorEnvironment) -> Policy:
+    """The policy as it begins.
+
+    Raises:
+        ConfigError: it does not fit the environment.
+    """
+    model = run.model
+    assert isinstance(model, NetworkModel)
+    seen, acts = environments.observation_space, environments.action_space
+    with torch_seeded(run.seed, Stream.NETWORK_WEIGHTS):
+        actor, critic = make_networks(model, seen, acts)
+        return Policy(
+            actor,
+            critic,
+            seen,
+            acts,
+            normalises=model.normalise_observations,
+            device=model.device,
+        )
+
+
+def ppo_of(run: RunConfig) -> NetworkPpoConfig:
+    """The section `ppo` of a run that trains a network."""
+    assert run.ppo is not None, "a network's configuration has one"
+    return run.ppo
+
+
+def _discard(run: RunConfig) -> None:
+    RunFolder.create(run, overwrite=True).discard()
+
+
+def _starting_point(run: RunConfig, resume: Resume) -> Path | None:
+    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
+    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
+        return None
+    return newest_checkpoint(checkpoints)
+
+
+def _seeds(run: RunConfig, num_games: int) -> Sequence[int]:
+    return range(run.eval.seed, run.eval.seed + num_games)
+
+
+@contextmanager
+def _stop_on_signal(opened_run: NetworkRun) -> Iterator[None]:
+    """SIGINT and SIGTERM end the run after its step; a second one ends it at once."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in numbers:
+            signal.signal(one, signal.default_int_handler)
+        _log.warning("stopping after this step; again to stop at once")
+        opened_run.stop()
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _summary(of: NetworkRun, report: EvalReport, total_s: float) -> Summary:
+    policy, state, run = report.policy, of.state, of.run
+    start = state.start.get(of.environment_name)
+    result = EnvironmentResult(environment=of.described, start=start, report=report)
+    return Summary(
+        name=run.name,
+        environment=of.described,
+        results={of.environment_name: result},
+        finished=True,
+        seed=run.seed,
+        num_steps=state.step,
+        generator=NETWORK,
+        num_learner_ranks=1,
+        num_rollout_workers=1,
+        win_rate=policy.win_rate,
+        win_rate_ci95=policy.win_rate_ci95,
+        draw_rate=policy.draw_rate,
+        expected_return=policy.expected_return,
+        expected_return_ci95=policy.expected_return_ci95,
+        invalid_rate=0.0,
+        gap_closed=None,
+        gap_closed_ci95=None,
+        eval_num_games=policy.num_games,
+        eval_temperature=report.temperature,
+        start=start,
+        baselines=report.baselines,
+        games_trained=state.num_episodes,
+        games_played=state.num_episodes,
+        episodes_lost=0,
+        wall_seconds_training=of.folder.elapsed_s,
+        wall_seconds_total=total_s,
+        weight_syncs=0,
+        canary_failures=0,
+        canary_max_error=0.0,
+        environment_restarts=0,
+        learner_restarts=0,
+        groups_rolled_back=0,
+        max_staleness_seen=0,
+        versions=installed_versions(),
+    )

@@ -1,0 +1,78 @@
+"""`train_agent`: Gymformer's call, for networks and for language models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
+from ludus.trainer.compat.gymformer.trainer.classic_agent import train_classic
+from ludus.trainer.compat.gymformer.trainer.request import (
+    AgentRequest,
+    Callback,
+    EpisodeReturns,
+    TrainsAsAgent,
+)
+
+__all__ = ["load_ppo_agent", "train_agent"]
+
+
+def train_agent(
+    env_name: str,
+    actor: nn.Module,
+    critic: nn.Module,
+    ppo_config: PPOConfig,
+    max_episodes: int = 1000,
+    max_timesteps: int = 1000,
+    update_interval: int = 100,
+    save_interval: int = 100,
+    save_path: str | Path = "./models",
+    callback: Callback | None = None,
+    log_interval: int = 10,
+    device: str | None = None,
+    num_envs: int = 8,
+    seed: int = 0,
+) -> EpisodeReturns:
+    """The return of each episode, in the order in which they ended; `.running` is their average.
+
+    Args:
+        env_name: a Gymnasium id, `module:id`, or the address of an environment server.
+        actor: logits or means of actions, from observations; or a language model.
+        max_timesteps: longest episode.
+        update_interval: episodes between two updates.
+        save_interval: episodes between two agents that are saved into `save_path`.
+        callback: called every `log_interval` episodes with (state, action, reward, done,
+            truncated, episode, running_reward).
+        device: None is the CPU.
+        num_envs: episodes that are played side by side.
+
+    Raises:
+        ConfigError: the modules do not fit the environment, or a number is not positive.
+    """
+    counts = {
+        "max_episodes": max_episodes,
+        "max_timesteps": max_timesteps,
+        "update_interval": update_interval,
+        "save_interval": save_interval,
+        "log_interval": log_interval,
+        "num_envs": num_envs,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} expected at least 1, got {count}")
+    request = AgentRequest(
+        env_name=env_name,
+        actor=actor,
+        critic=critic,
+        ppo_config=ppo_config,
+        save_path=Path(save_path),
+        callback=callback,
+        device=device,
+        seed=seed,
+        **counts,
+    )
+    if isinstance(actor, TrainsAsAgent):
+        return actor.train_as_agent(request)
+    return train_classic(request)
