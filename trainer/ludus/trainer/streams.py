@@ -76,7 +76,7 @@ class Stream(IntEnum):
     NETWORK_EVALUATION = 33
     """Actions of a network in an evaluation. Counter: step."""
     RANDOM_ACTIONS = 34
-    """Of the random policy that a network is compared with."""
+    """Of the random policy that a network is compared with. Counter: step."""
 
 
 _NUM_SEEDS = FIRST_WARM_START_SEED

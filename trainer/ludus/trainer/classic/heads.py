@@ -187,6 +187,21 @@ def head_of(space: spaces.Space[Any]) -> Head:
     )
 
 
+def uniform_actions(space: spaces.Space[Any], head: Head, num: int) -> Tensor:
+    """Actions [num, ...] of the random policy: each as likely as any other within the bounds.
+
+    Where a continuous action has no bounds, it is drawn from the standard normal distribution.
+    """
+    if not isinstance(space, spaces.Box):
+        return head.choose(torch.zeros(num, head.num_outputs), head.noise(1, num)[0])
+    low, high = (torch.as_tensor(bound).flatten().float() for bound in (space.low, space.high))
+    is_bounded = low.isfinite() & high.isfinite()
+    share = torch.rand(num, head.num_outputs)
+    within = low.nan_to_num(posinf=0, neginf=0) * (1 - share)
+    within = within + high.nan_to_num(posinf=0, neginf=0) * share
+    return torch.where(is_bounded, within, torch.randn(num, head.num_outputs))
+
+
 def _logits(output: Output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 

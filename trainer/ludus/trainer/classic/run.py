@@ -38,12 +38,13 @@ from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
 from ludus.trainer.classic.agent import Agent, Trained, judge, num_judged, play, threads
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
+from ludus.trainer.classic.heads import uniform_actions
 from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.rows import transcripts_of, values_of
 from ludus.trainer.classic.state import NetworkState, read_agent, read_network_state, write_agent
 from ludus.trainer.run_folder import RunFolder, logging_to, path_of
-from ludus.trainer.streams import Stream, key_of, torch_seeded
+from ludus.trainer.streams import Stream, torch_seeded
 from ludus.trainer.summary import installed_versions
 from ludus.trainer.types import SavedFile
 
@@ -177,11 +178,12 @@ class NetworkRun:
         """The random policy, where it is asked for."""
         if RANDOM_POLICY not in self.run.environment.baselines:
             return {}
-        space, environments = self._judged.action_space, self._judged
-        space.seed(key_of(self.run.seed, Stream.RANDOM_ACTIONS) % 2**31)
+        environments, head = self._judged, self.policy.head
 
         def choose(observations: np.ndarray, step: int) -> np.ndarray:
-            return np.array([space.sample() for _ in range(environments.num)])
+            with torch_seeded(self.run.seed, Stream.RANDOM_ACTIONS, step):
+                drawn = uniform_actions(environments.action_space, head, environments.num)
+            return head.to_environment(drawn.numpy())
 
         most = max(self.run.eval.num_games, self.run.eval.num_games_during)
         seeds = _seeds(self.run, most)
