@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.models.load import load_tokenizer
-from openspiel_env import OpenSpielEnv, make_environment
+from openspiel_env import OpenSpielAction, OpenSpielEnv, make_environment
 from tests.learner.tiny_policy import make_policy_folder
 from tests.openspiel.test_server import Server, serving
 
@@ -76,6 +79,29 @@ def test_a_game_without_that_policy_says_which_it_has(
         pytest.raises(ConfigError, match="'catch' has no policy 'dealer_rule'; it has random, f"),
     ):
         grpo_utils.play_heuristic_policy(server.http)
+
+
+def commands() -> list[dict[str, str]]:
+    """The variables of each server's command in the notebook."""
+    cells = json.loads((TUTORIAL / "blackjack.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    found = re.findall(r"(OPENSPIEL_GAME=[^`\n]*) python -m envs\.openspiel_env\.server\.app", text)
+    return [dict(word.split("=", 1) for word in shlex.split(command)) for command in found]
+
+
+def test_the_notebook_has_a_command_for_each_game_that_the_tutorial_names() -> None:
+    games = [variables["OPENSPIEL_GAME"] for variables in commands()]
+    assert games == ["blackjack", "tic_tac_toe", "connect_four", "chess", "go"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", commands()[2:], ids=lambda found: found["OPENSPIEL_GAME"])
+def test_its_server_shows_the_game_in_words(variables: dict[str, str], tmp_path: Path) -> None:
+    with serving(tmp_path, **variables) as server, OpenSpielEnv(base_url=server.http) as env:
+        result = env.reset(seed=1)
+        assert result.text is not None and result.text.messages[0]["content"]
+        assert len(result.text.legal_answers) == len(result.observation.legal_actions)
+        assert not env.step(OpenSpielAction(action_id=result.observation.legal_actions[0])).done
 
 
 def test_the_reward_pays_pushes_and_needs_no_actor(grpo_utils: ModuleType) -> None:
