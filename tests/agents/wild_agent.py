@@ -64,19 +64,22 @@ def sent_back(said: Said) -> ChatMessage:
 def check_exact(sequences: tuple[TokenSequence, ...], sampled: Sequence[Sampled]) -> None:
     """Every answer is trained once, after its own prompt; what was cut off is a prefix of it."""
     left = Counter(sampled)
+    turns = [(sequence, turn) for sequence in sequences for turn in sequence.turns]
+    # The longest first: a short one may be the beginning of several, which a long one is not.
+    for sequence, turn in sorted(turns, key=lambda one: one[1].start - one[1].end):
+        prompt = tuple(sequence.token_ids[: turn.start].tolist())
+        said = tuple(sequence.token_ids[turn.start : turn.end].tolist())
+        logprobs = sequence.logprobs[turn.start : turn.end]
+        match = [
+            one
+            for one in left
+            if one.prompt_ids == prompt
+            and one.token_ids[: len(said)] == said
+            and np.allclose(one.logprobs[: len(said)], logprobs)
+        ]
+        assert match, "an answer is trained that was not sampled so"
+        left[match[0]] -= 1
+        left += Counter()
+    assert not left, "an answer was sampled and is not trained"
     for sequence in sequences:
-        for turn in sequence.turns:
-            prompt = tuple(sequence.token_ids[: turn.start].tolist())
-            said = tuple(sequence.token_ids[turn.start : turn.end].tolist())
-            logprobs = sequence.logprobs[turn.start : turn.end]
-            match = next(
-                one
-                for one in left
-                if one.prompt_ids == prompt
-                and one.token_ids[: len(said)] == said
-                and np.allclose(one.logprobs[: len(said)], logprobs)
-            )
-            left[match] -= 1
-            left += Counter()
         assert not sequence.logprobs[~sequence.loss_mask].any()
-    assert not left
