@@ -41,6 +41,7 @@ AS_PROGRAM = (
         }
     ),
     "training.groups_per_step=1",
+    "learner.num_minibatches=1",
     "rollout.group_size=2",
     "rollout.num_groups_in_flight=1",
     "model.warm_start_games=4",
