@@ -45,6 +45,7 @@ from prompts_env import make_environment
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES, RUNS = ROOT / "examples", ROOT / "runs"
+COT, SUMMARIZATION, RLHF = "cot/tiny.toml", "summarization/tiny.toml", "rlhf/tiny.toml"
 RESULTS = ROOT / "bench" / "results" / "learn_language.json"
 SEEDS = (0, 1, 2)
 sys.path.append(str(EXAMPLES / "reward_model"))
@@ -105,7 +106,7 @@ def call(program: str, *arguments: str) -> None:
 def cot(seed: int) -> Row:
     """Exact answers and mean reward on sums that were held back."""
     load_average = os.getloadavg()[0]
-    run = train("cot/tiny.toml", f"learn-cot-{seed}", seed)
+    run = train(COT, f"learn-cot-{seed}", seed)
     values = judge_sums(run.folder)
     passed = values["exact"] >= COT_EXACT and values["reward"] >= COT_REWARD
     target = f"exact {COT_EXACT}, reward {COT_REWARD}, in {MAX_TRAINING_S:.0f} s"
@@ -117,7 +118,7 @@ def cot_shuffled(seed: int) -> Row:
     """The control: with shuffled rewards it does no better than who never looks at the question."""
     load_average = os.getloadavg()[0]
     name = f"learn-cot-shuffled-{seed}"
-    run = train("cot/tiny.toml", name, seed, "training.shuffle_rewards=true")
+    run = train(COT, name, seed, "training.shuffle_rewards=true")
     values = judge_sums(run.folder)
     commonest = Counter(held_back_sums().values()).most_common(1)[0][1] / len(held_back_sums())
     target = f"exact not above {commonest:.2f}"
@@ -154,7 +155,7 @@ def judge_sums(run: Path) -> dict[str, float]:
 def summarization(seed: int) -> Row:
     """What the document's reward says of summaries of both its articles."""
     load_average = os.getloadavg()[0]
-    run = train("summarization/tiny.toml", f"learn-summarization-{seed}", seed)
+    run = train(SUMMARIZATION, f"learn-summarization-{seed}", seed)
     terms = {prompt_of(article): article.key_terms for article in ARTICLES}
     values = {}
     for trained in (False, True):
@@ -177,9 +178,7 @@ def rlhf(seed: int) -> Row:
     values: dict[str, float] = {}
     training_s = 0.0
     for kl_coef in KL_COEFS:
-        run = train(
-            "rlhf/tiny.toml", f"learn-rlhf-{seed}-{kl_coef:g}", seed, *_price(kl_coef, folder)
-        )
+        run = train(RLHF, f"learn-rlhf-{seed}-{kl_coef:g}", seed, *_price(kl_coef, folder))
         training_s += run.training_s
         if not values:
             values |= _judged("before", run.folder, folder, seed, trained=False)
