@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-reward learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -21,7 +21,10 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
-	@$(VENV)/python bench/learn.py $(ARGS)
+	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl)
+
+learn-examples: setup
+	@$(VENV)/python bench/learn.py
 
 learn-reward: setup ## the same for the reward model (ARGS="--only preferences --seeds 0")
 	@$(VENV)/python bench/learn_reward.py $(ARGS)

@@ -74,6 +74,11 @@ def test_numbers_of_purposes_are_kept_for_ever() -> None:
         "REWARD_MODEL_SPLIT": 21,
         "REWARD_MODEL_ORDER": 22,
         "PROBLEM_SPLIT": 30,
+        "NETWORK_WEIGHTS": 40,
+        "NETWORK_SAMPLING": 41,
+        "NETWORK_ORDER": 42,
+        "NETWORK_EVALUATION": 43,
+        "RANDOM_ACTIONS": 44,
         "REPLAY_BUFFER": 60,
     }
     assert key_of(0, Stream.TRAINING_SAMPLING, 5, 3) == 8_321_986_166_256_268_998

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,7 @@ VERSION = 1
 """Another one gives other random numbers: a run does not go on under it (`checkpoint.py`)."""
 
 
+@unique
 class Stream(IntEnum):
     """What random numbers are drawn for.
 
@@ -67,15 +68,15 @@ class Stream(IntEnum):
     REPLAY_BUFFER = 60
     """Which episodes a part's replay buffer gives out; runs have no such draw."""
 
-    NETWORK_WEIGHTS = 30
+    NETWORK_WEIGHTS = 40
     """Initial ones of a network."""
-    NETWORK_SAMPLING = 31
+    NETWORK_SAMPLING = 41
     """Actions of a network. Counters: update, block of steps."""
-    NETWORK_ORDER = 32
+    NETWORK_ORDER = 42
     """Of the steps in an update. Counters: update, pass."""
-    NETWORK_EVALUATION = 33
+    NETWORK_EVALUATION = 43
     """Actions of a network in an evaluation. Counter: step."""
-    RANDOM_ACTIONS = 34
+    RANDOM_ACTIONS = 44
     """Of the random policy that a network is compared with. Counter: step."""
 
 
