@@ -1,0 +1,82 @@
+"""Forge's calls train for real: in parts as at once, with functions of the program's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ludus.proto.runs import read_transcripts
+from tests.forge.tutorial_config import tutorial_config
+from tests.openspiel.test_server import Server, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_ray")]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+        yield server
+
+
+def test_a_program_trains_in_parts_what_another_trains_at_once(
+    tmp_path: Path, server: Server
+) -> None:
+    command = [sys.executable, "-m", "tests.e2e.forge_program", str(tmp_path), server.http]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=800)
+    assert ended.returncode == 0, ended.stderr
+    seen: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    first, second = seen["results"]
+    assert (first["iterations"], second["iterations"]) == ([1, 2, 3], [4, 5, 6])
+    assert all(len(first[name]) == 3 for name in ("win_rates", "losses", "rewards"))
+    assert seen["apart"] == 0.0
+    whole = seen["whole"]
+    for name in ("iterations", "win_rates", "losses", "rewards"):
+        assert first[name] + second[name] == whole[name]
+    assert (seen["versions"], seen["the same by its prompt"]) == ([3, 3, 3], True)
+    assert set(seen["texts"]) <= {"HIT", "STAND"}
+    assert all(num_tokens == num_logprobs for num_tokens, num_logprobs in seen["tokens"])
+    assert seen["summary"] and "6 are trained; raise trainer.training.steps" in seen["refused"]
+    # Of these games 38.35 % are won and 4.96 % drawn; a draw is worth 0.5, and is no win.
+    played = seen["stand"]
+    assert abs(sum(played["win_rates"]) / len(played["win_rates"]) - 0.3835) < 0.01
+    assert abs(sum(played["rewards"]) / len(played["rewards"]) - (1.5 * -0.1834 + 0.5)) < 0.03
+    terms = {name for one in read_transcripts(tmp_path / "parts") for name in one.terms}
+    assert terms == {"evaluate_response"}
+
+
+def test_the_tutorials_own_file_starts_with_a_tiny_model(tmp_path: Path, server: Server) -> None:
+    path = tmp_path / "blackjack.yaml"
+    path.write_text(yaml.safe_dump(tutorial_config()))
+    overrides = [
+        "model=tiny",
+        "trainer.training.steps=2",
+        f"blackjack_env.server_url={server.http}",
+        f"ludus.output_dir={tmp_path}",
+        "ludus.model.warm_start_games=128",
+        "ludus.eval.num_games=50",
+    ]
+    command = [sys.executable, "-m", "ludus.trainer.compat.forge", "--config", str(path)]
+    ended = subprocess.run(
+        [*command, *overrides],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        env={**os.environ, "WANDB_API_KEY": ""},
+    )
+    assert ended.returncode == 0, ended.stderr
+    folder = Path(ended.stdout.splitlines()[-1])
+    assert folder == tmp_path / "blackjack"
+    assert json.loads((folder / "summary.json").read_text())["finished"]
+    assert "metric_logging.wandb.group" in ended.stderr, "it means nothing here, and is named"
+    assert any((folder / "wandb").iterdir()), "kept for `wandb sync`: there is no key"

@@ -1,0 +1,59 @@
+"""The tutorial's notebook, executed in a short form."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.openspiel.test_server import Server, serving
+
+TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
+NOTEBOOK = TUTORIAL / "blackjack.ipynb"
+SHORT = (
+    "local_batch_size=64",
+    "rollout_threads=16",
+    "ludus.model.warm_start_games=256",
+    "ludus.learner.num_minibatches=2",
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), OPENSPIEL_GAME="blackjack") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("other"), OPENSPIEL_GAME="tic_tac_toe") as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("shared_ray")
+def test_the_notebook_runs_from_its_first_cell_to_its_last(
+    server: Server, other_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUTORIAL_SERVER", server.http)
+    monkeypatch.setenv("TUTORIAL_OTHER_SERVER", other_server.http)
+    monkeypatch.setenv("TUTORIAL_STEPS", "2")
+    monkeypatch.setenv("TUTORIAL_GAMES", "200")
+    monkeypatch.setenv("TUTORIAL_RUNS", str(tmp_path))
+    monkeypatch.setenv("TUTORIAL_OVERRIDES", " ".join(SHORT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(
+        notebook, timeout=540, kernel_name="python3", resources={"metadata": {"path": TUTORIAL}}
+    ).execute()
+    assert (tmp_path / "blackjack" / "summary.json").is_file()
+    games = (tmp_path / "blackjack" / "transcripts.jsonl").read_text().splitlines()
+    terms = {name for game in games for name in json.loads(game)["terms"]}
+    assert terms == {"evaluate_response"}
