@@ -6,7 +6,6 @@ A reward function writes down which row was judged, so the count is of what was 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +22,6 @@ pytestmark = [
 
 NUM_ROWS = 48
 GROUP_SIZE = 4
-FILE = "LUDUS_TEST_JUDGED_ROWS"
 
 CONFIG = """
 [environment]
@@ -63,10 +61,10 @@ num_games_during = 0
 """
 
 
-def judge(completions: list[object], row_id: list[int]) -> list[float]:
-    """A reward for length; each row that is judged is a line of a file."""
-    with open(os.environ[FILE], "a") as file:
-        file.write(f"{json.dumps(row_id)}\n")
+def judge(completions: list[object], row_id: list[int], file: list[str]) -> list[float]:
+    """A reward for length; each row that is judged is a line of the file that the rows name."""
+    with open(file[0], "a") as judged_rows:
+        judged_rows.write(f"{json.dumps(row_id)}\n")
     return [float(len(str(one))) for one in completions]
 
 
@@ -81,14 +79,12 @@ def phase_steps(run: Run) -> set[int | None]:
     return {row.num_steps for row in run.rows if row.kind == "phase"}
 
 
-def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = {"prompt": [f"item {n}?" for n in range(NUM_ROWS)], "row_id": list(range(NUM_ROWS))}
-    path = write_rows(rows, tmp_path / "rows.jsonl")
+def test_two_workers_play_each_row_once_a_pass_also_after_a_stop(tmp_path: Path) -> None:
     config, file = tmp_path / "run.toml", tmp_path / "judged"
+    numbers = range(NUM_ROWS)
+    rows = [{"prompt": f"item {n}?", "row_id": n, "file": str(file)} for n in numbers]
+    path = write_rows(rows, tmp_path / "rows.jsonl")
     config.write_text(CONFIG.format(path=json.dumps(str(path)), group_size=GROUP_SIZE))
-    monkeypatch.setenv(FILE, str(file))
     with start_run(tmp_path, config=config) as run:
         run.wait_until(lambda: run.last_step >= 3)
         run.stop()

@@ -76,6 +76,7 @@ def main(folder: str, form: str) -> None:
         overrides=[
             "generator.kind=transformers",
             "model.warm_start_games=64",
+            "eval.num_games=3",
             'environment.options.example_answers=["a", "word"]',
         ],
     )
