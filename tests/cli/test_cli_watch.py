@@ -42,6 +42,11 @@ def test_of_a_run_that_is_over_the_last_episodes_are_shown(ludus: RunCli, run_di
     assert "terminated · return 1 · reward 0.9 of environment 1, brevity −0.1" in result.out
 
 
+def test_a_reward_that_is_not_made_of_terms_is_the_return(ludus: RunCli, run_dir: Path) -> None:
+    write(run_dir, transcript(1).model_copy(update={"terms": {}}))
+    assert "terminated · return 1\n" in ludus("watch", "demo").out.replace(" \n", "\n")
+
+
 def test_what_ended_an_episode_is_shown_and_does_not_steer_the_terminal(
     ludus: RunCli, run_dir: Path
 ) -> None:

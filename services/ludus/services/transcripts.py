@@ -19,7 +19,7 @@ def heading(transcript: Transcript) -> str:
 def outcome(transcript: Transcript) -> str:
     """How it ended and what it was worth, term by term where there is more to it, in a line."""
     parts = [transcript.status.replace("_", " "), f"return {_number(transcript.episode_return)}"]
-    if list(transcript.terms) != ["environment"]:
+    if transcript.terms and list(transcript.terms) != ["environment"]:
         terms = ", ".join(f"{name} {_number(value)}" for name, value in transcript.terms.items())
         parts.append(f"reward {_number(transcript.reward)} of {terms}")
     return " · ".join(parts)
