@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import nbformat
 import pytest
 
 from ludus.proto.errors import ActionParseError, ConfigError
@@ -130,3 +131,13 @@ def test_a_prompt_goes_through_the_models_template(grpo_utils: ModuleType, tmp_p
     tokenizer = load_tokenizer(make_policy_folder(tmp_path))
     prompt = grpo_utils.format_prompt(observation, tokenizer)
     assert prompt == f"<|user|>{grpo_utils.describe(observation)}<|end|><|assistant|>"
+
+
+def test_the_notebook_shows_what_its_cells_print_and_none_has_failed() -> None:
+    notebook = nbformat.read(TUTORIAL / "blackjack.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "gap from random to best closed" in text
