@@ -41,6 +41,9 @@ _SINCE_5_1 = {
 }
 """The same number on every architecture, as are all later calls."""
 _CLONE3 = 435
+_ALONE_SINCE_5_1 = {
+    **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466},
+}
 _SOCKET_FAMILIES = (1, 2, 10, 16)
 """Local, IPv4, IPv6, and what libraries ask addresses by: none goes around a network namespace."""
 _ITSELF = {
@@ -61,6 +64,10 @@ class _Architecture:
     """Refused where others have the same process ids: memory and queues that stay."""
     of_others: dict[str, int]
     """Refused there unless it is about the caller, as `_ITSELF` says."""
+    alone: dict[str, int]
+    """Refused to a program that only computes: processes, threads, signals, sockets, limits, which
+    a privileged one could raise again, and what a file is beside its content, where Landlock has
+    no say."""
 
 
 _ARCHITECTURES = {
@@ -85,6 +92,15 @@ _ARCHITECTURES = {
             **{"setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144},
             **{"sched_setaffinity": 203, "ioprio_set": 251, "prlimit64": 302, "sched_setattr": 314},
         },
+        {
+            **{"socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "execve": 59},
+            **{"kill": 62, "rt_sigqueueinfo": 129, "setrlimit": 160, "tkill": 200, "tgkill": 234},
+            **{"rt_tgsigqueueinfo": 297, "prlimit64": 302, "execveat": 322},
+            **{"chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132},
+            **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197},
+            **{"lremovexattr": 198, "fremovexattr": 199, "utimes": 235, "fchownat": 260},
+            **{"futimesat": 261, "fchmodat": 268, "utimensat": 280},
+        },
     ),
     "aarch64": _Architecture(
         0xC000_00B7,
@@ -108,6 +124,14 @@ _ARCHITECTURES = {
             **{"sched_setaffinity": 122, "setpriority": 140, "prlimit64": 261},
             **{"sched_setattr": 274},
         },
+        {
+            **{"kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138},
+            **{"setrlimit": 164, "socket": 198, "socketpair": 199, "clone": 220, "execve": 221},
+            **{"rt_tgsigqueueinfo": 240, "prlimit64": 261, "execveat": 281},
+            **{"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "fchmod": 52},
+            **{"lremovexattr": 15, "fremovexattr": 16, "fchmodat": 53, "fchownat": 54},
+            **{"fchown": 55, "utimensat": 88},
+        },
     ),
 }
 
@@ -125,11 +149,13 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
 
 
-def refuse_system_calls(*, shares_processes: bool = True) -> None:
+def refuse_system_calls(*, shares_processes: bool = True, stays_alone: bool = False) -> None:
     """Install the filter, for this process and for whatever it starts.
 
     Args:
         shares_processes: others have the same process ids, and what one leaves in memory.
+        stays_alone: it starts no process and no thread, signals nobody, opens no socket
+            and changes no file's mode, owner, times or attributes.
 
     Raises:
         NotOfferedError: it is not written for this architecture.
@@ -138,13 +164,13 @@ def refuse_system_calls(*, shares_processes: bool = True) -> None:
     if architecture is None:
         known = " and ".join(_ARCHITECTURES)
         raise NotOfferedError(f"there is a filter for {known}, and this is {platform.machine()}")
-    program = _program(architecture, shares_processes)
+    program = _program(architecture, shares_processes, stays_alone)
     instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
     filter_ = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
 
 
-def _program(architecture: _Architecture, shares_processes: bool) -> list[_Code]:
+def _program(architecture: _Architecture, shares_processes: bool, stays_alone: bool) -> list[_Code]:
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_IF_EQUAL, 1, 0, architecture.audit_number),
@@ -161,6 +187,8 @@ def _program(architecture: _Architecture, shares_processes: bool) -> list[_Code]
         refused |= architecture.shared
         for name, number in architecture.of_others.items():
             program += _unless_first_are(number, _ITSELF[name])
+    if stays_alone:
+        refused |= architecture.alone | _ALONE_SINCE_5_1
     for number in refused.values():
         program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]
     return [
