@@ -52,6 +52,7 @@ IMAGES = {
     "env-math": Image("ludus/env-math", "envs/Dockerfile", {"ENVIRONMENT": "math_env"}),
     "env-prompts": Image("ludus/env-prompts", "envs/Dockerfile", {"ENVIRONMENT": "prompts_env"}),
     "env-echo": Image("ludus/env-echo", "envs/Dockerfile", {"ENVIRONMENT": "echo_env"}),
+    "env-coding": Image("ludus/env-coding", "envs/Dockerfile", {"ENVIRONMENT": "coding_env"}),
     "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
     "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
     "store": Image("ludus/store", "charts/store.Dockerfile"),

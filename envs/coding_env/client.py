@@ -1,0 +1,24 @@
+"""The client of a server of programming tasks.
+
+with CodingEnv(base_url="http://localhost:8008") as env:
+    print(env.reset(seed=1).observation.prompt)
+    result = env.step(CodeAction(code="def solve(n):\\n    return n\\n"))
+    print(result.observation.stdout, result.observation.exit_code, result.reward)
+"""
+
+from __future__ import annotations
+
+from ludus.env.client import TypedEnv, TypedResult
+
+from .models import CodeAction, CodeObservation, CodeState
+
+CodeResult = TypedResult[CodeObservation]
+"""What one reset or step led to."""
+
+
+class CodingEnv(TypedEnv[CodeAction, CodeObservation, CodeState]):
+    """Programming tasks of a server."""
+
+    default_url = "http://localhost:8008"
+    observation_type = CodeObservation
+    state_type = CodeState
