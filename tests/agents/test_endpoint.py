@@ -424,3 +424,44 @@ async def test_the_published_mcp_client_lists_tools_and_calls_them(
             assert [tool.name for tool in (await session.list_tools()).tools] == ["look"]
             called = await session.call_tool("look", {"a": 1})
             assert called.content[0].text == "called with {'a': 1}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+async def test_the_same_calls_after_the_same_history_have_the_same_ids_and_others_others(
+    endpoint: Endpoint, chat: ChatTokenizer, is_stream: bool
+) -> None:
+    ids = []
+    for question in ("Where is the key?", "Where is the key?", "Where is the hat?"):
+        with told(endpoint, chat, CALL + CALL) as one:
+            asked: dict[str, Any] = {
+                "model": "any",
+                "messages": [{"role": "user", "content": question}],
+                "tools": [TOOL],
+            }
+            if is_stream:
+                stream = await one.client.chat.completions.create(**asked, stream=True)
+                deltas = [chunk.choices[0].delta async for chunk in stream]
+                calls = [call for delta in deltas for call in delta.tool_calls or [] if call.id]
+            else:
+                whole = await one.client.chat.completions.create(**asked)
+                calls = whole.choices[0].message.tool_calls or []
+            ids.append([call.id for call in calls])
+    assert ids[0] == ids[1]
+    assert len({*ids[0], *ids[2]}) == 4
+
+
+async def test_both_forms_call_the_same_call_by_the_same_id(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    with told(endpoint, chat, CALL, CALL) as one:
+        over_chat = await one.client.chat.completions.create(
+            model="any", messages=HELLO, tools=[TOOL]
+        )
+        response = await one.client.responses.create(
+            model="any",
+            input=HELLO,
+            tools=[FUNCTION],  # type: ignore[list-item]
+        )
+    [call] = over_chat.choices[0].message.tool_calls or []
+    [item] = response.output
+    assert item.type == "function_call" and item.call_id == call.id

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.trainer.agents.api_error import FieldError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
+from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said, call_ids
 from ludus.trainer.agents.fields import (
     JsonObject,
     Known,
@@ -114,7 +114,7 @@ def chat_response(request: ChatRequest, said: Sequence[Said]) -> JsonObject:
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **_told(one)},
+            "message": {"role": "assistant", "refusal": None, **_told(request, one)},
             "logprobs": _logprobs(one, request),
             "finish_reason": one.finish_reason,
         }
@@ -127,7 +127,7 @@ def chat_chunks(request: ChatRequest, said: Sequence[Said]) -> Iterator[JsonObje
     """The response in the pieces of a stream."""
     head = _head(request, "chat.completion.chunk")
     for index, one in enumerate(said):
-        deltas = list(_deltas(one))
+        deltas = list(_deltas(request, one))
         for number, delta in enumerate(deltas):
             # All log-probs come with the first words: answers are sampled before they are streamed.
             logprobs = _logprobs(one, request) if number == 0 else None
@@ -177,34 +177,32 @@ def _head(request: ChatRequest, kind: str) -> JsonObject:
     }
 
 
-def _told(said: Said) -> JsonObject:
+def _told(request: ChatRequest, said: Said) -> JsonObject:
     told: JsonObject = {"content": said.content if said.content or not said.calls else None}
     if said.thought:
         told["reasoning_content"] = said.thought
     if said.calls:
-        told["tool_calls"] = [_written(call) for call in said.calls]
+        told["tool_calls"] = list(_written(request, said))
     return told
 
 
-def _written(call: FunctionCall) -> JsonObject:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _written(request: ChatRequest, said: Said) -> Iterator[JsonObject]:
+    for call, call_id in zip(said.calls, call_ids(request.asked, said), strict=True):
+        function = {"name": call.name, "arguments": call.arguments}
+        yield {"id": call_id, "type": "function", "function": function}
 
 
-def _deltas(said: Said) -> Iterator[JsonObject]:
+def _deltas(request: ChatRequest, said: Said) -> Iterator[JsonObject]:
     yield {"role": "assistant", "content": "" if not said.calls else None}
     for name, text in (("reasoning_content", said.thought), ("content", said.content)):
         for begin in range(0, len(text), _CHARACTERS_PER_CHUNK):
             yield {name: text[begin : begin + _CHARACTERS_PER_CHUNK]}
-    for index, call in enumerate(said.calls):
-        written = _written(call)
-        arguments = written["function"]["arguments"]
-        yield {
-            "tool_calls": [
-                {"index": index, **written, "function": {"name": call.name, "arguments": ""}}
-            ]
-        }
-        yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+    for index, written in enumerate(_written(request, said)):
+        function = written["function"]
+        begun = {**written, "function": {**function, "arguments": ""}}
+        yield {"tool_calls": [{"index": index, **begun}]}
+        rest = {"arguments": function["arguments"]}
+        yield {"tool_calls": [{"index": index, "function": rest}]}
 
 
 def _choice(index: int, delta: JsonObject, logprobs: Any, finish_reason: str | None) -> JsonObject:

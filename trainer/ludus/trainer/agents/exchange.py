@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ludus.env import Message
@@ -17,6 +18,9 @@ from ludus.trainer.models.template import ToolSpec
 
 MessageKey: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """What an answer is recognised by: its words, and the names and arguments of its calls."""
+
+_CALL_ID_BYTES = 4
+"""Enough for the calls of one conversation, and few tokens where an agent shows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,20 @@ class Answerer(Protocol):
 def answer_key(content: str, calls: Sequence[FunctionCall]) -> MessageKey:
     """What an answer is recognised by; clients strip words, and write JSON in their own way."""
     return content.strip(), tuple((call.name, _canonical(call.arguments)) for call in calls)
+
+
+def call_ids(asked: Asked, said: Said) -> list[str]:
+    """The id of each call in an answer: the same whenever the same is said after the same history.
+
+    Some agents write ids into the words of their next request. Random ones would be noise to the
+    policy there, and no run could be played again.
+    """
+    history = [(one.role, one.content, one.calls) for one in asked.messages]
+    spoken = repr((history, said.content, said.calls)).encode()
+    return [
+        f"call_{blake2b(spoken, digest_size=_CALL_ID_BYTES, salt=number.to_bytes(2)).hexdigest()}"
+        for number in range(len(said.calls))
+    ]
 
 
 def _canonical(arguments: str) -> str:

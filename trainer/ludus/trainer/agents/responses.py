@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from ludus.trainer.agents.api_error import ApiError, FieldError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
+from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said, call_ids
 from ludus.trainer.agents.fields import (
     JsonObject,
     Known,
@@ -124,7 +124,7 @@ def conversation_after(request: ResponsesRequest, said: Said) -> tuple[ChatMessa
 
 def response(request: ResponsesRequest, said: Said) -> JsonObject:
     """The response as a whole."""
-    return _finished(_head(request), list(_output(said)), said)
+    return _finished(_head(request), list(_output(request.asked, said)), said)
 
 
 def response_events(begun: JsonObject, finished: JsonObject) -> Iterator[JsonObject]:
@@ -241,7 +241,7 @@ def _tool(tool: Any, param: str) -> ToolSpec:
     return tool_of(tool, param)
 
 
-def _output(said: Said) -> Iterator[JsonObject]:
+def _output(asked: Asked, said: Said) -> Iterator[JsonObject]:
     if said.thought:
         summary = [{"type": "summary_text", "text": said.thought}]
         yield {"type": "reasoning", "id": _id("rs"), "status": "completed", "summary": summary}
@@ -263,11 +263,11 @@ def _output(said: Said) -> Iterator[JsonObject]:
             "status": "incomplete" if said.finish_reason == "length" else "completed",
             "content": [{**text, "logprobs": logprobs}],
         }
-    for call in said.calls:
+    for call, call_id in zip(said.calls, call_ids(asked, said), strict=True):
         yield {
             "type": "function_call",
             "id": _id("fc"),
-            "call_id": _id("call"),
+            "call_id": call_id,
             "name": call.name,
             "arguments": call.arguments,
             "status": "completed",
