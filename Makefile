@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl learn-agents test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -21,7 +21,7 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
-	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl)
+	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl learn-agents)
 
 learn-examples: setup
 	@$(VENV)/python bench/learn.py
@@ -35,6 +35,9 @@ learn-language: setup ## the same for chains of thought, summaries and RLHF (ARG
 learn-trl: setup ## TRL's echo script, three seeds and a control; what the wire costs TRL's own trainer
 	@$(VENV)/python bench/trl_echo.py
 	@$(VENV)/python bench/trl_wire.py
+
+learn-agents: setup ## the same for agents of LangGraph and smolagents (ARGS="--only smolagents")
+	@$(VENV)/python bench/learn_agents.py $(ARGS)
 
 test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
 	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"

@@ -1,12 +1,16 @@
-"""A thousand wild episodes of agents over OpenAI's API: is every sampled token trained as sampled?
+"""A thousand episodes of each agent over OpenAI's API: is every sampled token trained as sampled?
 
-    python bench/agents.py            ->  bench/results/agents.json
+    python bench/agents.py                               ->  bench/results/agents.json
+    python bench/agents.py --only langgraph smolagents   rows of the others are kept
 
-The agents are of OpenAI's client. They ask side by side, ask again, edit and shorten their history,
-want several answers, stop texts and short ones, and send answers back as clients do. Each token
-that the engine sampled must stand once, with its log-prob, after the prompt that it was sampled
-after; the model then reads each sequence as a whole, and must find the same log-probs. The exit
-code is 1 where one does not.
+    openai        wild agents of OpenAI's client: they ask side by side, ask again, edit and shorten
+                  their history, want several answers, stop texts and short ones
+    langgraph     examples/agents/langgraph_agent.py, smolagents_agent.py: as they are, 16 episodes
+    smolagents    at once in a service, tools over MCP, by a model that has seen their prompts
+
+Each token that the engine sampled must stand once, with its log-prob, after the prompt that it was
+sampled after; the model then reads each sequence as a whole, and must find the same log-probs. The
+exit code is 1 where one does not, or where an episode of a framework was void.
 """
 
 from __future__ import annotations
@@ -17,16 +21,23 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from machine import setting
 
-from tests.agents.exactness import measure
+sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
+
+from tests.agents import exactness
+from tests.conformance import frameworks
 
 RESULTS = Path(__file__).parent / "results" / "agents.json"
+AGENTS = ("openai", *frameworks.FRAMEWORKS)
+NUM_AT_ONCE = 16
 TOLERANCE = 1e-4
 """Of a log-prob in float32, in nats."""
 
@@ -34,25 +45,54 @@ TOLERANCE = 1e-4
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=AGENTS, default=AGENTS, metavar="NAME")
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    load_average, started_s = os.getloadavg()[0], time.perf_counter()
-    found = asyncio.run(measure(chosen.episodes, chosen.seed))
-    seconds = time.perf_counter() - started_s
-    content = {
-        "command": "python bench/agents.py",
-        **setting(),
-        "seed": chosen.seed,
-        "load_average": load_average,
-        "seconds": round(seconds, 1),
-        **asdict(found),
-    }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
-    print(json.dumps(asdict(found), indent=2))
-    return 0 if found.largest_logprob_error < TOLERANCE else 1
+    rows = _earlier_rows()
+    is_exact = True
+    for agent in chosen.only:
+        load_average, started_s = os.getloadavg()[0], time.perf_counter()
+        found = _measured(agent, chosen.episodes, chosen.seed)
+        rows[agent] = {
+            "seed": chosen.seed,
+            "load_average": load_average,
+            "seconds": round(time.perf_counter() - started_s, 1),
+            **found,
+        }
+        print(json.dumps({agent: rows[agent]}, indent=2), flush=True)
+        is_exact &= found["largest_logprob_error"] < TOLERANCE and not found.get("num_void")
+        content = {
+            "command": "python bench/agents.py",
+            **setting(),
+            "agents": {name: rows[name] for name in AGENTS if name in rows},
+        }
+        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if is_exact else 1
+
+
+def _measured(agent: str, num_episodes: int, seed: int) -> dict[str, Any]:
+    """What the episodes of an agent came to."""
+    if agent == "openai":
+        return asdict(asyncio.run(exactness.measure(num_episodes, seed)))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        frameworks.service(agent, Path(folder)) as url,
+    ):
+        service = {"url": url, "max_concurrent": NUM_AT_ONCE}
+        return asdict(asyncio.run(frameworks.measure(service, num_episodes, seed)))
+
+
+def _earlier_rows() -> dict[str, Any]:
+    """By agent, what earlier calls found with the same machine and packages."""
+    if not RESULTS.exists():
+        return {}
+    earlier = json.loads(RESULTS.read_text())
+    if any(earlier.get(key) != value for key, value in setting().items()):
+        return {}
+    return dict(earlier["agents"])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from ludus.trainer.agents.endpoint import Access, Endpoint
 from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
 from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
@@ -103,7 +104,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
 
     async def play(number: int) -> None:
         async with slots:
-            recorded = _Recorded(generator)
+            recorded = Recorded(generator)
             tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=number)
             with endpoint.episode(tree) as episode:
                 agent = WildAgent(_OverHttp(client, episode.access), number)
@@ -119,7 +120,7 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
             found.num_branches += tree.num_branches
             found.num_tokens += sum(int(one.loss_mask.sum()) for one in sequences)
             found.num_calls += sum("<tool_call>" in one.answer for one in tree.exchanges())
-            error = await asyncio.to_thread(_logprob_error, model, sequences)
+            error = await asyncio.to_thread(logprob_error, model, sequences)
             found.largest_logprob_error = max(found.largest_logprob_error, error)
 
     with closing(generator):
@@ -130,14 +131,14 @@ async def measure(num_episodes: int, seed: int = 0) -> Measured:
 
 
 @dataclass(slots=True)
-class _Recorded:
+class Recorded:
     """The engine, with a note of all that it samples."""
 
-    generator: Generator
+    generate: GenerateFn
     sampled: list[Sampled] = field(default_factory=list)
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
-        one = await self.generator(prompt_ids, sampling, seed)
+        one = await self.generate(prompt_ids, sampling, seed)
         self.sampled.append(
             Sampled(tuple(prompt_ids), tuple(one.token_ids), tuple(one.logprobs), seed)
         )
@@ -193,7 +194,7 @@ def _read(message: Any) -> Said:
 
 
 @torch.inference_mode()
-def _logprob_error(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> float:
+def logprob_error(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> float:
     """The largest difference between kept log-probs and those of the whole sequence, read once."""
     worst = 0.0
     for sequence in sequences:

@@ -1,0 +1,189 @@
+"""Trains agents of published frameworks, unchanged, and shows how they learn to use a tool.
+
+    langgraph             examples/agents/langgraph_agent.py: above what one look can find
+    langgraph_shuffled    the same with rewards of other episodes, the control: not above it
+    smolagents            examples/agents/smolagents_agent.py: above what one look can find
+
+One of three boxes holds the key. Whoever looks into one box and names it finds a third of the keys;
+only who reads what the tool returned finds more. Each training is started as a user would start it,
+beside a service of the agent. Results, with the curve of every run, go to
+bench/results/learn_agents.json; rows of earlier calls are kept.
+
+    make learn-agents
+    python bench/learn_agents.py --only langgraph --seeds 0 1
+
+The exit code is 1 when a training of this call failed or missed its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import setting
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
+
+from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, Summary
+from tests.conformance.frameworks import service
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "agents" / "service.toml"
+RESULTS = ROOT / "bench" / "results" / "learn_agents.json"
+SEEDS = (0, 1, 2)
+ONE_LOOK = 1 / 3
+"""The share of keys that are found by whoever looks into one box and names that one."""
+NUM_ERROR_LINES = 5
+
+CASES = {
+    "langgraph": ("langgraph", ()),
+    "langgraph_shuffled": ("langgraph", ("training.shuffle_rewards=true",)),
+    "smolagents": ("smolagents", ()),
+}
+"""By name, a framework and what is set beside the example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation while it was trained."""
+
+    step: int
+    num_games_trained: int
+    win_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one training came to with one seed."""
+
+    case: str
+    seed: int
+    curve: list[Point]
+    win_rate: float | None
+    """None where the training failed."""
+    ci95: tuple[float, float] | None
+    num_games_judged: int
+    target: str
+    training_s: float
+    load_average: float
+    """Of the machine, over the minute before."""
+    passed: bool
+    error: str = ""
+
+
+def main() -> int:
+    """The exit code: 1 when a training failed or missed its target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    chosen = parser.parse_args()
+    rows = _earlier_rows()
+    passed = True
+    for case in chosen.only:
+        for seed in chosen.seeds:
+            row = _run(case, seed)
+            passed &= row.passed
+            rows = [one for one in rows if (one["case"], one["seed"]) != (case, seed)]
+            rows.append(asdict(row))
+            print(_line(row), flush=True)
+            _write(rows)
+    return 0 if passed else 1
+
+
+def _run(case: str, seed: int) -> Row:
+    framework, overrides = CASES[case]
+    is_control = case.endswith("_shuffled")
+    target = f"{'not above' if is_control else 'above'} {ONE_LOOK:.3f}, by the 95 % interval"
+    load_average = os.getloadavg()[0]
+    folder = ROOT / "runs" / f"learn-agents-{case}-{seed}"
+    with tempfile.TemporaryDirectory() as log, service(framework, Path(log)) as url:
+        settings = (
+            *(f"name={folder.name}", f"output_dir={folder.parent}", f"seed={seed}"),
+            *(f"environments.boxes.agent.url={url}", *overrides),
+        )
+        options = [part for one in settings for part in ("--set", one)]
+        command = [Path(sys.executable).parent / "ludus", "train", EXAMPLE, "--overwrite", *options]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        said = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return Row(case, seed, [], None, None, 0, target, 0.0, load_average, False, said)
+    summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
+    policy = summary.results["boxes"].report.policy
+    assert policy.win_rate is not None and policy.win_rate_ci95 is not None
+    low = policy.win_rate_ci95[0]
+    return Row(
+        case=case,
+        seed=seed,
+        curve=_curve(folder / METRICS_FILE),
+        win_rate=policy.win_rate,
+        ci95=policy.win_rate_ci95,
+        num_games_judged=policy.num_games,
+        target=target,
+        training_s=summary.wall_seconds_training,
+        load_average=load_average,
+        passed=low <= ONE_LOOK if is_control else low > ONE_LOOK,
+    )
+
+
+def _curve(metrics: Path) -> list[Point]:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [
+        Point(row["step"], row["num_games_trained"], row["values"]["win_rate"])
+        for row in rows
+        if row["kind"] == "eval"
+    ]
+
+
+def _line(row: Row) -> str:
+    head = f"{row.case:<20}seed {row.seed}  "
+    if row.win_rate is None or row.ci95 is None:
+        return f"{head}FAILED: {row.error}"
+    curve = " ".join(f"{point.win_rate:.2f}" for point in row.curve)
+    low, high = row.ci95
+    verdict = "ok" if row.passed else "MISSED"
+    return (
+        f"{head}{row.win_rate:.3f} ({low:.3f} to {high:.3f})  {verdict}  curve {curve}  "
+        f"{row.training_s:.0f} s, load {row.load_average:.1f}"
+    )
+
+
+def _write(rows: Sequence[dict[str, Any]]) -> None:
+    order = list(CASES)
+    content = {
+        "command": "make learn-agents",
+        **setting(),
+        "example": _fingerprint(),
+        "runs": sorted(rows, key=lambda row: (order.index(row["case"]), row["seed"])),
+    }
+    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _earlier_rows() -> list[dict[str, Any]]:
+    """What earlier calls measured with the same machine, packages and example."""
+    if not RESULTS.exists():
+        return []
+    earlier = json.loads(RESULTS.read_text())
+    same = {**setting(), "example": _fingerprint()}
+    if any(earlier.get(key) != value for key, value in same.items()):
+        return []
+    return list(earlier["runs"])
+
+
+def _fingerprint() -> dict[str, str]:
+    """Of all that an agent's run is made of, by file."""
+    names = ("service.toml", "boxes.py", "langgraph_agent.py", "smolagents_agent.py")
+    files = [EXAMPLE.with_name(name) for name in names]
+    return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Agents of published frameworks, each in a virtual environment of its own, and their episodes.
+
+    examples/agents/<name>_agent.py --HTTP--> endpoint --> ConversationTree --> TransformersEngine
+            |  in a service, or a program           |                                |
+            +---- tools over MCP --> environment    +--> Rollout.sequences ==========+  the same
+
+Used by the conformance tests with few episodes, by bench/agent_frameworks.py with a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel
+from upstream_environment import python_in
+
+from examples.agents.boxes import Boxes
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import AgentConfig, RolloutConfig, TinyModel
+from ludus.trainer.agents.player import AgentPlayer
+from ludus.trainer.agents.warm_start import AgentGames
+from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.learner.warm_start import Conversation, texts_of, to_sample, warm_start
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_model, make_tokenizer
+from ludus.trainer.rollout.episode import Player
+from ludus.trainer.rollout.generator import Generator
+from ludus.trainer.rollout.renderer import ServerRenderer
+from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
+from ludus.trainer.rollout.transformers_engine import TransformersEngine
+from ludus.trainer.types import Rollout, RolloutStatus, Sampling
+from tests.agents.exactness import Recorded, logprob_error
+from tests.agents.wild_agent import check_exact
+
+AGENTS = Path(__file__).parents[2] / "examples" / "agents"
+FRAMEWORKS = ("langgraph", "smolagents")
+LIMITS = RolloutConfig(max_completion_tokens=40, max_tokens=1024, max_turns=6)
+"""One answer more than either agent asks for."""
+_NUM_GAMES = 128
+"""Of the model's warm start."""
+_MODEL = TinyModel(
+    max_tokens=1024,
+    warm_start_layers="all",
+    warm_start_learning_rate=3e-3,
+    warm_start_epochs=3,
+)
+_VOID = (RolloutStatus.FAILED, RolloutStatus.LOST)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What episodes of one framework's agent came to."""
+
+    num_episodes: int = 0
+    num_void: int = 0
+    num_won: int = 0
+    num_answers: int = 0
+    num_tool_calls: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    """Sampled, kept and trained on."""
+    most_at_once: int = 0
+    """Episodes that had a request with the engine at the same time."""
+    largest_logprob_error: float = 0.0
+    """Of a kept token, against the model that reads the whole sequence; nats."""
+    failures: list[str] = field(default_factory=list)
+
+
+def python_with(framework: str) -> Path:
+    """The interpreter of the framework's virtual environment.
+
+    Raises:
+        UpstreamEnvironmentError: it cannot be made here.
+    """
+    pins = (AGENTS / f"{framework}.txt").read_text().split()
+    return python_in(f"upstream-{pins[0].replace('==', '-')}", pins)
+
+
+def program_of(framework: str) -> list[str]:
+    """The command that plays one episode."""
+    return [str(python_with(framework)), str(AGENTS / f"{framework}_agent.py")]
+
+
+@contextmanager
+def service(framework: str, folder: Path) -> Iterator[str]:
+    """The address of a service that plays episodes; what it says on stderr stands in `folder`."""
+    command = [python_with(framework), AGENTS / "service.py", f"{framework}_agent", "--port", "0"]
+    with (folder / "service.log").open("w") as log:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert running.stdout is not None
+            address = running.stdout.readline().strip()
+            assert address, (folder / "service.log").read_text()[-3000:]
+            yield address
+        finally:
+            running.kill()
+            running.communicate()
+
+
+@asynccontextmanager
+async def boxes() -> AsyncIterator[tuple[AsyncEnvClient, Toolbox]]:
+    """The environment, served, and its tools."""
+    async with (
+        EnvServer(Boxes, ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        yield client, Toolbox(client, "boxes")
+
+
+async def measure(
+    agent: dict[str, Any],
+    num_episodes: int,
+    seed: int = 0,
+    teacher: dict[str, Any] | None = None,
+) -> Measured:
+    """What a number of episodes of an agent came to, played by a model that has seen its prompts.
+
+    Args:
+        agent: as environment.agent of a run.
+        teacher: plays the games of the model's warm start; None is the agent itself.
+
+    Raises:
+        AssertionError: a token was trained that was not sampled so, or sampled and not trained.
+    """
+    config, shown = (
+        TypeAdapter[AgentConfig](AgentConfig).validate_python(one)
+        for one in (agent, teacher or agent)
+    )
+    async with AsyncExitStack() as stack:
+        client, toolbox = await stack.enter_async_context(boxes())
+        games = await _games(shown, client, toolbox, seed)
+        model, chat = await asyncio.to_thread(_taught, games, seed)
+        generator = stack.enter_context(
+            closing(Generator(TransformersEngine(model, end_token_id=chat.end_token_id)))
+        )
+        under_way = _UnderWay(generator)
+        started = await AgentPlayer.start(config, under_way, chat, LIMITS, stack)
+        player = Player(
+            *("boxes", client, under_way, chat, ServerRenderer(), LIMITS),
+            toolbox=toolbox,
+            run_seed=seed,
+        )
+        found = Measured()
+        slots = asyncio.Semaphore(config.max_concurrent)
+
+        async def play(number: int) -> None:
+            async with slots:
+                recorded = Recorded(under_way)
+                alone = replace(player, agent=replace(started, generate=recorded))
+                rollout = await alone.play(number, Sampling(1.0, 1))
+                await _check(found, rollout, recorded, model)
+
+        await asyncio.gather(*(play(number) for number in range(num_episodes)))
+        found.most_at_once = under_way.most
+        return found
+
+
+async def _check(
+    found: Measured, rollout: Rollout, recorded: Recorded, model: PreTrainedModel
+) -> None:
+    """Compare what is trained with what was sampled, and count it."""
+    found.num_episodes += 1
+    if rollout.status in _VOID:
+        found.num_void += 1
+        found.failures.append(str(rollout.failure))
+        return
+    check_exact(rollout.sequences, recorded.sampled)
+    found.num_won += bool(rollout.success)
+    found.num_answers += len(recorded.sampled)
+    found.num_tool_calls += rollout.num_tool_calls
+    found.num_sequences += len(rollout.sequences)
+    found.num_tokens += sum(int(one.loss_mask.sum()) for one in rollout.sequences)
+    error = await asyncio.to_thread(logprob_error, model, rollout.sequences)
+    found.largest_logprob_error = max(found.largest_logprob_error, error)
+
+
+async def _games(
+    config: AgentConfig, client: AsyncEnvClient, toolbox: Toolbox, seed: int
+) -> list[Conversation]:
+    """What the agent and random answers have said to each other."""
+
+    async def play(game: int) -> list[Conversation]:
+        session, first = await client.open(seed=seed + 10_000 + game)
+        try:
+            adapter = ToolAdapter(session, first, toolbox, 0.0)
+            draw = random.Random(f"framework's game {seed} {game}")
+            return await agent.play(adapter, game, draw, LIMITS.max_turns)
+        finally:
+            await session.close()
+
+    async with AsyncExitStack() as stack:
+        agent = await AgentGames.start(config, stack)
+        played = await asyncio.gather(*(play(game) for game in range(_NUM_GAMES)))
+    return [one for some in played for one in some]
+
+
+def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
+    """A tiny model that has learned how answers to this agent look."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer(texts_of(games), _MODEL.vocab_size)
+    chat = ChatTokenizer(tokenizer)
+    model = make_model(_MODEL, tokenizer, seed)
+    warm_start(model, [to_sample(chat, one) for one in games], _MODEL, seed)
+    return model, chat
+
+
+class _UnderWay:
+    """The engine, with a count of the requests that it has at once."""
+
+    def __init__(self, generate: GenerateFn) -> None:
+        self._generate = generate
+        self._now = 0
+        self.most = 0
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Any:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            return await self._generate(prompt_ids, sampling, seed)
+        finally:
+            self._now -= 1

@@ -1,0 +1,180 @@
+"""Agents of LangGraph and smolagents, unchanged: what they ask for is done, and is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from upstream_environment import UpstreamEnvironmentError
+
+from ludus.proto.config import RolloutConfig
+from ludus.trainer.agents.endpoint import Endpoint
+from ludus.trainer.agents.tree import ConversationTree
+from ludus.trainer.types import Completion, Sampling
+from tests.agents.exactness import Recorded
+from tests.agents.random_policy import tiny_chat
+from tests.agents.wild_agent import check_exact
+from tests.conformance.frameworks import (
+    AGENTS,
+    FRAMEWORKS,
+    Measured,
+    measure,
+    program_of,
+    python_with,
+    service,
+)
+from tests.conformance.parties import UPSTREAM
+from tests.rollout.scripted_policy import ScriptedPolicy
+
+pytestmark = [pytest.mark.conformance, pytest.mark.timeout(1200)]
+
+LIMITS = RolloutConfig(max_completion_tokens=200, max_tokens=16_000, max_turns=40)
+CALL = '<tool_call>{"name": "Look", "arguments": {"box": "red"}}</tool_call>'
+TOLERANCE = 1e-4
+"""Of a log-prob in float32, in nats."""
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    """The name of a framework whose environment can be made here."""
+    made(request.param)
+    return request.param
+
+
+def made(framework: str) -> Path:
+    """The framework's interpreter; skips where there is none."""
+    try:
+        return python_with(framework)
+    except UpstreamEnvironmentError as error:
+        pytest.skip(f"{framework} cannot be installed here: {error}")
+
+
+@pytest_asyncio.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    up = Endpoint()
+    await up.start()
+    yield up
+    await up.stop()
+
+
+async def told(
+    endpoint: Endpoint, framework: str, program: str, answers: tuple[str, ...], *arguments: str
+) -> tuple[dict[str, Any], ConversationTree]:
+    """What a program printed that was answered by script; what was sampled is what is kept."""
+    chat = tiny_chat()
+    recorded = Recorded(_CutOff(ScriptedPolicy(chat, iter(answers))))
+    tree = ConversationTree(recorded, chat, LIMITS, Sampling(1.0, 1), key=0)
+    with endpoint.episode(tree) as episode:
+        access = episode.access
+        running = await asyncio.create_subprocess_exec(
+            *(made(framework), UPSTREAM / program, access.base_url, access.api_key, *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        said, errors = await running.communicate()
+    assert running.returncode == 0, errors.decode()[-3000:]
+    check_exact(tree.sequences(), recorded.sampled)
+    return json.loads(said.splitlines()[-1]), tree
+
+
+async def test_all_that_langchains_client_asks_for_is_done_or_refused_by_name(
+    endpoint: Endpoint,
+) -> None:
+    red = ["Look", {"box": "red"}]
+    answers = (
+        *("red", "green blue box" * 9, f"{CALL}{CALL}", f"Let me look.{CALL}", CALL, "green"),
+        *(CALL, "one STOP two", "the key is here", "red", "green", "blue box"),
+        *("a", "b", "c", "d"),
+    )
+    found, tree = await told(endpoint, "langgraph", "langchain_wishes.py", answers)
+    assert (found["whole"]["text"], found["whole"]["finish_reason"]) == ("red", "stop")
+    assert found["streamed"]["text"] == "green blue box" * 9
+    assert found["streamed"]["num_pieces"] > 4 and found["streamed"]["num_tokens"] > 9
+    # parallel_tool_calls = false: two were said, one was made.
+    assert [call[:2] for call in found["call"]["calls"]] == [red]
+    assert found["call"]["finish_reason"] == "tool_calls"
+    assert [call[:2] for call in found["streamed_call"]["calls"]] == [red]
+    assert found["streamed_call"]["text"].strip() == "Let me look."
+    assert [call[:2] for call in found["responses_call"]["calls"]] == [red]
+    assert found["responses_streamed"]["text"] == "green"
+    assert found["structured"] == "red"
+    assert found["stopped"]["text"].strip() == "one"
+    assert (found["cut"]["num_tokens"], found["cut"]["finish_reason"]) == (2, "length")
+    assert found["several"] == ["red", "green"]
+    assert len(found["logprobs"]) > 0 and max(found["logprobs"]) <= 0.0
+    assert sorted(one["text"] for one in found["at_once"]) == ["a", "b", "c", "d"]
+    assert found["refused"] == ["unsupported_parameter response_format"] * 2
+    assert tree.num_turns == len(answers)
+
+
+@pytest.mark.parametrize("mode", ["whole", "streamed"])
+async def test_an_agent_of_smolagents_with_its_own_prompts_is_answered(
+    endpoint: Endpoint, mode: str
+) -> None:
+    def call(name: str, **arguments: str) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    answers = (
+        call("look", box="blue"),
+        call("look", box="red"),
+        "It is",
+        call("final_answer", answer="red"),
+    )
+    found, tree = await told(endpoint, "smolagents", "smolagents_wishes.py", answers, mode)
+    assert found["answer"] == "red"
+    looks = [["look", {"box": "blue"}], ["look", {"box": "red"}]]
+    assert found["calls"] == [*looks, ["final_answer", {"answer": "red"}]]
+    assert len(found["errors"]) == 1  # "It is" calls nothing, though a call was required
+    first, second, *_ = tree.exchanges()
+    assert "look" in first.shown[0]["content"]
+    # Calls come back as words of the agent's own.
+    assert "Calling tools:" in second.shown[-2]["content"]
+    assert "nothing" in second.shown[-1]["content"]
+
+
+class _CutOff:
+    """A policy by script whose answers are cut where a request wants them short."""
+
+    def __init__(self, policy: ScriptedPolicy) -> None:
+        self._policy = policy
+
+    async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:
+        said = await self._policy(prompt_ids, sampling, seed)
+        most = sampling.max_tokens
+        if len(said.token_ids) <= most:
+            return said
+        return replace(
+            said, token_ids=said.token_ids[:most], logprobs=said.logprobs[:most], stopped=False
+        )
+
+
+def check(found: Measured, num_episodes: int) -> None:
+    assert (found.num_episodes, found.failures) == (num_episodes, [])
+    assert found.num_answers >= num_episodes and found.num_tool_calls > 0
+    assert found.largest_logprob_error < TOLERANCE
+
+
+async def test_what_a_service_of_many_episodes_was_told_is_what_is_trained(
+    framework: str, tmp_path: Path
+) -> None:
+    with service(framework, tmp_path) as url:
+        found = await measure({"url": url, "max_concurrent": 8}, num_episodes=24)
+    check(found, 24)
+    assert found.most_at_once > 1
+    if framework == "langgraph":  # a history that only grows is one sequence
+        assert found.num_sequences == found.num_episodes < found.num_answers
+
+
+async def test_a_program_for_each_episode_finds_policy_and_tools_by_its_variables(
+    framework: str, tmp_path: Path
+) -> None:
+    program = {"command": program_of(framework), "folder": str(AGENTS), "max_concurrent": 2}
+    with service(framework, tmp_path) as url:
+        found = await measure(program, num_episodes=6, teacher={"url": url, "max_concurrent": 8})
+    check(found, 6)

@@ -1,0 +1,101 @@
+"""Asks an endpoint for all that LangChain's ChatOpenAI can ask for, and prints what came, as JSON.
+
+langchain_wishes.py BASE_URL API_KEY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_openai import ChatOpenAI
+from openai import BadRequestError
+from pydantic import BaseModel
+
+QUESTION = "Where is the key?"
+
+
+class Look(BaseModel):
+    """Looks into a box."""
+
+    box: str
+
+
+def model(**fields: Any) -> ChatOpenAI:
+    """The client, with more fields."""
+    return ChatOpenAI(model="any", base_url=sys.argv[1], api_key=sys.argv[2], **fields)
+
+
+def shown(message: Any) -> dict[str, Any]:
+    """What a message holds."""
+    calls = [[call["name"], call["args"], call["id"]] for call in message.tool_calls]
+    usage = message.usage_metadata
+    return {
+        "text": message.text,
+        "calls": calls,
+        "num_tokens": usage["output_tokens"] if usage else None,
+        "finish_reason": message.response_metadata.get("finish_reason"),
+    }
+
+
+def streamed(runnable: Any) -> dict[str, Any]:
+    """The pieces of a stream, put together."""
+    pieces = list(runnable.stream(QUESTION))
+    whole: AIMessageChunk = sum(pieces[1:], pieces[0])
+    return {**shown(whole), "num_pieces": len(pieces)}
+
+
+def several() -> list[str]:
+    """Two answers to one question."""
+    [generations] = model(n=2).generate([[HumanMessage(QUESTION)]]).generations
+    return [one.message.text for one in generations]
+
+
+def logprobs() -> list[float]:
+    """Of an answer's tokens."""
+    told = model(logprobs=True).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    return [one["logprob"] for one in told]
+
+
+def refused(method: str) -> str:
+    """How an answer is refused that has to fit a schema."""
+    try:
+        model().with_structured_output(Look, method=method).invoke(QUESTION)
+    except BadRequestError as error:
+        return f"{error.code} {error.param}"
+    return "not refused"
+
+
+async def at_once() -> list[dict[str, Any]]:
+    """Requests side by side."""
+    questions = [f"{QUESTION} {number}" for number in range(4)]
+    return [shown(one) for one in await model().abatch(questions)]
+
+
+def main() -> None:
+    """Print what came of each wish."""
+    one_call = model().bind_tools([Look], tool_choice="any", parallel_tool_calls=False)
+    structured = model().with_structured_output(Look, method="function_calling")
+    found = {
+        "whole": shown(model(temperature=0.1, seed=4).invoke(QUESTION)),
+        "streamed": streamed(model(streaming=True, stream_usage=True)),
+        "call": shown(one_call.invoke(QUESTION)),
+        "streamed_call": streamed(model(stream_usage=True).bind_tools([Look])),
+        "responses_call": shown(model(use_responses_api=True).bind_tools([Look]).invoke(QUESTION)),
+        "responses_streamed": streamed(model(use_responses_api=True)),
+        "structured": structured.invoke(QUESTION).box,
+        "stopped": shown(model(stop=["STOP"]).invoke(QUESTION)),
+        "cut": shown(model(max_tokens=2).invoke(QUESTION)),
+        "several": several(),
+        "logprobs": logprobs(),
+        "at_once": asyncio.run(at_once()),
+        "refused": [refused("json_schema"), refused("json_mode")],
+    }
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main()
