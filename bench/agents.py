@@ -31,6 +31,7 @@ import torch
 from machine import setting
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.agents import exactness
 from tests.conformance import frameworks

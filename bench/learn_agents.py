@@ -32,6 +32,7 @@ from typing import Any
 from machine import setting
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ludus.proto.runs import METRICS_FILE, SUMMARY_FILE, Summary
 from tests.conformance.frameworks import service

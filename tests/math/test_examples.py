@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import learn
+import learn_agents
 import learn_language
 import pytest
 
@@ -66,7 +67,8 @@ def test_an_example_of_a_tiny_model_is_measured_by_make_learn(path: Path) -> Non
         pytest.skip("needs a GPU")
     name = f"{path.parent.name}/{path.name}"
     in_language = {learn_language.COT, learn_language.SUMMARIZATION, learn_language.RLHF}
-    measured = {case.example for case in learn.CASES.values()} | in_language
+    of_frameworks = {str(learn_agents.EXAMPLE.relative_to(ROOT / "examples"))}
+    measured = {case.example for case in learn.CASES.values()} | in_language | of_frameworks
     assert (name in measured) != (name in SHOW_A_RULE_ALONE)
 
 
