@@ -8,12 +8,10 @@ import sys
 
 import pytest
 
-PROGRAM = """
+START = """
 import asyncio, os, random, signal
 from pathlib import Path
 from ludus.env import runtime
-
-runtime._TRIM_EVERY_S = 0.1
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -26,6 +24,10 @@ class Service:
         pass
     def drain(self):
         pass
+"""
+
+BURST = """
+runtime._TRIM_EVERY_S = 0.1
 
 def burst():
     draw = random.Random(1)
@@ -43,12 +45,42 @@ def tell(before, full, kept):
 runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=burst)
 """
 
+LARGE = """
+def large():
+    bytes(2_000_000)  # freed, it would raise the size from which glibc maps a block
+    before = resident()
+    blocks, small = [], []
+    for _ in range(40):
+        blocks.append(b"x" * 1_000_000)
+        small.append(bytes(3000))
+    full = resident() - before
+    del blocks
+    print(full, resident() - before, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc can trim")
-def test_what_a_burst_has_taken_is_given_back_where_little_of_it_is_still_in_use():
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+runtime.run_until_signal(Service(), drain_grace_s=0, on_ready=large)
+"""
+
+
+def of_glibc(program: str) -> tuple[int, int]:
+    """What it held at most and what was left, in bytes."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("only glibc can trim")
+    command = [sys.executable, "-c", START + program]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     full, left = map(int, ran.stdout.split())
+    return full, left
+
+
+@pytest.mark.slow
+def test_what_a_burst_has_taken_is_given_back_where_little_of_it_is_still_in_use():
+    full, left = of_glibc(BURST)
     # One block in fifty is kept, and keeps its page of 4 KiB.
     assert left < full / 4
+
+
+@pytest.mark.slow
+def test_a_large_message_is_given_back_at_once_whatever_lies_around_it():
+    full, left = of_glibc(LARGE)
+    assert left < full / 10
