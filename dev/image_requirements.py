@@ -2,7 +2,7 @@
 
 The layer that installs it is made anew when a pyproject.toml changes, not with every line of code.
 
-    python dev/image_requirements.py [--without NAME]... FOLDER...
+    python dev/image_requirements.py [--without NAME]... [--extra NAME]... FOLDER...
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import argparse
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
-def requirements(folders: list[Path], without: set[str]) -> list[str]:
-    """The dependencies of the packages in `folders`, but for each other's and those left out."""
+def requirements(folders: list[Path], without: set[str], extras: Iterable[str] = ()) -> list[str]:
+    """The dependencies of the packages in `folders`, but for each other's and those left out.
+
+    With what their optional parts in `extras` need, where they have such parts.
+    """
     projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in folders]
     left_out = without | {project["project"]["name"] for project in projects}
     wanted = {line for project in projects for line in project["project"]["dependencies"]}
+    optional = [project["project"].get("optional-dependencies", {}) for project in projects]
+    wanted |= {line for parts in optional for extra in extras for line in parts.get(extra, ())}
     return sorted(line for line in wanted if _name(line) not in left_out)
 
 
@@ -34,8 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--extra", action="append", default=[])
     arguments = parser.parse_args()
-    lines = requirements(arguments.folders, set(arguments.without))
+    lines = requirements(arguments.folders, set(arguments.without), arguments.extra)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 

@@ -53,11 +53,15 @@ IMAGES = {
     "env-prompts": Image("ludus/env-prompts", "envs/Dockerfile", {"ENVIRONMENT": "prompts_env"}),
     "env-echo": Image("ludus/env-echo", "envs/Dockerfile", {"ENVIRONMENT": "echo_env"}),
     "env-coding": Image("ludus/env-coding", "envs/Dockerfile", {"ENVIRONMENT": "coding_env"}),
+    "env-atari": Image(
+        "ludus/env-atari", "envs/Dockerfile", {"ENVIRONMENT": "atari_env", "EXTRA": "ale"}
+    ),
     "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
     "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
     "store": Image("ludus/store", "charts/store.Dockerfile"),
 }
-DEFAULT = [name for name in IMAGES if name != "trainer-gpu"]
+ONLY_WHEN_NAMED = ("trainer-gpu", "env-atari")
+DEFAULT = [name for name in IMAGES if name not in ONLY_WHEN_NAMED]
 
 
 def pip_configuration(listed: str) -> dict[str, str]:

@@ -72,7 +72,15 @@ def _holds(requirement: Requirement, extra: str) -> bool:
 
 def others(installed: set[str]) -> list[str]:
     """Modules that can be imported here and come with no distribution of the image."""
-    ours = {"ludus", "openspiel_env", "math_env", "prompts_env", "echo_env", "coding_env"}
+    ours = {
+        "ludus",
+        "openspiel_env",
+        "math_env",
+        "prompts_env",
+        "echo_env",
+        "coding_env",
+        "atari_env",
+    }
     return [
         module
         for module, distributions in importlib.metadata.packages_distributions().items()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from ludus.env.client.containers import READY_TIMEOUT_S, ContainerProvider, LocalContainers
@@ -38,6 +39,8 @@ class TypedResult(Generic[ObservationT]):
     """The same for language models; None from servers that have no text."""
     success: bool | None = None
     """Whether the episode that ended here succeeded; None where the environment does not say."""
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
+    """Arrays too large for JSON, by name."""
 
     @property
     def done(self) -> bool:
@@ -161,4 +164,5 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             truncated=result.truncated,
             text=result.text,
             success=result.success,
+            tensors=result.tensors,
         )

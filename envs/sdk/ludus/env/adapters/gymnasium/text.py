@@ -13,16 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.env.adapters.gymnasium.known import Play
+from ludus.env.text.answers import answer_in
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 
 _COLOURED = re.compile(r"\x1b\[(?!0m)([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 """What Python takes for an integer, and not what looks like one: no signs in a row, no other
 scripts' digits, nothing longer than it will convert."""
-_THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
 
 MAX_LISTED_ACTIONS = 256
 """More discrete actions than these are told by their range."""
@@ -68,9 +67,7 @@ class GymnasiumRenderer:
 
     def parse(self, text: str, observation: Observation) -> Action:
         """The action that the text names: the last <answer>, or the whole text."""
-        spoken = _THOUGHT.sub("", text)
-        answers = _ANSWER.findall(spoken)
-        said = (answers[-1] if answers else spoken).strip()
+        said = answer_in(text)
         if not self._number_of:
             return self._parse_json(said)
         number = self._number_of.get(said.casefold())

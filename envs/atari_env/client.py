@@ -1,0 +1,24 @@
+"""The client of an Atari server.
+
+with AtariEnv(base_url="http://localhost:8007") as env:
+    result = env.reset(seed=7)
+    result = env.step(AtariAction(action_id=2))
+    print(result.observation.facts, result.reward, result.done)
+"""
+
+from __future__ import annotations
+
+from ludus.env.client import TypedEnv, TypedResult
+
+from .models import AtariAction, AtariObservation, AtariState
+
+AtariResult = TypedResult[AtariObservation]
+"""What one reset or step led to; `tensors["screen"]` is the picture, where pictures are sent."""
+
+
+class AtariEnv(TypedEnv[AtariAction, AtariObservation, AtariState]):
+    """Atari games of a server."""
+
+    default_url = "http://localhost:8007"
+    observation_type = AtariObservation
+    state_type = AtariState

@@ -1,0 +1,1 @@
+"""What renderers share: reading which move a language model means."""
