@@ -86,7 +86,9 @@ async def test_a_dead_worker_is_replaced_by_one_that_holds_the_newest_weights(
     playing = asyncio.create_task(workers.play(slot, groups))
     await asyncio.sleep(0.2)
     os.kill(pid, signal.SIGKILL)
-    assert sorted(await playing) == list(range(64)), "all must be played again"
+    refused = await playing
+    assert sorted(refusal.index for refusal in refused) == list(range(64))
+    assert all(refusal.is_lost for refusal in refused), "all must be played again"
     await eventually(lambda: workers.num_ready == 1, within_s=WITHIN_S)
     assert (workers.num_restarts, workers.num_joined) == (num_restarts + 1, num_joined + 1)
     [held] = workers.held_weights.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,9 +111,12 @@ def _train(config: RewardModelConfig, arguments: list[str]) -> TrainerEnd:
             for progress in follower.new():
                 view.show(progress)
 
-        return run_trainer(
+        end = run_trainer(
             arguments, on_tick=show, on_stopping=lambda: say(console, "stopping", style="yellow")
         )
+    if end.exit_code == 0:
+        view.show_missed(_metrics(config).epochs)
+    return end
 
 
 class _View:
@@ -121,10 +125,17 @@ class _View:
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status = console, status
         self._shown_at_s = 0.0
+        self._last_epoch = 0
+
+    def show_missed(self, epochs: Sequence[RewardModelEpoch]) -> None:
+        """Show the epochs that ended after the last look: their file is gone by now."""
+        for epoch in epochs[self._last_epoch :]:
+            say(self._console, _epoch_line(epoch, len(epochs)))
 
     def show(self, progress: RewardModelProgress) -> None:
         """Show where training stands."""
         if progress.finished is not None:
+            self._last_epoch = progress.finished.epoch
             say(self._console, _epoch_line(progress.finished, progress.num_epochs))
             return
         line = _line(progress)
@@ -158,9 +169,12 @@ def _in_words(test: Judgement) -> str:
     )
 
 
+def _metrics(config: RewardModelConfig) -> RewardModelMetrics:
+    return RewardModelMetrics.model_validate_json((config.output / METRICS_FILE).read_bytes())
+
+
 def _show_results(config: RewardModelConfig) -> None:
-    path = config.output / METRICS_FILE
-    metrics = RewardModelMetrics.model_validate_json(path.read_bytes())
+    metrics = _metrics(config)
     console = results_console()
     if metrics.accuracy is not None and metrics.mrr is not None and metrics.loss is not None:
         guess = 1 / metrics.num_answers
