@@ -70,7 +70,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     # https://github.com/huggingface/trl, the defaults of GRPOConfig 1.16 on one device with vLLM:
-    # 8 completions of one prompt in a batch, strictly on-policy.
+    # 8 completions of one prompt in a batch, strictly on-policy. An answer has half of its 512
+    # tokens, since a whole row has 512 unless rollout.max_tokens says more.
     "trl": {
         "rollout": {
             "group_size": 8,
