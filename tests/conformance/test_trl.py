@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ for field in dataclasses.fields(GRPOConfig):
     found[field.name] = getattr(value, "value", value)
 print(json.dumps(found))
 """
+ROWS = """
+import json, sys
+sys.path.append(sys.argv[1])  # after ours: only what is missing here comes from there
+from datasets import Dataset
+from ludus.trainer.compat.trl.dataset import PromptRows
+
+columns = {"prompt": ["Word to echo:", "2 + 2 ="], "answer": [None, 4], "tags": [["a"], ["b", "c"]]}
+print(json.dumps([dict(row) for row in PromptRows.of(Dataset.from_dict(columns), "rows").rows]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +71,14 @@ def last_line(command: list[Any]) -> Any:
 
 def test_every_field_of_grpo_config_is_known_with_its_default(python: Path) -> None:
     assert last_line([python, "-I", "-c", FIELDS]) == dict(DEFAULTS)
+
+
+def test_a_data_set_of_hugging_face_is_its_rows(python: Path) -> None:
+    theirs = next(python.parents[1].glob("lib/python*/site-packages"))
+    assert last_line([sys.executable, "-c", ROWS, theirs]) == [
+        {"prompt": "Word to echo:", "answer": None, "tags": ["a"]},
+        {"prompt": "2 + 2 =", "answer": 4, "tags": ["b", "c"]},
+    ]
 
 
 @pytest.mark.parametrize("mode", ["rollout_func", "environment_factory"])
