@@ -80,6 +80,7 @@ def others(installed: set[str]) -> list[str]:
         "echo_env",
         "coding_env",
         "atari_env",
+        "trading_env",
     }
     return [
         module

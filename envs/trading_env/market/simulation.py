@@ -1,0 +1,73 @@
+"""Simulated prices: each kind is a process of log prices, drawn anew for every asset.
+
+walk       x' = x + mu - sigma^2 / 2 + sigma z              geometric Brownian motion
+regimes    the same; mu is +drift or -drift, and changes sign with probability 0.1 a step
+reverting  x' = (1 - pull) x + sigma z, from its stationary distribution; the price is MEAN exp(x)
+
+z is standard normal. In `walk` and `regimes` the first price is MEAN.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Literal
+
+from .prices import Prices
+
+MEAN = 100.0
+"""The price to which `reverting` returns, and at which the others begin."""
+
+Kind = Literal["walk", "regimes", "reverting"]
+
+_SWITCH_PROBABILITY = 0.1
+
+
+def simulate(
+    kind: Kind,
+    rng: random.Random,
+    num_rows: int,
+    num_assets: int,
+    *,
+    volatility: float,
+    drift: float,
+    pull: float,
+) -> Prices:
+    """Prices of a market that is drawn by the generator.
+
+    Args:
+        volatility: sigma, of a step.
+        drift: mu, of a step.
+        pull: towards the mean, from above 0 to 1.
+    """
+    columns = []
+    for _ in range(num_assets):
+        if kind == "reverting":
+            logs = _reverting(rng, num_rows, volatility, pull)
+        else:
+            logs = _walk(rng, num_rows, volatility, drift, switches=kind == "regimes")
+        columns.append([MEAN * math.exp(x) for x in logs])
+    names = tuple(chr(ord("A") + index) for index in range(num_assets))
+    dates = tuple(str(row + 1) for row in range(num_rows))
+    return Prices(names, dates, tuple(zip(*columns, strict=True)))
+
+
+def _walk(
+    rng: random.Random, num_rows: int, volatility: float, drift: float, *, switches: bool
+) -> list[float]:
+    logs = [0.0]
+    if switches and rng.random() < 0.5:
+        drift = -drift
+    while len(logs) < num_rows:
+        if switches and rng.random() < _SWITCH_PROBABILITY:
+            drift = -drift
+        logs.append(logs[-1] + drift - volatility**2 / 2 + volatility * rng.gauss(0, 1))
+    return logs
+
+
+def _reverting(rng: random.Random, num_rows: int, volatility: float, pull: float) -> list[float]:
+    spread = volatility / math.sqrt(1 - (1 - pull) ** 2)
+    logs = [spread * rng.gauss(0, 1)]
+    while len(logs) < num_rows:
+        logs.append((1 - pull) * logs[-1] + volatility * rng.gauss(0, 1))
+    return logs
