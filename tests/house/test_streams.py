@@ -57,6 +57,7 @@ def test_the_trainer_seeds_generators_in_one_module() -> None:
     assert sorted(found.pop(STREAMS)) == [
         "np.random.SeedSequence",
         "random.Random",
+        "torch.default_generator.manual_seed",
         "torch.manual_seed",
     ]
     assert {path: names for path, names in found.items() if names} == {}

@@ -114,9 +114,13 @@ def seed_torch(run_seed: int, stream: Stream, *counters: int) -> None:
 
 @contextmanager
 def torch_seeded(run_seed: int, stream: Stream, *counters: int) -> Iterator[None]:
-    """Let torch draw from the stream within the block, and from where it was afterwards."""
+    """Let torch draw from the stream on the CPU within the block, and go on as before afterwards.
+
+    Only the CPU's generator is seeded: torch.manual_seed keeps a call, with a traceback that takes
+    longer than a small network's update, for each kind of device that has not been used yet.
+    """
     with torch.random.fork_rng(devices=[]):
-        seed_torch(run_seed, stream, *counters)
+        torch.default_generator.manual_seed(key_of(run_seed, stream, *counters))
         yield
 
 

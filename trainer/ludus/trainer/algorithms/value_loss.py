@@ -31,9 +31,17 @@ def value_loss(
     """
     inside = torch.where(mask, values, 0.0)
     target = torch.where(mask, returns, 0.0).detach()
-    error = (inside - target).square()
-    if clip is not None:
-        old = torch.where(mask, old_values, 0.0).detach()
-        held = old + (inside - old).clamp(-clip, clip)
-        error = torch.maximum(error, (held - target).square())
+    old = torch.where(mask, old_values, 0.0).detach() if clip is not None else inside
+    error = squared_error(inside, old, target, clip)
     return aggregate(0.5 * error, mask, "token_mean", denominator)
+
+
+def squared_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> Tensor:
+    """max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2), of any shape."""
+    error = (values - returns).square()
+    if clip is None:
+        return error
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(error, (held - returns).square())

@@ -37,7 +37,8 @@ class Adam:
 
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients together, which are then scaled down to `max_norm`."""
-        norm = torch.stack([flat.grad.norm() for flat in self._flats]).norm()
+        norms = [torch.linalg.vector_norm(flat.grad) for flat in self._flats]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         scale = (max_norm / (norm + _NORM_EPS)).clamp(max=1.0)
         for flat in self._flats:
             flat.grad.mul_(scale)

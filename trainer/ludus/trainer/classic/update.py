@@ -18,7 +18,7 @@ from ludus.proto.config import NetworkPpoConfig
 from ludus.trainer.algorithms.advantages import stream_gae
 from ludus.trainer.algorithms.losses import clipped_surrogate, is_clipped, kl
 from ludus.trainer.algorithms.ratios import token_log_ratio
-from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.algorithms.value_loss import squared_error
 from ludus.trainer.classic.adam import Adam
 from ludus.trainer.classic.collector import Batch
 from ludus.trainer.classic.policy import Moments, Policy
@@ -38,6 +38,10 @@ class Samples:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+
+    def of(self, rows: Tensor) -> Samples:
+        """Some of them."""
+        return Samples(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,15 @@ class PpoUpdate:
         self._policy = policy
         self._config = config
         self._seed = seed
-        self._rates = (config.learning_rate, config.critic_learning_rate or config.learning_rate)
-        critic = list(policy.critic.parameters())
-        of_critic = {id(p) for p in critic}
-        actor = [p for p in policy.parameters() if p.requires_grad and id(p) not in of_critic]
-        self.optimizer = Adam([actor, [p for p in critic if p.requires_grad]])
+        self._rates = [config.learning_rate]
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        groups = [trained]
+        if config.critic_learning_rate is not None:
+            self._rates.append(config.critic_learning_rate)
+            of_critic = {id(p) for p in policy.critic.parameters()}
+            groups = [[p for p in trained if id(p) not in of_critic]]
+            groups.append([p for p in trained if id(p) in of_critic])
+        self.optimizer = Adam(groups)
         self.reward_scale = RewardScale(config.gamma) if config.scale_rewards else None
 
     def train(self, batch: Batch, update: int, fraction_left: float) -> UpdateMetrics:
@@ -84,13 +92,14 @@ class PpoUpdate:
         rates = [rate * fraction_left for rate in self._rates]
         samples = self._samples(batch)
         sums = _Sums()
-        num_epochs = 0
+        num_epochs, limit = 0, self._config.target_kl
         for epoch in range(self._config.num_epochs):
             sums = _Sums(sums.grad_norms, sums.num_skipped)
-            for rows in self._minibatches(batch.num_steps, update, epoch):
-                self._step(samples, rows, rates, sums)
+            # What nobody will read is not computed.
+            is_told = limit is not None or epoch + 1 == self._config.num_epochs
+            for part in self._minibatches(samples, update, epoch):
+                self._step(part, rates, sums, is_told)
             num_epochs += 1
-            limit = self._config.target_kl
             if limit is not None and sums.mean(sums.kls) > limit:
                 break
         return sums.metrics(samples, num_epochs)
@@ -122,46 +131,47 @@ class PpoUpdate:
         old = values[:size]
         return Samples(prepared[:size], actions, logprobs, old, advantages, advantages + old)
 
-    def _minibatches(self, size: int, update: int, epoch: int) -> Iterator[Tensor]:
-        """Rows in random order, in parts of nearly equal size: a small rest would be noise."""
+    def _minibatches(self, samples: Samples, update: int, epoch: int) -> Iterator[Samples]:
+        """Steps in random order, in parts of nearly equal size: a small rest would be noise."""
+        size = len(samples.actions)
+        num_parts = max(1, round(size / self._config.minibatch_size))
+        if num_parts == 1:  # a mean has no order
+            yield samples
+            return
         with torch_seeded(self._seed, Stream.NETWORK_ORDER, update, epoch):
             order = torch.randperm(size)
-        num_parts = max(1, round(size / self._config.minibatch_size))
-        yield from order.to(self._policy.device).tensor_split(num_parts)
+        for rows in order.to(self._policy.device).tensor_split(num_parts):
+            yield samples.of(rows)
 
-    def _step(self, samples: Samples, rows: Tensor, rates: list[float], sums: _Sums) -> None:
+    def _step(self, samples: Samples, rates: list[float], sums: _Sums, is_told: bool) -> None:
         config, policy = self._config, self._policy
-        observations = samples.observations[rows]
-        old, advantages = samples.logprobs[rows], samples.advantages[rows]
-        if config.normalise_advantages and len(rows) > 1:
+        advantages = samples.advantages
+        if config.normalise_advantages and len(advantages) > 1:
             std, mean = torch.std_mean(advantages)
             advantages = (advantages - mean) / (std + _STD_EPS)
-        logprobs, entropies = policy.head.judge(policy.actor(observations), samples.actions[rows])
-        log_ratio = token_log_ratio(logprobs, old)
+        output = policy.actor(samples.observations)
+        logprobs, entropies = policy.head.judge(output, samples.actions)
+        log_ratio = token_log_ratio(logprobs, samples.logprobs)
         surrogate = clipped_surrogate(log_ratio, advantages, config.clip, config.clip).mean()
-        values = policy.critic(observations).view(1, -1)
-        of_values = value_loss(
-            values,
-            samples.values[rows][None],
-            samples.returns[rows][None],
-            torch.ones_like(values, dtype=torch.bool),
-            config.value_clip,
-            len(rows),
-        )
-        entropy = entropies.mean()
-        loss = surrogate + config.value_coef * of_values - config.entropy_coef * entropy
+        values = policy.critic(samples.observations).view(-1)
+        errors = squared_error(values, samples.values, samples.returns, config.value_clip)
+        of_values = 0.5 * errors.mean()
+        loss = surrogate + config.value_coef * of_values
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * entropies.mean()
         self.optimizer.zero_grad()
         loss.backward()
         norm = self.optimizer.clip(config.max_grad_norm)
+        sums.grad_norms.append(norm)
         if norm.isfinite():
             self.optimizer.step(rates)
         else:
             sums.num_skipped += 1
-        sums.take(loss, of_values, entropy, norm)
-        with torch.no_grad():
-            clipped = is_clipped(log_ratio, advantages, config.clip, config.clip)
-            sums.kls.append(kl(old, logprobs).mean())
-            sums.clip_ratios.append(clipped.float().mean())
+        if is_told:
+            with torch.no_grad():
+                clipped = is_clipped(log_ratio, advantages, config.clip, config.clip)
+                divergence = kl(samples.logprobs, logprobs).mean()
+                sums.take(loss, of_values, entropies.mean(), divergence, clipped.float().mean())
 
 
 class RewardScale:
@@ -211,11 +221,11 @@ class _Sums:
         self.kls: list[Tensor] = []
         self.clip_ratios: list[Tensor] = []
 
-    def take(self, loss: Tensor, of_values: Tensor, entropy: Tensor, norm: Tensor) -> None:
-        self.losses.append(loss.detach())
-        self.value_losses.append(of_values.detach())
-        self.entropies.append(entropy.detach())
-        self.grad_norms.append(norm)
+    def take(self, *of_minibatch: Tensor) -> None:
+        """Take in loss, value loss, entropy, divergence and clip ratio of a minibatch."""
+        kept = (self.losses, self.value_losses, self.entropies, self.kls, self.clip_ratios)
+        for values, value in zip(kept, of_minibatch, strict=True):
+            values.append(value.detach())
 
     @staticmethod
     def mean(values: list[Tensor]) -> float:
