@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from ludus.env.evaluation import EpisodeOutcome
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics, read_transcripts
@@ -158,11 +160,11 @@ def test_a_value_goes_on_where_a_limit_cuts_an_episode_off() -> None:
         max_grad_norm=1e6,
     )
     agent = agent_of("ConstantReward-v0", config)
-    for _ in range(12):
+    for _ in range(30):
         trained = agent.train()
     assert len(trained.batch.cut_off) == 4
     value = agent.policy.values(torch.zeros(1, 1)).item()
-    assert 80 < value <= 105
+    assert value == pytest.approx(100, abs=2)
 
 
 @pytest.mark.slow
@@ -218,6 +220,27 @@ def test_a_run_that_is_resumed_equals_one_that_was_never_stopped(
     ]
     for name, values in kept[0]["policy"].items():
         assert torch.equal(values, kept[1]["policy"][name]), name
+
+
+def test_a_target_that_few_games_reach_by_chance_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(tmp_path, target_return=1.0)
+    with opened(config, resume=Resume.NEVER, overwrite=False) as run:
+        confirming: list[Sequence[int]] = []
+
+        def play(seeds: Sequence[int]) -> list[EpisodeOutcome]:
+            # The games of an evaluation always reach it, those that confirm the second time.
+            if seeds[0] != config.eval.seed:
+                confirming.append(seeds)
+            reaches = seeds[0] == config.eval.seed or len(confirming) == 2
+            return [EpisodeOutcome(seed, 2.0 * reaches, 1, None) for seed in seeds]
+
+        monkeypatch.setattr(run, "_play", play)
+        assert run.train().num_steps == 4
+    assert [list(seeds) for seeds in confirming] == [
+        list(range(config.eval.seed + 5, config.eval.seed + 10))
+    ] * 2
 
 
 @pytest.mark.parametrize(

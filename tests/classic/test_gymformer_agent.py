@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gymnasium
 import pytest
 
+from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.runs import Resume, Summary, read_metrics
+from ludus.services.report.page import write_report
+from ludus.trainer.classic.run import check
 from ludus.trainer.compat.gymformer.rl.common_nn import MLPActorNetwork, MLPCriticNetwork
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
 from ludus.trainer.compat.gymformer.trainer.trainer import train_agent
@@ -41,6 +46,7 @@ def test_the_script_of_the_readme_runs_to_its_end(tmp_path: Path) -> None:
     assert [said[5] for said in told] == [10, 20, 30]
     assert told[-1][6] == pytest.approx(rewards.running[-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "CartPole-v1",
         "ppo_CartPole-v1_episode_15.pth",
         "ppo_CartPole-v1_episode_30.pth",
     ]
@@ -60,7 +66,7 @@ def test_continuous_actions_need_no_other_network(tmp_path: Path) -> None:
         save_path=tmp_path,
     )
     assert len(rewards) == 4
-    agent = load_ppo_agent(next(tmp_path.iterdir()), *networks("Pendulum-v1"))
+    agent = load_ppo_agent(next(tmp_path.glob("*.pth")), *networks("Pendulum-v1"))
     assert agent.select_action([1.0, 0.0, 0.0]).shape == (1,)
 
 
@@ -82,6 +88,50 @@ def test_equal_seeds_give_equal_returns(tmp_path: Path) -> None:
         )
 
     assert returns() == returns()
+
+
+def test_a_call_leaves_a_run_which_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def returns(folder: str, max_episodes: int, *, resume: bool) -> list[float]:
+        actor, critic = networks("CartPole-v1")
+        if not resume:
+            for module in (actor, critic):
+                for parameter in module.parameters():
+                    parameter.data.fill_(0.05)
+        return train_agent(
+            "CartPole-v1",
+            actor,
+            critic,
+            PPOConfig(minibatch_size=64),
+            max_episodes,
+            update_interval=6,
+            save_interval=6,
+            save_path=tmp_path / folder,
+            name="cart",
+            resume=resume,
+            metrics={"tensorboard": True},
+        )
+
+    whole = returns("whole", 24, resume=False)
+    half = returns("parts", 12, resume=False)
+    assert returns("parts", 24, resume=True) == whole
+    assert half == whole[:12]
+    folder = tmp_path / "parts" / "cart"
+    summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
+    assert summary.finished and summary.games_trained >= 24
+    assert list((folder / "checkpoints").iterdir())
+    assert list(folder.rglob("events.out.tfevents*"))
+    assert [row.step for row in read_metrics(folder) if row.kind == "train"] == list(
+        range(1, summary.num_steps + 1)
+    )
+    assert "cart" in write_report(folder).read_text()
+
+
+def test_networks_of_a_program_are_not_made_from_its_runs_file(tmp_path: Path) -> None:
+    actor, critic = networks("CartPole-v1")
+    train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)
+    run = run_config_from(json.loads((tmp_path / "CartPole-v1" / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=r"train_agent\(..., resume=True\)"):
+        check(run, Resume.NEVER)
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

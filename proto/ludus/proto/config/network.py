@@ -123,7 +123,8 @@ class NetworkPpoConfig(Section):
     target_kl: PositiveFloat | None = None
     """Ends an update after the pass in which the policy has moved this far, in nats per step."""
     target_return: float | None = None
-    """Ends training after an evaluation whose mean return reaches it; null trains every step."""
+    """Ends training after an evaluation whose mean return reaches it, as that of eval.num_games
+    other games does; null trains every step."""
     num_threads: PositiveInt = 1
     """CPU threads of torch: small networks are fastest with one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -177,8 +178,11 @@ def play(
 
 
 def num_judged(num_games: int) -> int:
-    """How many environments an evaluation of so many games plays side by side."""
-    return min(num_games, _MAX_JUDGED)
+    """How many environments an evaluation of so many games plays side by side.
+
+    As evenly as possible: in a last round of few games all others would step for nothing.
+    """
+    return math.ceil(num_games / math.ceil(num_games / _MAX_JUDGED))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -37,9 +38,11 @@ from ludus.proto.runs import (
 from ludus.trainer.changes import changes_since
 from ludus.trainer.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
 from ludus.trainer.classic.agent import Agent, Trained, judge, num_judged, play, threads
+from ludus.trainer.classic.collector import OnStep
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
 from ludus.trainer.classic.heads import uniform_actions
 from ludus.trainer.classic.networks import make_networks
+from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.rows import transcripts_of, values_of
 from ludus.trainer.classic.state import NetworkState, read_agent, read_network_state, write_agent
@@ -55,11 +58,30 @@ class NetworkRunStopped(Exception):
     """The run was ended before its last step; a checkpoint is written."""
 
 
+@dataclass(frozen=True, slots=True)
+class ByEpisodes:
+    """Has a run count episodes, in place of steps of its environments, and keep their returns."""
+
+    per_update: int
+    in_all: int
+    """Training ends with the update that has so many."""
+
+
 class NetworkRun:
     """A run whose folder, environments and agent are open."""
 
-    def __init__(self, run: RunConfig, folder: RunFolder, stack: ExitStack) -> None:
+    on_step: OnStep | None = None
+    """Called with each step that is trained on."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        folder: RunFolder,
+        stack: ExitStack,
+        by_episodes: ByEpisodes | None = None,
+    ) -> None:
         self.run, self.folder = run, folder
+        self._by_episodes = by_episodes
         self.state = NetworkState()
         self.ppo = ppo_of(run)
         self._begun_s = time.monotonic()
@@ -81,6 +103,8 @@ class NetworkRun:
             self.ppo,
             seed=run.seed,
             max_steps=run.environment.max_turns,
+            num_episodes=by_episodes.per_update if by_episodes else None,
+            on_step=self._stepped,
             keeps_actions=True,
             is_shuffled=run.training.shuffle_rewards,
         )
@@ -106,11 +130,10 @@ class NetworkRun:
             self.state.start[self._name] = self._evaluate(self.run.eval.num_games_during).policy
         self.folder.phase(Phase.TRAIN, self.state.step)
         self.folder.start_clock()
-        while self.state.step < config.num_steps and not self.state.has_reached_target:
+        while not self._has_ended:
             self._step()
-            step = self.state.step
+            step, is_last = self.state.step, self._has_ended
             is_due = step % config.checkpoint_every_steps == 0
-            is_last = step >= config.num_steps or self.state.has_reached_target
             if is_due or is_last or self._is_stopping:
                 self._save()
             if self._is_stopping and not is_last:
@@ -118,6 +141,17 @@ class NetworkRun:
                 raise NetworkRunStopped(f"stopped after step {step}")
         self.folder.stop_clock()
         return self._finish()
+
+    @property
+    def _has_ended(self) -> bool:
+        state, by_episodes = self.state, self._by_episodes
+        if state.has_reached_target or state.step >= self.run.training.num_steps:
+            return True
+        return by_episodes is not None and state.num_episodes >= by_episodes.in_all
+
+    def _stepped(self, seen: np.ndarray, actions: np.ndarray, played: Played) -> None:
+        if self.on_step is not None:
+            self.on_step(seen, actions, played)
 
     def _step(self) -> None:
         begun_s = time.monotonic()
@@ -128,15 +162,17 @@ class NetworkRun:
         state = self.state
         state.step += 1
         state.num_episodes += len(trained.batch.episodes)
+        if self._by_episodes is not None:
+            returns = (episode.episode_return for episode in trained.batch.episodes)
+            state.returns = [*state.returns, *returns][: self._by_episodes.in_all]
         state.num_env_steps += trained.batch.num_steps
         self._tell(trained, time.monotonic() - begun_s, self.ppo.learning_rate * left)
         every, num_games = self.run.eval.every_steps, self.run.eval.num_games_during
         if num_games and state.step % every == 0 and state.step < self.run.training.num_steps:
             report = self._evaluate(num_games)
             target = self.ppo.target_return
-            state.has_reached_target = (
-                target is not None and report.policy.expected_return >= target
-            )
+            if target is not None and report.policy.expected_return >= target:
+                state.has_reached_target = self._confirms(target)
 
     def _tell(self, trained: Trained, duration_s: float, learning_rate: float) -> None:
         values = values_of(trained, self._name, duration_s, learning_rate)
@@ -155,19 +191,40 @@ class NetworkRun:
         self.folder.start_clock()
         return report
 
-    def report(self, num_games: int) -> EvalReport:
-        """The policy beside the fixed ones, on the same seeds."""
+    def _confirms(self, target: float) -> bool:
+        """Whether as many games as the final evaluation has reach the target, too.
+
+        The few games of an evaluation may all go well by chance, and there are many evaluations.
+        The seeds are those after the final evaluation's, which thereby stays unbiased.
+        """
+        run, num_games = self.run, self.run.eval.num_games
+        self.folder.stop_clock()
+        outcomes = self._play(_seeds(run, num_games, first=num_games))
+        found = summarise(outcomes).expected_return
+        reaches = found >= target
+        _log.info(
+            "step %d reached ppo.target_return = %g; %d more games %s it: %g",
+            *(self.state.step, target, num_games, "confirm" if reaches else "deny", found),
+        )
+        self.folder.start_clock()
+        return reaches
+
+    def _play(self, seeds: Sequence[int]) -> list[EpisodeOutcome]:
         run = self.run
-        outcomes = judge(
+        return judge(
             self.policy,
             self._judged,
-            _seeds(run, num_games),
+            seeds,
             is_greedy=run.eval.temperature == 0,
             run_seed=run.seed,
             max_steps=run.environment.max_turns,
         )
+
+    def report(self, num_games: int) -> EvalReport:
+        """The policy beside the fixed ones, on the same seeds."""
+        run = self.run
         return EvalReport(
-            policy=summarise(outcomes),
+            policy=summarise(self._play(_seeds(run, num_games))),
             baselines={name: summarise(of[:num_games]) for name, of in self._baselines.items()},
             temperature=run.eval.temperature,
             gap_closed=None,
@@ -232,7 +289,9 @@ def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
 
 
 @contextmanager
-def opened(run: RunConfig, *, resume: Resume, overwrite: bool) -> Iterator[NetworkRun]:
+def opened(
+    run: RunConfig, *, resume: Resume, overwrite: bool, by_episodes: ByEpisodes | None = None
+) -> Iterator[NetworkRun]:
     """A run with its folder; one that could not start leaves none behind.
 
     Raises:
@@ -252,7 +311,7 @@ def opened(run: RunConfig, *, resume: Resume, overwrite: bool) -> Iterator[Netwo
         stack.enter_context(threads(ppo_of(run).num_threads))
         try:
             folder.open_sinks()
-            opened_run = NetworkRun(run, folder, stack)
+            opened_run = NetworkRun(run, folder, stack, by_episodes)
             if checkpoint is not None:
                 opened_run.continue_from(checkpoint)
                 folder.configure()
@@ -354,8 +413,9 @@ def _starting_point(run: RunConfig, resume: Resume) -> Path | None:
     return newest_checkpoint(checkpoints)
 
 
-def _seeds(run: RunConfig, num_games: int) -> Sequence[int]:
-    return range(run.eval.seed, run.eval.seed + num_games)
+def _seeds(run: RunConfig, num_games: int, *, first: int = 0) -> Sequence[int]:
+    begin = run.eval.seed + first
+    return range(begin, begin + num_games)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class NetworkState(BaseModel):
     num_episodes: int = 0
     """Those that have ended."""
     num_env_steps: int = 0
+    returns: list[float] = []
+    """Of each episode, where the run counts episodes."""
     has_reached_target: bool = False
     """Whether an evaluation reached ppo.target_return, which ends training."""
     streams: int = STREAMS_VERSION

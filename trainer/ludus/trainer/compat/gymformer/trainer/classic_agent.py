@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from ludus.proto.config import LocalEnvironment, NetworkPpoConfig, RemoteEnvironment
+from ludus.proto.config import NetworkPpoConfig, RunConfig, run_config_from
 from ludus.proto.config.network import GYMNASIUM
-from ludus.trainer.classic.agent import Agent
-from ludus.trainer.classic.environments import VectorEnvironment, make_environments
+from ludus.proto.runs import Resume
 from ludus.trainer.classic.playing import Played
-from ludus.trainer.classic.policy import Policy
+from ludus.trainer.classic.run import ByEpisodes, NetworkRun, opened
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, saved_agent
+from ludus.trainer.compat.gymformer.trainer.given import given_networks, make_given
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
 
 _log = logging.getLogger(__name__)
 _ALL_AT_ONCE = -1
 _WHOLE_BATCH = 2**31
+_NUM_JUDGED = 10
+"""Games of the evaluation that ends a run."""
 
 
 class _Following:
     """Counts episodes as they end: returns, calls of the user's function, saved agents."""
 
-    def __init__(self, request: AgentRequest, policy: Policy) -> None:
-        self.returns = EpisodeReturns()
-        self._running = 0.0
+    def __init__(self, request: AgentRequest, opened_run: NetworkRun) -> None:
+        self.returns = EpisodeReturns(opened_run.state.returns)
+        self._running = (self.returns.running or [0.0])[-1]
         self._request = request
-        self._policy = policy
+        self._policy = opened_run.policy
 
     def __call__(self, seen: np.ndarray, actions: np.ndarray, played: Played) -> None:
         for episode in played.episodes:
@@ -66,35 +69,53 @@ class _Following:
 
 
 def train_classic(request: AgentRequest) -> EpisodeReturns:
-    """The returns of the episodes that `request` asked for.
+    """The returns of the episodes that `request` asked for; a run's folder has the rest.
 
     Raises:
         UserError: the environment cannot be had, or the modules do not fit it.
     """
-    environments = _environments(request)
-    try:
-        policy = Policy(
-            request.actor,
-            request.critic,
-            environments.observation_space,
-            environments.action_space,
-            device=request.device or "cpu",
-        )
-        following = _Following(request, policy)
-        agent = Agent(
-            policy,
-            environments,
-            ppo_config_of(request.ppo_config, request.num_envs),
-            seed=request.seed,
-            max_steps=request.max_timesteps,
-            num_episodes=min(request.update_interval, request.max_episodes),
-            on_step=following,
-        )
-        while len(following.returns) < request.max_episodes:
-            agent.train()
-        return following.returns
-    finally:
-        environments.close()
+    run = make_run(request)
+    by_episodes = ByEpisodes(
+        min(request.update_interval, request.max_episodes), request.max_episodes
+    )
+    resume = Resume.AUTO if request.resume else Resume.NEVER
+    with (
+        given_networks(request.actor, request.critic),
+        opened(run, resume=resume, overwrite=True, by_episodes=by_episodes) as opened_run,
+    ):
+        following = _Following(request, opened_run)
+        opened_run.on_step = following
+        opened_run.train()
+    return following.returns
+
+
+def make_run(request: AgentRequest) -> RunConfig:
+    """The run that `request` asks for."""
+    per_update = min(request.update_interval, request.max_episodes)
+    name = request.env_name
+    is_remote = "://" in name
+    where = {"kind": "remote", "address": name} if is_remote else {"package": GYMNASIUM + name}
+    num_envs = min(request.num_envs, request.max_episodes)
+    return run_config_from(
+        {
+            "name": request.run_name,
+            "output_dir": str(request.save_path),
+            "seed": request.seed,
+            "environment": {**where, "max_turns": request.max_timesteps},
+            "model": {
+                "kind": "network",
+                "make": f"{make_given.__module__}:{make_given.__name__}",
+                "device": request.device or "cpu",
+            },
+            "ppo": ppo_config_of(request.ppo_config, num_envs).model_dump(),
+            "training": {
+                "num_steps": math.ceil(request.max_episodes / per_update),
+                "checkpoint_every_steps": max(1, request.save_interval // per_update),
+            },
+            "eval": {"num_games": _NUM_JUDGED, "num_games_during": 0},
+            "metrics": dict(request.metrics),
+        }
+    )
 
 
 def ppo_config_of(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
@@ -114,10 +135,3 @@ def ppo_config_of(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
         entropy_coef=config.entropy_coef,
         max_grad_norm=config.max_grad_norm,
     )
-
-
-def _environments(request: AgentRequest) -> VectorEnvironment:
-    name, num = request.env_name, min(request.num_envs, request.max_episodes)
-    if "://" in name:
-        return make_environments(RemoteEnvironment(address=name), num)
-    return make_environments(LocalEnvironment(package=GYMNASIUM + name), num)

@@ -26,7 +26,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.checkpoint import model_folder
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
-from ludus.trainer.compat.gymformer.trainer.language_run import CRITIC_FOLDER, make_run, run_name
+from ludus.trainer.compat.gymformer.trainer.language_run import CRITIC_FOLDER, make_run
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     EpisodeReturns,
@@ -54,13 +54,18 @@ def train_language_model(request: AgentRequest) -> EpisodeReturns:
     """
     actor, critic = request.actor, request.critic
     assert isinstance(actor, LMActorNetwork)
+    if request.resume:
+        raise ConfigError(
+            "train_agent continues networks alone, got resume=True with a language model; its run "
+            f"goes on with: ludus train {request.save_path / request.run_name}/config.json --resume"
+        )
     if not isinstance(critic, LMCriticNetwork):
         raise ConfigError(
             "a language model is trained beside a critic that reads tokens, expected an "
             f"LMCriticNetwork, got {type(critic).__name__}"
         )
     task = TokenTask.of(request.env_name, actor.model_name, request.max_timesteps, request.seed)
-    start = _write_start(actor, critic, task, request.save_path / f"{run_name(request)}.start")
+    start = _write_start(actor, critic, task, request.save_path / f"{request.run_name}.start")
     run = make_run(request, task, start, actor.model)
     returns, newest = _finished(_train(Trainer(run, overwrite=True), request))
     _take_weights(actor.model, newest)

@@ -8,7 +8,6 @@ max_timesteps              -> tokens of an answer
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def make_run(
     per_step = sizes.num_episodes
     return run_config_from(
         {
-            "name": run_name(request),
+            "name": request.run_name,
             "output_dir": str(request.save_path),
             "seed": request.seed,
             "environment": {
@@ -105,15 +104,9 @@ def make_run(
                 "checkpoint_every_steps": max(1, request.save_interval // per_step),
             },
             "eval": {"num_games": max(per_step, request.num_envs), "num_games_during": 0},
-            "metrics": {"transcripts_per_step": per_step},
+            "metrics": {**request.metrics, "transcripts_per_step": per_step},
         }
     )
-
-
-def run_name(request: AgentRequest) -> str:
-    """The name of the run: that of the environment."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", request.env_name.rpartition(":")[2]).strip("-.")
-    return plain[:40] or "agent"
 
 
 def _lengths(request: AgentRequest, task: TokenTask, model: PreTrainedModel) -> dict[str, int]:

@@ -6,8 +6,9 @@ train_agent(...) --AgentRequest--+-- actor.train_as_agent(request)   it brings i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
 """Called with (state, action, reward, done, truncated, episode, running_reward)."""
 
 _RUNNING_WEIGHT = 0.05
+_MAX_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class AgentRequest:
     save_interval: int
     """Episodes between two saved agents."""
     save_path: Path
+    """Of the run's folder, and of agents that are saved."""
     callback: Callback | None
     log_interval: int
     """Episodes between two calls of `callback`."""
@@ -46,6 +49,20 @@ class AgentRequest:
     num_envs: int
     """Episodes that are played side by side."""
     seed: int
+    name: str | None = None
+    """Of the run; None is the environment's."""
+    resume: bool = False
+    """Whether the run of that name goes on, instead of being replaced."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Section `metrics` of the run: its sinks."""
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder in `save_path`."""
+        if self.name is not None:
+            return self.name
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.env_name.rpartition(":")[2]).strip("-.")
+        return plain[:_MAX_NAME] or "agent"
 
 
 @runtime_checkable

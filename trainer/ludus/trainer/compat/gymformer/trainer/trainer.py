@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +36,10 @@ def train_agent(
     device: str | None = None,
     num_envs: int = 8,
     seed: int = 0,
+    *,
+    name: str | None = None,
+    resume: bool = False,
+    metrics: Mapping[str, Any] | None = None,
 ) -> EpisodeReturns:
     """The return of each episode, in the order in which they ended; `.running` is their average.
 
@@ -42,11 +48,16 @@ def train_agent(
         actor: logits or means of actions, from observations; or a language model.
         max_timesteps: longest episode.
         update_interval: episodes between two updates.
-        save_interval: episodes between two agents that are saved into `save_path`.
+        save_interval: episodes between two agents that are saved, and between two checkpoints.
+        save_path: gets the run's folder, and the agents.
         callback: called every `log_interval` episodes with (state, action, reward, done,
             truncated, episode, running_reward).
         device: None is the CPU.
         num_envs: episodes that are played side by side.
+        name: of the run; None is that of the environment.
+        resume: goes on from the newest checkpoint of a run of that name, where there is one; else
+            that run is replaced.
+        metrics: as section `metrics` of a run's file: its sinks.
 
     Raises:
         ConfigError: the modules do not fit the environment, or a number is not positive.
@@ -59,9 +70,9 @@ def train_agent(
         "log_interval": log_interval,
         "num_envs": num_envs,
     }
-    for name, count in counts.items():
+    for what, count in counts.items():
         if count < 1:
-            raise ConfigError(f"{name} expected at least 1, got {count}")
+            raise ConfigError(f"{what} expected at least 1, got {count}")
     request = AgentRequest(
         env_name=env_name,
         actor=actor,
@@ -71,6 +82,9 @@ def train_agent(
         callback=callback,
         device=device,
         seed=seed,
+        name=name,
+        resume=resume,
+        metrics=metrics or {},
         **counts,
     )
     if isinstance(actor, TrainsAsAgent):
