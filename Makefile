@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl learn-agents test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -21,7 +21,7 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
-	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl learn-agents)
+	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl learn-agents learn-classic)
 
 learn-examples: setup
 	@$(VENV)/python bench/learn.py
@@ -38,6 +38,9 @@ learn-trl: setup ## TRL's echo script, three seeds and a control; what the wire 
 
 learn-agents: setup ## the same for agents of LangGraph and smolagents (ARGS="--only smolagents")
 	@$(VENV)/python bench/learn_agents.py $(ARGS)
+
+learn-classic: setup ## the same for networks in Gymnasium's environments (ARGS="--only pendulum")
+	@$(VENV)/python bench/classic.py $(or $(ARGS),--only lunar_lander pendulum frozen_lake value shuffled)
 
 test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
 	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"
@@ -68,6 +71,9 @@ bench: setup ## answers per second of both generators, side by side
 
 bench-train: setup ## the training plane beside bare loops, plain copies and TRL (ARGS="--only learner")
 	@$(VENV)/python bench/train.py $(ARGS)
+
+bench-classic: setup ## CartPole by classic PPO beside stable-baselines3, in turns
+	@$(VENV)/python bench/classic.py --only cartpole $(ARGS)
 
 bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
 	@$(VENV)/python bench/environments.py

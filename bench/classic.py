@@ -1,0 +1,411 @@
+"""What classic PPO learns on this machine, and how long CartPole takes beside stable-baselines3.
+
+    cartpole      examples/cartpole/ppo.toml and stable-baselines3's PPO with the settings of
+                  rl-baselines3-zoo, in turns, each trained until it balances: 475 of 500 or more
+                  in 100 games, in at most half the seconds
+    lunar_lander  examples/lunar_lander/ppo.toml: 200 or more
+    pendulum      examples/pendulum/ppo.toml: -200 or more
+    frozen_lake   examples/frozen_lake/ppo.toml: 1, each game
+    value         a reward of 1 for ever, gamma .99, episodes cut off at 500 steps: V = 100 +- 2
+    shuffled      the control: pendulum with its rewards shuffled does not learn
+
+All returns are means of 100 games of the likeliest action, on seeds that no decision was made by.
+Of CartPole both sides are judged every 2,048 steps by 25 games; where these reach 480, 100 others
+have to, too, and training ends. `training_s` are seconds of playing and updating alone, `total_s`
+those with all evaluations, `core_s` the same in seconds of a core; the start of the processes,
+imports, and making environments and networks are counted on neither side. Results go to
+bench/results/classic.json, where rows of earlier calls on the same machine are kept.
+
+    make bench-classic
+    python bench/classic.py --only cartpole --seeds 0 1 2
+
+The exit code is 1 when something of this call missed its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from machine import setting
+
+from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig, load_run_config
+from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
+from ludus.trainer.classic.agent import Agent, threads
+from ludus.trainer.classic.environments import GymnasiumEnvironments
+from ludus.trainer.classic.networks import make_networks
+from ludus.trainer.classic.policy import Policy
+from ludus.trainer.classic.run import opened
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "runs"
+RESULTS = ROOT / "bench" / "results" / "classic.json"
+STABLE_BASELINES = "stable-baselines3==2.9.2"
+SEEDS = (0, 1, 2)
+NUM_ERROR_LINES = 5
+BALANCES = 475.0
+MAX_SHARE = 0.5
+"""Of stable-baselines3's seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one training came to."""
+
+    part: str
+    trainer: str
+    seed: int
+    mean_return: float
+    """Of 100 games; of `value` the value of the only state."""
+    target: str
+    passed: bool
+    num_env_steps: int
+    training_s: float
+    total_s: float
+    core_s: float
+    load_average: float
+    """Of the machine, over the minute before."""
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What another row of the same measurement replaces."""
+        return self.part, self.trainer, self.seed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An example, and the mean return that it must reach, or as the control must not."""
+
+    example: str
+    at_least: float | None = None
+    at_most: float | None = None
+    overrides: tuple[str, ...] = ()
+
+
+CASES = {
+    "lunar_lander": Case("lunar_lander", at_least=200.0),
+    "pendulum": Case("pendulum", at_least=-200.0),
+    "frozen_lake": Case("frozen_lake", at_least=1.0),
+    # Random torque comes to about -1,200, no torque to about -1,000.
+    "shuffled": Case(
+        "pendulum",
+        at_most=-800.0,
+        overrides=("training.shuffle_rewards=true", "training.num_steps=20"),
+    ),
+}
+PARTS = ("cartpole", *CASES, "value")
+
+
+class ConstantReward(gymnasium.Env[np.ndarray, int]):
+    """Pays 1 a step, for ever: what ends an episode is a limit alone."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=arguments.get("seed"))
+        return np.zeros(1, dtype=np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, dtype=np.float32), 1.0, False, False, {}
+
+
+gymnasium.register("ConstantReward-v0", lambda **_: ConstantReward(), max_episode_steps=500)
+
+
+def main() -> int:
+    """The exit code: 1 when something missed its target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    chosen = parser.parse_args()
+    rows = {row.key: row for row in _earlier_rows()}
+    of_this_call: list[Row] = []
+    for part in chosen.only:
+        for row in _measured(part, chosen.seeds):
+            rows[row.key] = row
+            of_this_call.append(row)
+            print(_line(row), flush=True)
+            _write(list(rows.values()))
+    comparison = _comparison(list(rows.values()))
+    if "cartpole" in chosen.only and comparison is not None:
+        print(
+            f"cartpole: {comparison['training_s']:.2f} of stable-baselines3's seconds of training, "
+            f"{comparison['total_s']:.2f} with evaluations, medians (at most {MAX_SHARE})"
+        )
+        if comparison["training_s"] > MAX_SHARE:
+            return 1
+    return 0 if all(row.passed for row in of_this_call) else 1
+
+
+def _measured(part: str, seeds: Sequence[int]) -> Iterator[Row]:
+    if part == "cartpole":
+        yield from _cartpole(seeds)
+        return
+    for seed in seeds:
+        yield _value(seed) if part == "value" else _example(part, CASES[part], seed)
+
+
+def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
+    """Ours and stable-baselines3's, in turns."""
+    with _stable_baselines() as theirs, threads(1):
+        for seed in seeds:
+            run = _run_of("cartpole", seed)
+            assert run.ppo is not None
+            steps = run.ppo.num_environments * run.ppo.steps_per_environment
+            task = {
+                "seed": seed,
+                "evaluate_every": steps * run.eval.every_steps,
+                "num_games": run.eval.num_games_during,
+                "num_games_confirm": run.eval.num_games,
+                "target": run.ppo.target_return,
+                "judged_from": run.eval.seed,
+            }
+            for trainer in ("ludus", "stable-baselines3"):
+                load = os.getloadavg()[0]
+                found = _trained(run) if trainer == "ludus" else _asked(theirs, task)
+                passed = found["mean_return"] >= BALANCES
+                target = f"at least {BALANCES:g}"
+                yield Row(
+                    "cartpole",
+                    trainer,
+                    seed,
+                    **found,
+                    target=target,
+                    passed=passed,
+                    load_average=load,
+                )
+
+
+def _trained(run: RunConfig) -> dict[str, Any]:
+    """What our run comes to, in this process."""
+    with opened(run, resume=Resume.NEVER, overwrite=True) as opened_run:
+        begun_s, begun_core_s = time.perf_counter(), time.process_time()
+        summary = opened_run.train()
+        total_s = time.perf_counter() - begun_s
+        core_s = time.process_time() - begun_core_s
+        return {
+            "mean_return": summary.expected_return,
+            "num_env_steps": opened_run.state.num_env_steps,
+            "training_s": summary.wall_seconds_training,
+            "total_s": total_s,
+            "core_s": core_s,
+        }
+
+
+@contextmanager
+def _stable_baselines() -> Iterator[subprocess.Popen[str]]:
+    """A process that trains by stable-baselines3, in a virtual environment of its own."""
+    maker = ROOT / "dev" / "upstream_environment.py"
+    extra = [f"{name}=={version(name)}" for name in ("torch", "gymnasium")]
+    made = subprocess.run(
+        [sys.executable, maker, STABLE_BASELINES, "--extra", *extra],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    program = ROOT / "bench" / "upstream" / "sb3_cartpole.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(
+        [made.stdout.strip(), program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _asked(process: subprocess.Popen[str], task: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(task) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+def _example(part: str, case: Case, seed: int) -> Row:
+    """An example, started as a user would start it."""
+    load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
+    overrides = [*_overrides(part, seed), *case.overrides]
+    settings = [word for override in overrides for word in ("--set", override)]
+    ludus = Path(sys.executable).parent / "ludus"
+    begun_s = time.perf_counter()
+    ended = subprocess.run(
+        [ludus, "train", _file(case.example), "--overwrite", *settings],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    total_s, after = time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    core_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    is_control = case.at_most is not None
+    bound = case.at_most if is_control else case.at_least
+    target = f"{'at most' if is_control else 'at least'} {bound:g}"
+    if ended.returncode:
+        error = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
+        return Row(part, "ludus", seed, 0.0, target, False, 0, 0.0, total_s, core_s, load, error)
+    run = load_run_config(_file(case.example), overrides)
+    summary = Summary.model_validate_json((RUNS / run.name / SUMMARY_FILE).read_bytes())
+    found = summary.expected_return
+    assert bound is not None and run.ppo is not None
+    per_step = run.ppo.num_environments * run.ppo.steps_per_environment
+    return Row(
+        part=part,
+        trainer="ludus",
+        seed=seed,
+        mean_return=found,
+        target=target,
+        passed=found <= bound if is_control else found >= bound,
+        num_env_steps=summary.num_steps * per_step,
+        training_s=summary.wall_seconds_training,
+        total_s=total_s,
+        core_s=core_s,
+        load_average=load,
+    )
+
+
+def _value(seed: int) -> Row:
+    """The value of a state that pays 1 a step for ever: 1 / (1 - gamma)."""
+    config = NetworkPpoConfig(
+        num_environments=4,
+        steps_per_environment=500,
+        minibatch_size=250,
+        learning_rate=3e-2,
+        schedule="constant",
+        gamma=0.99,
+        lam=1.0,
+        max_grad_norm=1e6,
+    )
+    load, begun_s, begun_core_s = os.getloadavg()[0], time.perf_counter(), time.process_time()
+    environments = GymnasiumEnvironments("ConstantReward-v0", config.num_environments, {})
+    spaces_of = environments.observation_space, environments.action_space
+    torch.manual_seed(seed)
+    policy = Policy(*make_networks(NetworkModel(hidden=(32,)), *spaces_of), *spaces_of)
+    agent = Agent(policy, environments, config, seed=seed)
+    num_updates = 30
+    with threads(1):
+        for _ in range(num_updates):
+            agent.train()
+    found, total_s = policy.values(torch.zeros(1, 1)).item(), time.perf_counter() - begun_s
+    return Row(
+        part="value",
+        trainer="ludus",
+        seed=seed,
+        mean_return=found,
+        target="100 within 2",
+        passed=abs(found - 100.0) <= 2.0,
+        num_env_steps=num_updates * config.num_environments * config.steps_per_environment,
+        training_s=total_s,
+        total_s=total_s,
+        core_s=time.process_time() - begun_core_s,
+        load_average=load,
+    )
+
+
+def _file(example: str) -> Path:
+    return ROOT / "examples" / example / "ppo.toml"
+
+
+def _overrides(part: str, seed: int) -> list[str]:
+    return [f"name=bench-classic-{part}-{seed}", f"output_dir={RUNS}", f"seed={seed}"]
+
+
+def _run_of(part: str, seed: int) -> RunConfig:
+    return load_run_config(_file(part), _overrides(part, seed))
+
+
+def _line(row: Row) -> str:
+    head = f"{row.part:<14}{row.trainer:<19}seed {row.seed}  "
+    if row.error:
+        return f"{head}FAILED: {row.error}"
+    return (
+        f"{head}{row.mean_return:9.1f}  {row.target:<15}{'ok' if row.passed else 'MISSED':<8}"
+        f"{row.num_env_steps:>9,} steps  {row.training_s:6.1f} s training, {row.total_s:6.1f} s "
+        f"in all, {row.core_s:6.1f} s of a core, load {row.load_average:.1f}"
+    )
+
+
+def _comparison(rows: Sequence[Row]) -> dict[str, float] | None:
+    """Medians of ours over those of stable-baselines3, by kind of second."""
+    found = {}
+    for kind in ("training_s", "total_s", "core_s"):
+        by_trainer = {
+            trainer: [
+                getattr(row, kind)
+                for row in rows
+                if row.part == "cartpole" and row.trainer == trainer
+            ]
+            for trainer in ("ludus", "stable-baselines3")
+        }
+        if not all(by_trainer.values()):
+            return None
+        ours, theirs = (statistics.median(seconds) for seconds in by_trainer.values())
+        found[kind] = ours / theirs
+    return found
+
+
+def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
+    names = dict.fromkeys((row.part, row.trainer) for row in rows)
+    medians: list[dict[str, object]] = []
+    for name in names:
+        group = [row for row in rows if (row.part, row.trainer) == name]
+        medians.append(
+            {
+                "part": name[0],
+                "trainer": name[1],
+                "num_passed": sum(row.passed for row in group),
+                "num_seeds": len(group),
+                **{
+                    kind: statistics.median(getattr(row, kind) for row in group)
+                    for kind in ("mean_return", "num_env_steps", "training_s", "total_s", "core_s")
+                },
+            }
+        )
+    return medians
+
+
+def _write(rows: list[Row]) -> None:
+    rows.sort(key=lambda row: (PARTS.index(row.part), row.seed, row.trainer))
+    content = {
+        "command": "make bench-classic",
+        **setting(),
+        "stable_baselines3": STABLE_BASELINES,
+        "cartpole_ludus_over_stable_baselines3": _comparison(rows),
+        "medians": _medians(rows),
+        "runs": [asdict(row) for row in rows],
+    }
+    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _earlier_rows() -> list[Row]:
+    """What earlier calls measured, as far as machine and packages are the same."""
+    if not RESULTS.exists():
+        return []
+    earlier = json.loads(RESULTS.read_text())
+    if any(earlier.get(key) != value for key, value in setting().items()):
+        return []
+    return [Row(**row) for row in earlier["runs"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
