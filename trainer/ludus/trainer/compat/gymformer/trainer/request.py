@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 
 Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
@@ -21,6 +22,10 @@ Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
 
 _RUNNING_WEIGHT = 0.05
 _MAX_NAME = 40
+_COUNTS = (
+    *("max_episodes", "max_timesteps", "update_interval"),
+    *("save_interval", "log_interval", "num_envs"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,13 @@ class AgentRequest:
     """Whether the run of that name goes on, instead of being replaced."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Section `metrics` of the run: its sinks."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: a number is not positive."""
+        for what in _COUNTS:
+            count = getattr(self, what)
+            if count < 1:
+                raise ConfigError(f"{what} expected at least 1, got {count}")
 
     @property
     def run_name(self) -> str:

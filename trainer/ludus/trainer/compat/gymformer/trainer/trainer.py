@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
 from ludus.trainer.compat.gymformer.trainer.classic_agent import train_classic
 from ludus.trainer.compat.gymformer.trainer.request import (
@@ -62,30 +61,17 @@ def train_agent(
     Raises:
         ConfigError: the modules do not fit the environment, or a number is not positive.
     """
-    counts = {
-        "max_episodes": max_episodes,
-        "max_timesteps": max_timesteps,
-        "update_interval": update_interval,
-        "save_interval": save_interval,
-        "log_interval": log_interval,
-        "num_envs": num_envs,
-    }
-    for what, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{what} expected at least 1, got {count}")
     request = AgentRequest(
-        env_name=env_name,
-        actor=actor,
-        critic=critic,
-        ppo_config=ppo_config,
-        save_path=Path(save_path),
-        callback=callback,
-        device=device,
-        seed=seed,
+        *(env_name, actor, critic, ppo_config),
+        *(max_episodes, max_timesteps, update_interval, save_interval),
+        Path(save_path),
+        callback,
+        log_interval,
+        device,
+        *(num_envs, seed),
         name=name,
         resume=resume,
         metrics=metrics or {},
-        **counts,
     )
     if isinstance(actor, TrainsAsAgent):
         return actor.train_as_agent(request)
