@@ -56,6 +56,34 @@ async def test_a_large_server_is_not_filled():
     assert report.checks[0].verdict == "not offered"
 
 
+class TakesAnyText:
+    takes_any_text = True
+
+    def render(self, observation, *, first):
+        return [{"role": "user", "content": "Say something."}]
+
+    def parse(self, text, observation):
+        return CountAction(add=1)
+
+    def legal_answers(self, observation):
+        return []
+
+
+class ReadsNothing(TakesAnyText):
+    takes_any_text = False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("renderer", "verdict"), [(TakesAnyText(), set()), (ReadsNothing(), {"malformed"})]
+)
+async def test_only_who_says_so_over_the_wire_may_take_any_text(wire, renderer, verdict):
+    kind = type("Counting", (CountingEnv,), {"text_renderer": renderer})
+    found = broken(await report_of(kind, wire))
+    assert {name.partition("_")[0] for name in found} == verdict
+
+
 class IgnoresItsSeed(CountingEnv):
     def reset(self, *, seed=None):
         return super().reset(seed=random.SystemRandom().randrange(2**32))

@@ -46,6 +46,11 @@ class TextRenderer(Protocol[ReadActionT, ShownObservationT]):
         """The legal actions as text that `parse` reads back; empty when they cannot be listed."""
 
 
+def takes_any_text(renderer: TextRenderer[Any, Any] | None) -> bool:
+    """Whether the renderer says that every text is an action; False where there is none."""
+    return bool(getattr(renderer, "takes_any_text", False))
+
+
 class Environment(ABC, Generic[ActionT, ObservationT, StateT]):
     """One environment instance: one player's session, one episode at a time.
 

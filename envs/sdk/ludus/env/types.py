@@ -185,6 +185,8 @@ class EnvironmentDescription:
     """Sessions without a call for so long are ended; 0 where that is not known."""
     tasks: TaskSet | None = None
     """Where they can be counted; None where every seed is another one, or nobody says."""
+    takes_any_text: bool = False
+    """Every text of a player is an action, nonsense included."""
 
     def takes_option(self, name: str) -> bool:
         """True when `reset` takes an option of that name."""

@@ -13,7 +13,7 @@ import orjson
 from ludus.env.contract.players import CheckedEnvironment, Player, record_of
 from ludus.env.contract.schema import fault_of_schema, random_value
 from ludus.env.encoding import encode_transition
-from ludus.env.environment import AnyEnvironment
+from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.types import Tool, Transition
 from ludus.proto.errors import (
     ActionError,
@@ -175,7 +175,7 @@ def garbage_is_no_action(checked: CheckedEnvironment) -> None:
     """The text renderer refuses it with ActionParseError, unless it takes any text."""
     environment = checked.make()
     renderer = environment.text_renderer
-    if renderer is None or getattr(renderer, "takes_any_text", False):
+    if renderer is None or takes_any_text(renderer):
         return
     observation = environment.reset(seed=checked.seeds[0]).observation
     for text in _GARBAGE:

@@ -233,6 +233,7 @@ def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
         "server_id": description.server_id,
         "idle_timeout_s": description.idle_timeout_s,
         "tasks": None if description.tasks is None else asdict(description.tasks),
+        "takes_any_text": description.takes_any_text,
     }
 
 

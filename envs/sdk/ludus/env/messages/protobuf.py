@@ -203,6 +203,7 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         linger_s=description.linger_s,
         idle_timeout_s=description.idle_timeout_s,
         tasks=_tasks_message(description.tasks),
+        takes_any_text=description.takes_any_text,
     )
 
 
@@ -225,6 +226,7 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         linger_s=message.linger_s,
         idle_timeout_s=message.idle_timeout_s,
         tasks=_read_tasks(message.tasks) if message.HasField("tasks") else None,
+        takes_any_text=message.takes_any_text,
     )
 
 

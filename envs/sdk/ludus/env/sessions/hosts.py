@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ludus.env.encoding import EncodedResult, ResetArgs
-from ludus.env.environment import AnyEnvironment
+from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import Session, declared_options, end_copy
@@ -284,6 +284,7 @@ def describe_environment(environment: AnyEnvironment) -> EnvironmentDescription:
         reset_options=declared_options(kind),
         tools=environment.tools,
         tasks=environment.tasks,
+        takes_any_text=takes_any_text(environment.text_renderer),
     )
 
 

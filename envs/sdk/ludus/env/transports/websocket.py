@@ -86,6 +86,7 @@ class WebSocketTransport:
             server_id=ludus.get("server_id", ""),
             idle_timeout_s=ludus.get("idle_timeout_s", 0.0),
             tasks=read_tasks(ludus),
+            takes_any_text=ludus.get("takes_any_text", False),
         )
 
     async def open(self, args: OpenArgs) -> OpenedWire:

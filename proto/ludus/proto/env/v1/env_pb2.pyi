@@ -41,7 +41,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks")
+    __slots__ = ("name", "description", "version", "action_schema_json", "observation_schema_json", "state_schema_json", "has_text_view", "max_sessions", "options_json", "reset_options", "takes_any_option", "is_deterministic", "tools_json", "server_id", "linger_s", "idle_timeout_s", "tasks", "takes_any_text")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class DescribeResponse(_message.Message):
     LINGER_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ANY_TEXT_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     version: str
@@ -76,7 +77,8 @@ class DescribeResponse(_message.Message):
     linger_s: float
     idle_timeout_s: float
     tasks: TaskSet
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ...) -> None: ...
+    takes_any_text: bool
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., version: _Optional[str] = ..., action_schema_json: _Optional[bytes] = ..., observation_schema_json: _Optional[bytes] = ..., state_schema_json: _Optional[bytes] = ..., has_text_view: _Optional[bool] = ..., max_sessions: _Optional[int] = ..., options_json: _Optional[bytes] = ..., reset_options: _Optional[_Iterable[str]] = ..., takes_any_option: _Optional[bool] = ..., is_deterministic: _Optional[bool] = ..., tools_json: _Optional[bytes] = ..., server_id: _Optional[str] = ..., linger_s: _Optional[float] = ..., idle_timeout_s: _Optional[float] = ..., tasks: _Optional[_Union[TaskSet, _Mapping]] = ..., takes_any_text: _Optional[bool] = ...) -> None: ...
 
 class ResetArgs(_message.Message):
     __slots__ = ("seed", "episode_id", "options_json")
