@@ -112,7 +112,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_nobody_can_take_the_port_at_which_ranks_will_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    rank = LearnerActor(0, num_threads=1)
+    rank = LearnerActor(0, num_threads=1, functions={})
     port = urlsplit(rank.rendezvous()).port
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))

@@ -29,6 +29,7 @@ from ludus.env.transports.address import parse_address
 from ludus.env.types import EnvironmentDescription, JsonObject, PolicyChartPrompt, TaskSet
 from ludus.proto.config import (
     EnvironmentConfig,
+    FunctionLoss,
     GrpoConfig,
     LocalEnvironment,
     RemoteEnvironment,
@@ -39,6 +40,7 @@ from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.agents.runners import check_agent
+from ludus.trainer.algorithms.own_loss import OWN_LOSS
 from ludus.trainer.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 from ludus.trainer.rollout.reward_function import check_columns
@@ -81,6 +83,8 @@ def check_names(run: RunConfig) -> None:
             check_agent(environment.agent)
     if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
         import_object(run.algorithm.advantages, "algorithm.advantages")
+    if isinstance(run.algorithm.loss, FunctionLoss):
+        import_object(run.algorithm.loss.function, OWN_LOSS)
     chart_prompts(run)
 
 

@@ -53,6 +53,15 @@ class CispoLoss(Section):
     """The ratio is clipped at 1 + clip_high."""
 
 
+class FunctionLoss(Section):
+    """A function of the run's own, for what the others do not have."""
+
+    kind: Literal["function"] = "function"
+    function: ImportPath
+    """Called with logprobs, old_logprobs, advantages and mask, [N, T] each; returns the loss of
+    every token, [N, T] (docs/algorithms.md)."""
+
+
 class TokenTis(Section):
     """Truncated importance weight per token for sampler and learner that differ."""
 
@@ -94,7 +103,9 @@ class NoCorrection(Section):
 
 
 PolicyLoss = Annotated[
-    ClipLoss | GspoLoss | CispoLoss, Field(discriminator="kind"), default_kind("clip")
+    ClipLoss | GspoLoss | CispoLoss | FunctionLoss,
+    Field(discriminator="kind"),
+    default_kind("clip"),
 ]
 Correction = Annotated[
     TokenTis | SequenceTis | SequenceMask | IcePop | NoCorrection,

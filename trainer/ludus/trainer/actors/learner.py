@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
+from ludus.trainer.functions import Function, take_functions
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
@@ -26,7 +27,8 @@ from ludus.trainer.weights import cast_floats, make_manifest
 class LearnerActor:
     """One rank. Every call but `answer` and `rendezvous` must reach all ranks."""
 
-    def __init__(self, rank: int, num_threads: int) -> None:
+    def __init__(self, rank: int, num_threads: int, functions: Mapping[str, Function]) -> None:
+        take_functions(functions)
         torch.set_num_threads(num_threads)
         self._rank = rank
         self._timeout_s = 0.0

@@ -16,6 +16,7 @@ from ludus.trainer.actors.cluster import while_waiting
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.placement import Placement
+from ludus.trainer.functions import given_functions
 from ludus.trainer.interfaces import PublishedWeights
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
 from ludus.trainer.shared_folder import FolderToken
@@ -58,7 +59,7 @@ class LearnerGroup:
         config = self._config
         self._ranks = [
             ray.remote(**self._placement.of_rank(rank))(LearnerActor).remote(
-                rank, config.num_threads
+                rank, config.num_threads, given_functions()
             )
             for rank in range(config.num_ranks)
         ]

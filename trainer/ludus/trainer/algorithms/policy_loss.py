@@ -16,6 +16,7 @@ from ludus.proto.config import (
     CispoLoss,
     ClipLoss,
     Correction,
+    FunctionLoss,
     GspoLoss,
     IcePop,
     SequenceMask,
@@ -31,6 +32,7 @@ from ludus.trainer.algorithms.losses import (
     is_outside,
     kl,
 )
+from ludus.trainer.algorithms.own_loss import own_loss
 from ludus.trainer.algorithms.ratios import (
     geometric_mask,
     icepop,
@@ -146,15 +148,16 @@ def _policy_terms(
     new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     """The policy loss per token, and where its clip held."""
-    low, high = config.loss.clip_low, config.loss.clip_high
     match config.loss:
-        case CispoLoss():
+        case FunctionLoss(function=path):
+            return own_loss(path, new, old, advantages, mask), torch.zeros_like(mask)
+        case CispoLoss(clip_low=low, clip_high=high):
             held = is_outside(token_log_ratio(new, old), low, high)
             return cispo_loss(new, old, advantages, low, high), held
-        case GspoLoss():
+        case GspoLoss(clip_low=low, clip_high=high):
             held = is_clipped(sequence_log_ratio(new, old, mask), advantages, low, high)
             return gspo_loss(new, old, advantages, mask, low, high), held
-        case ClipLoss(dual_clip=dual_clip):
+        case ClipLoss(clip_low=low, clip_high=high, dual_clip=dual_clip):
             held = is_clipped(token_log_ratio(new, old), advantages, low, high)
             return clip_loss(new, old, advantages, low, high, dual_clip), held
 
