@@ -103,6 +103,33 @@ def test_servers_that_know_tokens_get_one_that_nobody_else_knows(
     assert len(set(drawn)) == 3 and len(drawn[0]) > 30
 
 
+async def test_a_space_of_the_hub_is_played_in_a_container_of_its_image() -> None:
+    token = "a token of 16 characters or more"
+    async with EnvServer(make_environment, ServerOptions(port=0, token=token)) as up:
+        provider = FakeProvider(up.http_address)
+
+        def pay() -> float | None:
+            variables = {"LUDUS_ENV_TOKEN": token}
+            with EchoEnv.from_hub("OpenEnv/echo_env", provider, variables, tag="v2") as client:
+                client.reset()
+                return client.step(EchoAction(message="four")).reward
+
+        assert await asyncio.to_thread(pay) == 0.4
+    image = "registry.hf.space/openenv-echo-env:v2"
+    assert provider.deeds[0] == ("start", image, None, {"LUDUS_ENV_TOKEN": token})
+    assert provider.deeds[-1] == "stop"
+
+
+@pytest.mark.parametrize("name", ["echo_env", "a/b/c", "a/ b", "https://huggingface.co/a/b", ""])
+def test_what_is_no_space_starts_no_container(name: str) -> None:
+    provider = FakeProvider("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="owner/name"):
+        EchoEnv.from_hub(name, provider)
+    with pytest.raises(ConfigError, match="tag of an image"):
+        EchoEnv.from_hub("a/b", provider, tag="v 2")
+    assert provider.deeds == []
+
+
 # -- docker and podman -----------------------------------------------------------------
 
 ENGINE = """#!/bin/sh

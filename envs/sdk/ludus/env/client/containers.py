@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ ENGINES = ("docker", "podman")
 CONTAINER_PORT = 8000
 """On which every image of OpenEnv listens, and ours."""
 READY_TIMEOUT_S = 30.0
+HUB_REGISTRY = "registry.hf.space"
 
 _RUN_TIMEOUT_S = 600.0
 """An image may have to be pulled first."""
@@ -37,6 +39,25 @@ _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 2.0
 _GUARD = 'read -r _; "$0" kill "$1"; exec "$0" rm --force --volumes "$1"'
 """Waits until its input ends, which it does with the process that holds the other end."""
+
+
+def hub_image(repository: str, tag: str = "latest") -> str:
+    """The image that Hugging Face builds of a Space, from the Space's "owner/name".
+
+    The registry has it under the name of the Space's page: in small letters, with a hyphen for
+    whatever is neither letter nor digit.
+
+    Raises:
+        ConfigError: the name or the tag has another form.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
+        raise ConfigError(
+            "expected a Space of the Hub as owner/name, such as openenv/echo_env, got"
+            f" {repository!r}"
+        )
+    if not re.fullmatch(r"\w[\w.-]{0,127}", tag, re.ASCII):
+        raise ConfigError(f"expected the tag of an image, such as latest, got {tag!r}")
+    return f"{HUB_REGISTRY}/{re.sub('[^a-z0-9]', '-', repository.lower())}:{tag}"
 
 
 class ContainerProvider(Protocol):

@@ -16,7 +16,12 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel
 
-from ludus.env.client.containers import READY_TIMEOUT_S, ContainerProvider, LocalContainers
+from ludus.env.client.containers import (
+    READY_TIMEOUT_S,
+    ContainerProvider,
+    LocalContainers,
+    hub_image,
+)
 from ludus.env.client.sync import EnvClient, Session
 from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.env.types import Action, StepResult, TextView
@@ -110,6 +115,30 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             raise
         client._container = container
         return client
+
+    @classmethod
+    def from_hub(
+        cls,
+        repository: str,
+        provider: ContainerProvider | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        port: int | None = None,
+        *,
+        tag: str = "latest",
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> Self:
+        """A client of an environment of the Hugging Face Hub, in a container of its own here.
+
+        Args:
+            repository: the Space that serves it, as owner/name.
+            tag: of its image.
+
+        Raises:
+            ConfigError: the name has another form, or what `from_docker_image` raises.
+            UnavailableError: as there.
+        """
+        image = hub_image(repository, tag)
+        return cls.from_docker_image(image, provider, env_vars, port, timeout_s=timeout_s)
 
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
         """The first view of a new episode, which follows from the seed."""
