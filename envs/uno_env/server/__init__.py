@@ -1,0 +1,1 @@
+"""The server's half: the environment, and how it is served."""
