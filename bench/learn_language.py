@@ -195,11 +195,10 @@ def train_judge(folder: Path, seed: int) -> None:
         "data": folder / "preferences.jsonl",
         "output": folder / "reward_model",
         "seed": seed,
-        "epochs": 6,
-        "learning_rate": 3e-3,
     }
     settings = [part for name, value in given.items() for part in ("--set", f"{name}={value}")]
-    call("ludus", "train-reward", "--overwrite", *settings)
+    example = str(EXAMPLES / "reward_model" / "tiny.toml")
+    call("ludus", "train-reward", example, "--overwrite", *settings)
 
 
 def is_monotone(values: Mapping[str, float], what: str) -> bool:

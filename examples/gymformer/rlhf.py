@@ -43,8 +43,9 @@ def main() -> None:
         datasets_path=args.preferences or written_preferences(),
         reward_model_path="models/reward_model",
         batch_size=32,
-        epochs=6,
+        epochs=18,
         warmup_steps=30,
+        weight_decay=0.1,
         learning_rate=1e-5 if args.model else 3e-3,
     )
     model_name = args.model or speaker(FOLDER / "speaker", PROMPTS, [*WORDS, *TOPICS])
