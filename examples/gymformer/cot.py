@@ -34,7 +34,9 @@ def main() -> None:
         env_name="CoTEnv-v0",
         actor=LMActorNetwork(model_name=model_name, pad_token_id=pad_token_id),
         critic=LMCriticNetwork(model_name=model_name, pad_token_id=pad_token_id),
-        ppo_config=PPOConfig(lr_actor=1e-3, gamma=1.0, gae_lambda=1.0, minibatch_size=64),
+        ppo_config=PPOConfig(
+            lr_actor=1e-3, gamma=1.0, gae_lambda=1.0, minibatch_size=64, entropy_coef=0.0
+        ),
         max_episodes=args.episodes,
         max_timesteps=64,
         update_interval=256,

@@ -1,0 +1,64 @@
+"""Gymformer's notebooks, executed in a short form."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from ludus.trainer.reward_model import load_reward_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("shared_ray"),
+]
+
+GYMFORMER = Path(__file__).parents[2] / "examples" / "gymformer"
+EPISODES = 16
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one notebook leaves, the next finds."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def execute(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything that its cells print."""
+    monkeypatch.setenv("GYMFORMER_RUNS", str(runs))
+    monkeypatch.setenv("GYMFORMER_EPISODES", str(EPISODES))
+    monkeypatch.setenv("GYMFORMER_COMPARISONS", "160")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    notebook = nbformat.read(GYMFORMER / name, as_version=4)
+    resources = {"metadata": {"path": GYMFORMER}}
+    NotebookClient(notebook, timeout=540, kernel_name="python3", resources=resources).execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    return "".join(out.get("text", "") for out in outputs)
+
+
+def test_classic_saves_agents_and_plays_one(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = execute("classic.ipynb", runs, monkeypatch)
+    assert "mean return of 20 episodes" in printed
+    assert list((runs / "classic").iterdir())
+
+
+def test_a_reward_model_is_what_the_policy_is_trained_on(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "epoch 18   accuracy" in execute("reward_model.ipynb", runs, monkeypatch)
+    assert load_reward_model(runs / "reward_model") is not None
+    printed = execute("rlhf.ipynb", runs, monkeypatch)
+    assert printed.count("divergence from the start") == 2, "before and after training"
+    assert (runs / "Pleasing-v0" / "summary.json").is_file()
+
+
+def test_thinking_aloud_is_judged_on_sums_that_were_held_back(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert execute("cot.ipynb", runs, monkeypatch).count("mean reward") == 2
+    assert (runs / "CoTEnv-v0" / "summary.json").is_file()
