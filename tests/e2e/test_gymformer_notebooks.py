@@ -55,10 +55,3 @@ def test_a_reward_model_is_what_the_policy_is_trained_on(
     printed = execute("rlhf.ipynb", runs, monkeypatch)
     assert printed.count("divergence from the start") == 2, "before and after training"
     assert (runs / "Pleasing-v0" / "summary.json").is_file()
-
-
-def test_thinking_aloud_is_judged_on_sums_that_were_held_back(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert execute("cot.ipynb", runs, monkeypatch).count("mean reward") == 2
-    assert (runs / "CoTEnv-v0" / "summary.json").is_file()
