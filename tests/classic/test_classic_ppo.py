@@ -16,7 +16,13 @@ from gymnasium import spaces
 from torch import nn
 
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig, run_config_from
+from ludus.proto.config import (
+    NetworkModel,
+    NetworkPpoConfig,
+    RunConfig,
+    load_run_config,
+    run_config_from,
+)
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics, read_transcripts
 from ludus.trainer.algorithms.advantages import gae, stream_gae
@@ -26,8 +32,9 @@ from ludus.trainer.classic.environments import GymnasiumEnvironments
 from ludus.trainer.classic.heads import head_of
 from ludus.trainer.classic.networks import make_networks
 from ludus.trainer.classic.policy import Policy
-from ludus.trainer.classic.run import NetworkRunStopped, opened, train
+from ludus.trainer.classic.run import NetworkRunStopped, check, opened, train
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LAKE = {"is_slippery": False}
 SMALL: dict[str, Any] = {
     "num_environments": 4,
@@ -185,6 +192,21 @@ def test_a_frozen_lake_is_crossed_each_time() -> None:
     outcomes = judge(agent.policy, judged, range(8), is_greedy=True)
     assert [outcome.episode_return for outcome in outcomes] == [1.0] * 8
     assert all(outcome.success for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_the_example_balances_a_pole(tmp_path: Path) -> None:
+    settings = [f"output_dir={tmp_path}", "seed=100", "environment.baselines=[]"]
+    run = load_run_config(EXAMPLES / "cartpole" / "ppo.toml", settings)
+    folder = train(run, resume=Resume.NEVER, overwrite=False)
+    summary = Summary.model_validate_json((folder / "summary.json").read_bytes())
+    assert summary.expected_return >= 475
+    assert summary.num_steps < run.training.num_steps
+
+
+@pytest.mark.parametrize("example", ["frozen_lake", "lunar_lander", "pendulum"])
+def test_an_example_can_start(example: str) -> None:
+    check(load_run_config(EXAMPLES / example / "ppo.toml"), Resume.NEVER)
 
 
 def test_a_run_leaves_what_every_run_leaves(tmp_path: Path) -> None:
