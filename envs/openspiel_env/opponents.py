@@ -1,8 +1,9 @@
-"""Who plays the other seats: players of few words, or the game's fixed policies."""
+"""Who plays the other seats: players of few words, tree search, or the game's fixed policies."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pyspiel
@@ -35,6 +36,12 @@ def _play_middle(state: pyspiel.State, rng: random.Random) -> int:
     return legal_actions[len(legal_actions) // 2]
 
 
+_SEARCH = "mcts"
+_NUM_SIMULATIONS = 100
+_MAX_SIMULATIONS = 100_000
+_EXPLORATION = 2.0
+_MAX_TREE_MB = 64
+
 _BY_LEGAL_ACTIONS: dict[str, Opponent] = {
     "random": _play_random,
     "first": _play_first,
@@ -53,14 +60,60 @@ def make_opponent(opponent: str | Policy, loaded: LoadedGame) -> Opponent:
         return _from_policy(opponent, loaded)
     if opponent in _BY_LEGAL_ACTIONS:
         return _BY_LEGAL_ACTIONS[opponent]
+    if searches(opponent):
+        return _searching(opponent, loaded)
     policies = seat_policies(loaded)
     if opponent not in policies:
-        names = ", ".join(dict.fromkeys([*_BY_LEGAL_ACTIONS, *policies]))
+        names = ", ".join(dict.fromkeys([*_BY_LEGAL_ACTIONS, f"{_SEARCH}(SIMULATIONS)", *policies]))
         raise ConfigError(
             f"expected an opponent out of {names}, got {opponent!r}; set opponent "
             "(OPENSPIEL_OPPONENT_POLICY) to one of them"
         )
     return _from_policy(policies[opponent], loaded)
+
+
+def searches(opponent: str | Policy) -> bool:
+    """True for an opponent that thinks for longer than about a millisecond."""
+    return isinstance(opponent, str) and opponent.partition("(")[0] == _SEARCH
+
+
+def _searching(opponent: str, loaded: LoadedGame) -> Opponent:
+    """Monte Carlo tree search (UCT, random rollouts), which plays better the longer it looks.
+
+    Kocsis and Szepesvari, Bandit based Monte-Carlo planning (2006); OpenSpiel's implementation,
+    which also proves wins and losses. A new tree for each move, seeded by the generator.
+
+    Raises:
+        ConfigError: its number is out of range, or the game hides something or draws lots.
+    """
+    found = re.fullmatch(rf"{_SEARCH}(?:\((\d{{1,6}})\))?", opponent)
+    num_simulations = int(found[1] or _NUM_SIMULATIONS) if found else 0
+    if not 1 <= num_simulations <= _MAX_SIMULATIONS:
+        raise ConfigError(
+            f"expected {_SEARCH}, or {_SEARCH}(N) with 1 to {_MAX_SIMULATIONS} simulations a move,"
+            f" as opponent, got {opponent!r}"
+        )
+    if not loaded.has_perfect_information:
+        raise ConfigError(
+            f"expected a game without hidden cards or moves for the opponent {_SEARCH}, which would"
+            f" look at them, got {loaded.name!r}; choose another opponent"
+        )
+
+    def play(state: pyspiel.State, rng: random.Random) -> int:
+        seed = rng.getrandbits(31)
+        bot = pyspiel.MCTSBot(
+            loaded.game,
+            pyspiel.RandomRolloutEvaluator(1, seed),
+            _EXPLORATION,
+            num_simulations,
+            _MAX_TREE_MB,
+            True,  # solve: proven wins are played
+            seed,
+            False,
+        )
+        return int(bot.step(state))
+
+    return play
 
 
 def _from_policy(policy: Policy, loaded: LoadedGame) -> Opponent:

@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Factory, dict[str, Any]]:
     parser.add_argument(
         "--opponent",
         default=default("OPENSPIEL_OPPONENT_POLICY", "random"),
-        help="random, first, last, middle, or a fixed policy of the game",
+        help="random, first, last, middle, mcts(SIMULATIONS), or a fixed policy of the game",
     )
     parser.add_argument(
         "--text-style", default=default("OPENSPIEL_TEXT_STYLE", "compact"), help="compact or rules"

@@ -23,7 +23,7 @@ from ludus.proto.errors import (
 from ..chance import ChanceStream, draw_weighted
 from ..games import is_slow, load_game
 from ..models import UNNAMED_GAME, GamePhase, OpenSpielAction, OpenSpielObservation, OpenSpielState
-from ..opponents import make_opponent
+from ..opponents import make_opponent, searches
 from ..policies import Policy
 from ..seat_view import SeatView
 from ..text import TextStyle, make_renderer
@@ -48,7 +48,8 @@ class OpenSpielEnvironment(Environment[OpenSpielAction, OpenSpielObservation, Op
         game_params: parameters of the game, for example {"players": 3}.
         agent_player: the seat to play from.
         opponent: who plays the other seats: random, first, last or middle (of the legal
-            moves), the name of one of the game's fixed policies, or a policy.
+            moves), mcts or mcts(500), tree search with so many simulations a move, the name of
+            one of the game's fixed policies, or a policy.
         text_style: "compact" shows the bare situation; "rules" explains game and answers.
 
     Raises:
@@ -250,6 +251,7 @@ class ThreadedOpenSpielEnvironment(OpenSpielEnvironment):
 
 
 def build_environment(game: str = "catch", **options: Any) -> OpenSpielEnvironment:
-    """The environment for a game, off the event loop where its moves can take long."""
-    kind = ThreadedOpenSpielEnvironment if is_slow(game) else OpenSpielEnvironment
+    """The environment for a game, off the event loop where a move can take long."""
+    thinks = is_slow(game) or searches(options.get("opponent", ""))
+    kind = ThreadedOpenSpielEnvironment if thinks else OpenSpielEnvironment
     return kind(game, **options)
