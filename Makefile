@@ -9,7 +9,7 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -21,7 +21,7 @@ demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SE
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
 
 learn: setup ## train every example with three seeds, judge what they learned (ARGS="--only catch")
-	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-trl learn-agents learn-classic)
+	@$(if $(ARGS),$(VENV)/python bench/learn.py $(ARGS),$(MAKE) --no-print-directory -k learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic)
 
 learn-examples: setup
 	@$(VENV)/python bench/learn.py
@@ -31,6 +31,9 @@ learn-reward: setup ## the same for the reward model (ARGS="--only preferences -
 
 learn-language: setup ## the same for chains of thought, summaries and RLHF (ARGS="--only cot")
 	@$(VENV)/python bench/learn_language.py $(ARGS)
+
+learn-forge: setup ## the tutorial by Forge's calls, three seeds and a control (ARGS="--only control")
+	@$(VENV)/python bench/forge.py $(ARGS)
 
 learn-trl: setup ## TRL's echo script, three seeds and a control; what the wire costs TRL's own trainer
 	@$(VENV)/python bench/trl_echo.py
