@@ -21,6 +21,9 @@ EXAMPLES = sorted(
 )
 
 DATA_ARE_MADE_FIRST = {learn_language.RLHF}
+NEEDS = {"inverted_pendulum": ("mujoco", "imageio")}
+"""Libraries that an example asks for and `make setup` does not install."""
+
 CLAIM_NOTHING = {
     "atari/pong.toml",
     "connect_four/mcts.toml",
@@ -57,6 +60,8 @@ def test_an_example_names_environments_that_exist_and_policies_that_they_have(pa
     run = load_run_config(path)
     if f"{path.parent.name}/{path.name}" in DATA_ARE_MADE_FIRST:
         pytest.skip("its data are no part of the repository")
+    for module in NEEDS.get(path.parent.name, ()):
+        pytest.importorskip(module)
     for environment in run.environments.values():
         assert isinstance(environment, LocalEnvironment)
         built = make_environment(environment.package, environment.options)
