@@ -100,6 +100,7 @@ CASES: dict[str, Case] = {
     "math_curriculum": Case("math/curriculum.toml", {"below_20": Target("win_rate", 0.90)}),
     "blackjack": Case("blackjack/tiny.toml", _BLACKJACK, max_training_s=BLACKJACK_TRAINING_S),
     "blackjack_ppo": Case("blackjack/ppo.toml", {"blackjack": Target("gap_closed", 0.90)}),
+    "kuhn_poker": Case("kuhn_poker/tiny.toml", {"kuhn_poker": Target("gap_closed", 0.90)}),
     "mixed": Case(
         "mixed/tiny.toml",
         {

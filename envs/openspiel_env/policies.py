@@ -13,6 +13,8 @@ from typing import Any
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.types import JsonObject
 
+from .best_response import GAMES as SMALL_POKER
+from .best_response import best_response
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
 from .solutions import basic_strategy
@@ -55,6 +57,8 @@ def seat_policies(loaded: LoadedGame) -> dict[str, Policy]:
         policies["follow_ball"] = functools.partial(follow_ball, num_columns=num_columns)
     elif loaded.short_name == "tic_tac_toe":
         policies["minimax"] = minimax
+    elif loaded.short_name in SMALL_POKER and loaded.num_players == 2:
+        policies["best_response"] = best_response(loaded)
     return policies
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ludus.proto.errors import NotFoundError
 from openspiel_env import OpenSpielObservation, make_environment
+from openspiel_env.best_response import best_response
 from openspiel_env.games import load_game
 from openspiel_env.policies import (
     always_stand,
@@ -191,6 +192,22 @@ def test_fixed_policies_can_play_the_other_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
     assert set(final_returns(options, 5, minimax)) == {0.0}
     assert statistics.mean(final_returns(options, 60, play_random)) < -0.5
+
+
+@pytest.mark.parametrize(("game", "at_best"), [("kuhn_poker", 0.5), ("leduc_poker", 2.0875)])
+def test_the_best_response_wins_from_random_play_what_was_computed(game, at_best) -> None:
+    # Leduc's 2.0875 is what OpenSpiel's own best response says of the first seat.
+    policy = best_response(load_game(game))
+    returns = final_returns({"game": game, "opponent": "random"}, NUM_GAMES, policy)
+    error = statistics.stdev(returns) / NUM_GAMES**0.5
+    assert abs(statistics.mean(returns) - at_best) < 3 * error
+    if game == "kuhn_poker":
+        assert at_best == reference_returns(game)["optimal"].expected_return
+
+
+def test_the_best_response_sits_at_either_seat() -> None:
+    options = {"game": "kuhn_poker", "opponent": "best_response"}
+    assert statistics.mean(final_returns(options, NUM_GAMES, play_random)) < -0.3
 
 
 def test_minimax_is_the_best_reply_to_random_play_from_the_first_seat() -> None:
