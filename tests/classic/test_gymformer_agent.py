@@ -126,6 +126,16 @@ def test_a_call_leaves_a_run_which_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert "cart" in write_report(folder).read_text()
 
 
+async def test_a_call_in_a_notebook_whose_event_loop_runs_trains_and_saves(tmp_path: Path) -> None:
+    actor, critic = networks("CartPole-v1")
+    config = PPOConfig(minibatch_size=64)
+    returns = train_agent(
+        "CartPole-v1", actor, critic, config, 6, update_interval=6, save_path=tmp_path, name="cart"
+    )
+    assert len(returns) == 6
+    assert list((tmp_path / "cart" / "checkpoints").iterdir())
+
+
 def test_networks_of_a_program_are_not_made_from_its_runs_file(tmp_path: Path) -> None:
     actor, critic = networks("CartPole-v1")
     train_agent("CartPole-v1", actor, critic, PPOConfig(), 2, save_path=tmp_path)

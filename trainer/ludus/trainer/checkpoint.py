@@ -129,8 +129,15 @@ class CheckpointFolder:
         Raises:
             CheckpointError: a file that a rank has written does not reach this process whole.
         """
-        sizes = {str(file.path.relative_to(aside.absolute())): file.num_bytes for file in files}
+        sizes = _sizes(aside, files)
         await asyncio.to_thread(_wait_until_whole, aside, sizes)
+        return self._commit(aside, state, sizes)
+
+    def commit_own(self, aside: Path, state: BaseModel, files: Iterable[SavedFile]) -> Path:
+        """The same, of files that this process has written itself: there is nothing to wait for."""
+        return self._commit(aside, state, _sizes(aside, files))
+
+    def _commit(self, aside: Path, state: BaseModel, sizes: dict[str, int]) -> Path:
         (aside / _STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
         sizes[_STATE_FILE] = (aside / _STATE_FILE).stat().st_size
         listed = FileList(num_bytes=sizes).model_dump_json(indent=2)
@@ -259,6 +266,10 @@ def _damaged(checkpoint: Path, reason: str) -> CheckpointError:
         f"checkpoint '{checkpoint}' cannot be read: {reason}; the one before is taken where there "
         "is one, otherwise start again with --overwrite"
     )
+
+
+def _sizes(aside: Path, files: Iterable[SavedFile]) -> dict[str, int]:
+    return {str(file.path.relative_to(aside.absolute())): file.num_bytes for file in files}
 
 
 def _wait_until_whole(aside: Path, sizes: Mapping[str, int]) -> None:

@@ -6,7 +6,6 @@ Agent.train --Trained--> rows --> metrics.jsonl, sinks
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import signal
@@ -250,7 +249,7 @@ class NetworkRun:
         begun_s = time.monotonic()
         with self._checkpoints.writing(self.state.step) as aside:
             file = write_agent(aside, self.agent.state())
-            asyncio.run(self._checkpoints.commit(aside, self.state, [SavedFile.of(file)]))
+            self._checkpoints.commit_own(aside, self.state, [SavedFile.of(file)])
         self.folder.saved(self.state.step, time.monotonic() - begun_s)
 
     def _finish(self) -> Summary:
