@@ -6,9 +6,11 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from ludus.env.types import Transition
 from ludus.proto.errors import ConfigError
 from tests.env.counting_env import CountingEnv, CountingRenderer
 
+ROOT = Path(__file__).parents[2]
 MAKING = "it_can_be_made_and_closed"
 TRAVEL = "what_is_shown_can_travel"
 FLAGS = "flags_and_rewards_have_their_types"
@@ -247,6 +250,36 @@ def test_an_endless_flood_is_ended():
             os.write(1, b"flood" * 1000)
 
     assert "bytes of output" in found(init=flood)[MAKING]
+
+
+PLAYED_BEFORE = """
+import asyncio, gc, sys
+gc.disable()  # what playing leaves is still there when the copy is made
+from ludus.env.check.apart import outcomes
+from ludus.env.serving.loopback import connected
+from tests.env.counting_env import CountingEnv
+
+async def play():
+    async with connected(CountingEnv) as client:
+        session, _ = await client.open(seed=1)
+        await session.close()
+
+def collect_garbage():
+    gc.collect()
+    return ""
+
+asyncio.run(play())
+[outcome] = outcomes([collect_garbage], timeout_s=20.0)
+sys.exit(outcome.fault or 0)
+"""
+
+
+@pytest.mark.slow
+def test_what_was_played_over_grpc_before_is_not_freed_in_the_copy():
+    # In a program, because the tests' own process never lets gRPC's engine end.
+    program = [sys.executable, "-c", PLAYED_BEFORE]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_what_cannot_be_made_is_looked_at_no_further():

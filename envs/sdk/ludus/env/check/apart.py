@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import re
 import select
@@ -174,6 +175,8 @@ def _become_child(
     rules: Sequence[Rule], writer: int, output: IO[bytes], places: IO[bytes], timeout_s: float
 ) -> NoReturn:
     try:
+        # Garbage of before may be gRPC's, and freeing it wait for threads that are not here.
+        gc.freeze()
         os.setsid()  # so that all it starts can be killed, and Ctrl-C is its parent's
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.set_wakeup_fd(-1)
