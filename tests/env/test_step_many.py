@@ -8,16 +8,17 @@ from ludus.env.client import AsyncEnvClient, Reset
 from ludus.env.types import StepResult
 from ludus.proto.errors import EnvError, InfrastructureError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
-from tests.env.served import running
+from tests.env.served import WIRES, address_of, running
 
 pytestmark = pytest.mark.asyncio
 
 
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("factory", [CountingEnv, ThreadedCountingEnv])
-async def test_steps_and_resets_mix_and_each_gets_its_own_outcome(factory):
+async def test_steps_and_resets_mix_and_each_gets_its_own_outcome(factory, wire):
     async with (
         running(factory) as server,
-        await AsyncEnvClient.connect(server.grpc_address) as client,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
     ):
         sessions = [(await client.open(seed=seed))[0] for seed in range(4)]
         steps = [
@@ -72,3 +73,52 @@ async def test_steps_are_taken_where_the_connection_broke_before():
         kept, lost = await client.step_many([(session, {"add": 1}), (plain, {"add": 1})])
         assert isinstance(kept, StepResult) and kept.step_index == 2
         assert lost.code == "SESSION_LOST"
+
+
+async def test_over_websocket_only_the_calls_that_come_too_late_fail(gate):
+    async with (
+        running(gate.factory) as server,
+        await AsyncEnvClient.connect(server.http_address, timeout_s=1.5) as client,
+    ):
+        (slow, _), (quick, _) = await client.open(seed=1), await client.open(seed=1)
+        late, there = await client.step_many([(slow, {"add": 98}), (quick, {"add": 2})])
+        gate.open()
+        assert isinstance(late, EnvError) and late.code == "TIMEOUT"
+        assert isinstance(there, StepResult) and there.observation["total"] == 2
+        gone, there = await client.step_many([(slow, {"add": 1}), (quick, {"add": 2})])
+        assert isinstance(gone, EnvError) and gone.code == "SESSION_LOST"
+        assert isinstance(there, StepResult) and there.observation["total"] == 4
+
+
+@pytest.mark.parametrize("ends", ["before", "while"])
+async def test_over_websocket_only_the_calls_of_a_lost_session_fail(ends):
+    async with (
+        running(ThreadedCountingEnv) as server,
+        await AsyncEnvClient.connect(server.http_address) as client,
+    ):
+        (lost, _), (kept, _) = await client.open(seed=1), await client.open(seed=1)
+        socket = lost._wire._socket
+        if ends == "before":
+            await socket.close()
+        calls = [(lost, {"add": 99}), (kept, {"add": 2})]
+        stepping = asyncio.create_task(client.step_many(calls))
+        if ends == "while":
+            await asyncio.sleep(0.05)
+            socket.transport.abort()
+        error, result = await stepping
+        assert isinstance(error, EnvError) and error.code == "SESSION_LOST"
+        assert isinstance(result, StepResult) and result.observation["total"] == 2
+
+
+async def test_over_websocket_a_caller_that_gives_up_leaves_the_other_sessions_in_step():
+    async with (
+        running(ThreadedCountingEnv) as server,
+        await AsyncEnvClient.connect(server.http_address) as client,
+    ):
+        (slow, _), (other, _) = await client.open(seed=1), await client.open(seed=1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.step_many([(slow, {"add": 99})]), 0.05)
+        [gone] = await client.step_many([(slow, {"add": 1})])
+        [there] = await client.step_many([(other, {"add": 3})])
+        assert isinstance(gone, EnvError) and gone.code == "SESSION_LOST"
+        assert isinstance(there, StepResult) and there.observation["total"] == 3

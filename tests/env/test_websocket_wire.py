@@ -232,3 +232,18 @@ async def test_with_a_token_only_the_probes_are_open():
 
     async with running(token="secret") as server:
         await asyncio.to_thread(talk)
+
+
+async def test_whole_calls_are_answered_at_once_and_odd_ones_all_the_same(factory):
+    step = {"type": "step", "text": "ADD 2", "step_index": 1}
+    async with running(factory) as server, socket_to(server, "?ludus=1") as socket:
+        for reset in ({"seed": 5}, {"seed": "5"}, {"seed": 5, "start": 0}):
+            first = json.loads(await ask(socket, {"type": "reset", "data": reset}))["data"]
+            result = json.loads(await ask(socket, step))["data"]
+            assert (first["step_index"], first["observation"]["luck"]) == (0, 653159)
+            assert (result["reward"], result["observation"]["luck"]) == (2.0, 267853)
+            repeated = json.loads(await ask(socket, step | {"data": None}))["data"]
+            assert repeated == result
+        for seed in (True, -1, 2**64, 1.5):
+            refused = json.loads(await ask(socket, {"type": "reset", "data": {"seed": seed}}))
+            assert (refused["type"] == "error") == (seed is not True)

@@ -1,7 +1,7 @@
 """OpenEnv's WebSocket `/ws`: one connection is one session, one reply per message.
 
-    frame --> plain step? ------------------> Sessions.step --> frame put together from bytes
-                |  no
+    frame --> plain step or reset? --> environment on this loop? --> frame, without a task
+                |  no                    |  no
                 +--> strict message models --> Sessions ------> frame
 
 A frame is sent only as the reply to a message, because upstream clients take any frame for
@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from ludus.env.asgi.sessions import EvictableSessions
 from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGone
-from ludus.env.encoding import EncodedResult
+from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
     CloseMessage,
@@ -164,7 +164,7 @@ class _Conversation:
         self._closing: asyncio.Task[None] | None = None
         direct, immediate = socket.direct, sessions.immediate
         if direct is not None and immediate is not None:
-            self._step_now = immediate.step_now
+            self._immediate = immediate
             direct.answer_directly(_within_this_context(self._answer_now))
 
     def session_ended(self, why: Ended) -> None:
@@ -211,17 +211,30 @@ class _Conversation:
             return frame("error", self._error_data(as_env_error(error)))
 
     def _answer_now(self, text: bytes) -> bytes | None:
-        """The reply to a step that can be taken at once; None for whatever takes more."""
+        """The reply to a step or reset that takes no wait; None for whatever takes more."""
         try:
-            plain = _plain_step(orjson.loads(text), self._upstream)
-            if plain is None or self._mcp.understands(plain[0]):
-                return None
-            result = self._step_now(self._session_id, action_json(plain[0]), plain[1])
-            return self._observation(result)
+            return self._reply_now(orjson.loads(text))
         except (SessionLostError, orjson.JSONDecodeError):
             return None
         except Exception as error:  # noqa: BLE001 - the socket and its session live on
             return frame("error", self._error_data(as_env_error(error)))
+
+    def _reply_now(self, message: Any) -> bytes | None:
+        plain = _plain_step(message, self._upstream)
+        if plain is None:
+            args = _plain_reset(message)
+            if args is None:
+                return None
+            return self._first(self._immediate.reset_now(self._session_id, args))
+        action, step_index = plain
+        if isinstance(action, str):
+            result = self._immediate.step_now(self._session_id, action, step_index)
+        elif self._mcp.understands(action):
+            return None
+        else:
+            encoded = action_json(action)
+            result = self._immediate.step_now(self._session_id, encoded, step_index)
+        return self._observation(result)
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
         plain = _plain_step(raw, self._upstream)
@@ -248,7 +261,10 @@ class _Conversation:
                 return frame("mcp", await self._mcp.reply(message.data, caller))
         return None
 
-    async def _step(self, action: JsonObject, step_index: int) -> bytes:
+    async def _step(self, action: JsonObject | str, step_index: int) -> bytes:
+        if isinstance(action, str):
+            step = self._sessions.step(self._session_id, action, step_index)
+            return self._observation(await step)
         if self._mcp.understands(action):
             data = await self._mcp.step(self._session_id, action)
             return frame("observation", orjson.Fragment(data))
@@ -261,8 +277,7 @@ class _Conversation:
         if message.data is not None:
             return await self._step(message.data, message.step_index)
         assert message.text is not None, "one of the two is there"
-        step = self._sessions.step(self._session_id, message.text, message.step_index)
-        return self._observation(await step)
+        return await self._step(message.text, message.step_index)
 
     def _first(self, result: EncodedResult) -> bytes:
         if self._upstream or not self._tools_session_id:
@@ -291,19 +306,32 @@ def _read(text: str) -> JsonObject:
     return message
 
 
-def _plain_step(message: Any, upstream: bool) -> tuple[JsonObject, int] | None:
-    """Action and number of a step that has exactly the keys it needs, else None."""
+def _plain_step(message: Any, upstream: bool) -> tuple[JsonObject | str, int] | None:
+    """Action or text, and number, of a step that has exactly the keys it needs, else None."""
     if type(message) is not dict or message.get("type") != "step":
         return None
-    action = message.get("data")
+    action: JsonObject | str | None = message.get("data")
     if type(action) is not dict:
-        return None
+        action = None if upstream else message.get("text")
+        if type(action) is not str:
+            return None
     if len(message) == 2:
         return action, 0
     step_index = message.get("step_index")
     if upstream or len(message) != 3 or type(step_index) is not int or step_index < 0:
         return None
     return action, step_index
+
+
+def _plain_reset(message: Any) -> ResetArgs | None:
+    """The arguments of a reset that gives a seed and nothing else, else None."""
+    if type(message) is not dict or len(message) != 2 or message.get("type") != "reset":
+        return None
+    data = message.get("data")
+    if type(data) is not dict or len(data) != 1:
+        return None
+    seed = data.get("seed")
+    return ResetArgs(seed) if type(seed) is int and seed >= 0 else None
 
 
 def _within_this_context(

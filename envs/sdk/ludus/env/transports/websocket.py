@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from ludus.env.encoding import DefaultSeeds, ResetArgs, said_success
@@ -22,6 +23,7 @@ from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
+from ludus.env.transports.call_connection import CallConnection, OnReply
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
     ConnectOptions,
@@ -130,7 +132,7 @@ class WebSocketTransport:
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
         """One result or error per call, in order; each travels on its own connection."""
-        return await asyncio.gather(*(step_or_error(call) for call in calls))
+        return await _Round(calls, self._options).outcomes()
 
     async def close(self) -> None:
         """End all connections."""
@@ -144,7 +146,7 @@ class WebSocketTransport:
         """True when the server understands our extras."""
         return "ludus" in self._server.metadata
 
-    def forget(self, session: WebSocketSession, socket: ClientConnection) -> None:
+    def forget(self, session: WebSocketSession, socket: CallConnection) -> None:
         """Close a session's connection in the background."""
         if session in self._sessions:
             self._sessions.remove(session)
@@ -164,12 +166,12 @@ class WebSocketTransport:
             if not isinstance(outcome, BaseException):
                 outcome[0].abandon()
 
-    async def _open_socket(self, with_text: bool) -> ClientConnection:
+    async def _open_socket(self, with_text: bool) -> CallConnection:
         query = ""
         if self.has_extras:
             query = "?ludus=1" if with_text else "?ludus=1&text=0"
         try:
-            return await connect(
+            socket = await connect(
                 f"{self._options.address.ws_base}/ws{query}",
                 additional_headers={**self._headers, **trace_headers()},
                 compression=None,
@@ -177,6 +179,7 @@ class WebSocketTransport:
                 open_timeout=self._options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
                 proxy=None,
+                create_connection=CallConnection,
                 **self._tls,
             )
         except InvalidStatus as error:
@@ -185,6 +188,8 @@ class WebSocketTransport:
             raise refusal(self._options, response.status_code, wait, body) from None
         except (OSError, InvalidHandshake) as error:
             raise unreachable(self._options, error) from error
+        assert isinstance(socket, CallConnection), "it was made by create_connection"
+        return socket
 
 
 class WebSocketSession:
@@ -192,7 +197,7 @@ class WebSocketSession:
 
     def __init__(
         self,
-        socket: ClientConnection,
+        socket: CallConnection,
         transport: WebSocketTransport,
         options: ConnectOptions,
         args: OpenArgs,
@@ -207,33 +212,40 @@ class WebSocketSession:
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
-        data = dict(args.options)
-        if args.seed is not None:
-            data["seed"] = args.seed
-        if args.episode_id:
-            data["episode_id"] = args.episode_id
-        first = await self._call({"type": "reset", "data": data})
-        self.tools_session_id = first.get("tools_session_id", self.tools_session_id)
-        return self._read_result(first, 0)
+        return self._first_of(await self._call(_reset_message(args)))
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
         """The result of an action: bytes are JSON, a str is text."""
-        message: JsonObject = {"type": "step"}
-        if isinstance(action, bytes):
-            message["data"] = orjson.Fragment(action)
-        if self._transport.has_extras:
-            message["step_index"] = step_index
-        if isinstance(action, str):
-            if not self._transport.has_extras:
-                raise InvalidCallError(
-                    f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
-                    " and reads no text"
-                )
-            message["text"] = action
-        result = self._read_result(await self._call(message), step_index)
-        if self._close_when_done and result.done:
-            self.abandon()
-        return result
+        data = await self._call(self._step_message(action, step_index))
+        return self._result_of(data, step_index)
+
+    def begin(self, call: StepCall, on_reply: OnReply) -> bool:
+        """True when a call is on its way and its reply will be handed on; see `outcome`.
+
+        False leaves it to `step` and `reset`.
+
+        Raises:
+            InvalidCallError: it cannot be sent.
+        """
+        if isinstance(call.action, ResetArgs):
+            message = _reset_message(call.action)
+        else:
+            message = self._step_message(call.action, call.step_index)
+        return self._socket.ask(self._encoded(message), on_reply)
+
+    def outcome(self, call: StepCall, reply: str | bytes) -> StepResult:
+        """What the reply to a call says; raises the error that it says."""
+        data = _read_reply(reply)
+        if isinstance(call.action, ResetArgs):
+            return self._first_of(data)
+        return self._result_of(data, call.step_index)
+
+    async def outcome_or_error(self, call: StepCall, deadline_s: float) -> StepResult | EnvError:
+        """The same for a call that was begun and whose reply is still to be read."""
+        try:
+            return self.outcome(call, await self._within(deadline_s, self._socket.recv()))
+        except EnvError as error:
+            return error
 
     async def state(self) -> JsonObject:
         """The environment's state."""
@@ -259,37 +271,76 @@ class WebSocketSession:
         """Close the connection without waiting for it."""
         self._transport.forget(self, self._socket)
 
+    def late(self) -> CallTimeoutError:
+        """The error of a call that was not answered in time."""
+        return CallTimeoutError(
+            f"expected an answer from {self._options.address} within"
+            f" {self._options.timeout_s:g} s, got none; the session is dropped"
+        )
+
     async def _call(self, message: JsonObject) -> JsonObject:
+        deadline_s = asyncio.get_running_loop().time() + self._options.timeout_s
+        return _read_reply(await self._within(deadline_s, self._exchange(self._encoded(message))))
+
+    async def _within(
+        self, deadline_s: float, reply: Coroutine[Any, Any, str | bytes]
+    ) -> str | bytes:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await reply
+        except TimeoutError:
+            raise self.late() from None
+        except ConnectionClosed as error:
+            raise SessionLostError(
+                f"session lost: the connection to {self._options.address} broke: {error};"
+                " open a new one"
+            ) from None
+
+    async def _exchange(self, message: bytes) -> str | bytes:
+        replied: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        if self._socket.ask(message, partial(_settle, replied)):
+            reply = await replied
+            if reply is not None:
+                return reply
+        else:
+            # A server that refuses says why in a frame that waits to be read.
+            with contextlib.suppress(ConnectionClosed):
+                await self._socket.send(message, text=True)
+        return await self._socket.recv()
+
+    def _encoded(self, message: JsonObject) -> bytes:
         text = orjson.dumps(message)
         if len(text) > MAX_MESSAGE_BYTES:
             raise InvalidCallError(
                 f"expected a call of at most {MAX_MESSAGE_BYTES} bytes to {self._options.address},"
                 f" got {len(text)}; send less in one call"
             )
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                reply = orjson.loads(await self._exchange(text.decode()))
-        except TimeoutError:
-            raise CallTimeoutError(
-                f"expected an answer from {self._options.address} within"
-                f" {self._options.timeout_s:g} s, got none; the session is dropped"
-            ) from None
-        except ConnectionClosed as error:
-            raise SessionLostError(
-                f"session lost: the connection to {self._options.address} broke: {error};"
-                " open a new one"
-            ) from None
-        data = reply["data"]
-        if reply["type"] == "error":
-            retry_after_s = data.get("retry_after_s", 0.0)
-            raise error_from_wire(data["code"], data["message"], retry_after_s)
-        return data
+        return text
 
-    async def _exchange(self, text: str) -> str | bytes:
-        # A server that refuses says why in a frame that waits to be read.
-        with contextlib.suppress(ConnectionClosed):
-            await self._socket.send(text)
-        return await self._socket.recv()
+    def _step_message(self, action: bytes | str, step_index: int) -> JsonObject:
+        message: JsonObject = {"type": "step"}
+        if isinstance(action, bytes):
+            message["data"] = orjson.Fragment(action)
+        if self._transport.has_extras:
+            message["step_index"] = step_index
+        if isinstance(action, str):
+            if not self._transport.has_extras:
+                raise InvalidCallError(
+                    f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
+                    " and reads no text"
+                )
+            message["text"] = action
+        return message
+
+    def _first_of(self, data: JsonObject) -> StepResult:
+        self.tools_session_id = data.get("tools_session_id", self.tools_session_id)
+        return self._read_result(data, 0)
+
+    def _result_of(self, data: JsonObject, step_index: int) -> StepResult:
+        result = self._read_result(data, step_index)
+        if self._close_when_done and result.done:
+            self.abandon()
+        return result
 
     def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
         """The result in a payload; upstream servers send neither flags nor numbers."""
@@ -312,3 +363,103 @@ class WebSocketSession:
             tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
             success=success,
         )
+
+
+class _Round:
+    """The calls of one `step_many`: all are written, then their replies read as they come."""
+
+    def __init__(self, calls: Sequence[StepCall], options: ConnectOptions) -> None:
+        loop = asyncio.get_running_loop()
+        self._calls = calls
+        self._deadline_s = loop.time() + options.timeout_s
+        self._outcomes: list[StepResult | EnvError | None] = [None] * len(calls)
+        self._num_missing = len(calls)
+        self._all_there: asyncio.Future[None] = loop.create_future()
+        self._alone: dict[int, asyncio.Task[StepResult | EnvError]] = {}
+        """Calls that take the long way, each with a limit of its own."""
+
+    async def outcomes(self) -> list[StepResult | EnvError]:
+        """One result or error per call, in order."""
+        try:
+            for index, call in enumerate(self._calls):
+                self._begin(index, call)
+            await self._wait()
+            for index, outcome in zip(
+                list(self._alone), await asyncio.gather(*self._alone.values()), strict=True
+            ):
+                self._outcomes[index] = outcome
+        except BaseException:
+            for task in self._alone.values():
+                task.cancel()
+            raise
+        return [
+            _session_of(call).late() if outcome is None else outcome
+            for call, outcome in zip(self._calls, self._outcomes, strict=True)
+        ]
+
+    async def _wait(self) -> None:
+        if self._num_missing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._deadline_s):
+                    await self._all_there
+
+    def _begin(self, index: int, call: StepCall) -> None:
+        try:
+            if not _session_of(call).begin(call, partial(self._take, index)):
+                self._leave(index, step_or_error(call))
+        except EnvError as error:
+            self._settle(index, error)
+
+    def _take(self, index: int, reply: str | None) -> None:
+        if self._all_there.done():  # the caller waits no more
+            return
+        call = self._calls[index]
+        session = _session_of(call)
+        if reply is None:
+            self._leave(index, session.outcome_or_error(call, self._deadline_s))
+            return
+        try:
+            self._settle(index, session.outcome(call, reply))
+        except EnvError as error:
+            self._settle(index, error)
+        except Exception as error:  # noqa: BLE001 - what is no reply is the caller's to see
+            self._all_there.set_exception(error)
+
+    def _leave(self, index: int, call: Coroutine[Any, Any, StepResult | EnvError]) -> None:
+        self._alone[index] = asyncio.get_running_loop().create_task(call)
+        self._settle(index, None)
+
+    def _settle(self, index: int, outcome: StepResult | EnvError | None) -> None:
+        self._outcomes[index] = outcome
+        self._num_missing -= 1
+        if not self._num_missing and not self._all_there.done():
+            self._all_there.set_result(None)
+
+
+def _session_of(call: StepCall) -> WebSocketSession:
+    assert isinstance(call.session, WebSocketSession), "it was opened by this transport"
+    return call.session
+
+
+def _settle(replied: asyncio.Future[str | None], reply: str | None) -> None:
+    if not replied.done():
+        replied.set_result(reply)
+
+
+def _reset_message(args: ResetArgs) -> JsonObject:
+    data = dict(args.options)
+    if args.seed is not None:
+        data["seed"] = args.seed
+    if args.episode_id:
+        data["episode_id"] = args.episode_id
+    return {"type": "reset", "data": data}
+
+
+def _read_reply(reply: str | bytes) -> JsonObject:
+    """The data of a reply; raises the error that it says."""
+    message = orjson.loads(reply)
+    data: JsonObject = message["data"]
+    if message["type"] == "error":
+        retry_after_s = data.get("retry_after_s", 0.0)
+        raise error_from_wire(data["code"], data["message"], retry_after_s)
+    return data

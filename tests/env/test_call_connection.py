@@ -1,0 +1,89 @@
+"""The client's WebSocket: replies that are handed on, and those that have to be read."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve
+from websockets.exceptions import ConnectionClosed
+
+from ludus.env.transports.call_connection import CallConnection
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def connected(answer):
+    """A connection to a server that says something first if it wants to, and answers."""
+    async with serve(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        address = f"ws://127.0.0.1:{port}"
+        async with connect(address, create_connection=CallConnection, compression=None) as socket:
+            yield socket
+
+
+async def asked(socket: CallConnection, message: bytes) -> str | None:
+    reply = asyncio.get_running_loop().create_future()
+    assert socket.ask(message, reply.set_result)
+    return await asyncio.wait_for(reply, 5)
+
+
+async def test_each_reply_goes_to_the_call_that_asked_for_it():
+    async def echo(socket):
+        async for text in socket:
+            await socket.send(text)
+
+    async with connected(echo) as socket:
+        assert [await asked(socket, text) for text in (b"one", "zwölf".encode())] == [
+            "one",
+            "zwölf",
+        ]
+
+
+@pytest.mark.parametrize("reply", [["in ", "fragments"], b"binary"])
+async def test_a_reply_that_is_no_whole_text_is_left_to_be_read(reply):
+    async def answer(socket):
+        async for _ in socket:
+            await socket.send(reply)
+
+    async with connected(answer) as socket:
+        assert await asked(socket, b"x") is None
+        assert await socket.recv() == ("in fragments" if isinstance(reply, list) else reply)
+
+
+async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply():
+    async def refuse(socket):
+        await socket.send("full")
+        await socket.recv()
+
+    async with connected(refuse) as socket:
+        async with asyncio.timeout(5):
+            while not socket._has_unread:
+                await asyncio.sleep(0.001)
+        assert not socket.ask(b"x", pytest.fail)
+        assert await socket.recv() == "full"
+
+
+async def test_text_that_is_none_ends_the_connection():
+    async def mumble(socket):
+        await socket.recv()
+        await socket.send(b"\xff", text=True)
+        await socket.wait_closed()
+
+    async with connected(mumble) as socket:
+        assert await asked(socket, b"x") is None
+        with pytest.raises(ConnectionClosed, match="1007"):
+            await socket.recv()
+
+
+async def test_a_connection_that_breaks_tells_who_waits_and_takes_no_more():
+    async def leave(socket):
+        await socket.recv()
+        socket.transport.abort()
+
+    async with connected(leave) as socket:
+        assert await asked(socket, b"x") is None
+        assert not socket.ask(b"y", pytest.fail)
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
