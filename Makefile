@@ -57,8 +57,8 @@ test-fast: setup ## the tests that start nothing and take no time; a quarter of 
 chart-test: setup ## the Helm chart without a cluster: schemas, policies, golden files, refusals, dashboards
 	@$(PYTEST) -n 2 tests/charts
 
-conformance: setup ## upstream clients on our servers, ours on theirs, OpenEnv's validator, an MCP client
-	@$(VENV)/python -m pytest -m conformance tests/conformance
+conformance: setup ## upstream clients and environments on our servers, ours on theirs, OpenEnv's validator, an MCP client
+	@$(VENV)/python -m pytest -m conformance tests/conformance tests/env/test_openenv_adapter.py
 
 chaos: setup ## blackjack runs in which everything dies, fails and breaks, beside undisturbed ones
 	@$(VENV)/python -m pytest -m chaos -s tests/chaos

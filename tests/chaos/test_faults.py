@@ -26,12 +26,12 @@ from tests.e2e.runs import Run, start_run, wait_until_gone
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STORE_AWAY_S = 3.0
-NUM_STEPS = 20
+NUM_STEPS = 10
 
 SETTINGS = (
     f"training.num_steps={NUM_STEPS}",
     "training.groups_per_step=64",
-    "training.checkpoint_every_steps=5",
+    "training.checkpoint_every_steps=3",
     "rollout.num_groups_in_flight=64",
     "learner.num_minibatches=1",
     "eval.num_games=200",
@@ -122,10 +122,10 @@ def test_a_dead_learner_rank_costs_the_steps_since_the_last_checkpoint(
     tmp_path: Path, marker: str
 ) -> None:
     with start_run(tmp_path, *SETTINGS, NO_END, "learner.num_ranks=2") as run:
-        run.wait_until(lambda: run.last_step >= 7)
+        run.wait_until(lambda: run.last_step >= 5)
         kill(pids(marker, LEARNER_RANK)[1])
         run.wait_until(lambda: "training continues from step" in log_of(run))
-        go_on(run, 6)
+        go_on(run, 4)
         run.stop()
     state = state_of(run)
     assert steps_of(run) == list(range(1, state.step + 1)), "each step is there once"
@@ -142,7 +142,7 @@ def test_a_killed_driver_leaves_no_process_and_its_run_continues_from_the_checkp
     # So long do agents of Ray's own try to tell a head node that is gone of its end; else 60 s.
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     with start_run(tmp_path, *SETTINGS) as run:
-        run.wait_until(lambda: run.last_step >= 7)
+        run.wait_until(lambda: run.last_step >= 5)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait(60)
         wait_until_gone(marker)

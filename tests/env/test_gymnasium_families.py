@@ -91,6 +91,12 @@ def make_own(env, **options):
     return make(f"ludus-families/{env.__name__}-v0", **options)
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """MuJoCo writes its warnings into a file of the folder that it runs in."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_an_environment_of_pictures_has_no_text_and_says_so():
     environment = make_own(PictureEnv)()
     assert environment.text_renderer is None

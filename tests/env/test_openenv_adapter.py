@@ -1,4 +1,7 @@
-"""Environments that were written for OpenEnv run unchanged, beside its own published packages."""
+"""Environments that were written for OpenEnv run unchanged, beside its own published packages.
+
+`make test` has its newest version, `make conformance` the older ones too.
+"""
 
 import json
 
@@ -23,7 +26,10 @@ def told_by(version: str, *targets: str) -> dict:
     return json.loads(ended.stdout)
 
 
-@pytest.fixture(scope="module", params=["0.2.1", "0.3.0", "0.10.0"])
+OLDER = [pytest.param(version, marks=pytest.mark.conformance) for version in ("0.2.1", "0.3.0")]
+
+
+@pytest.fixture(scope="module", params=[*OLDER, "0.10.0"])
 def told(request) -> dict:
     return told_by(request.param, GUESS, ASYNC_GUESS, ONE_THREAD, APP, TOOLS)
 
@@ -78,6 +84,7 @@ def test_tools_are_offered_called_and_refused(told):
     assert told[TOOLS]["broken_on_wire"] == {}
 
 
+@pytest.mark.conformance
 def test_dataclasses_of_the_first_generation_work_too():
     told = told_by("0.1.1", SUM, SUM_APP)
     for target in (SUM, SUM_APP):
