@@ -4,8 +4,8 @@ GENERATOR ?= transformers
 TORCH_INDEX_URL ?=
 NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
 VENV := .venv/bin
-# Processes share the files, long ones first (tests/conftest.py). Fast tests mostly wait for each
-# other, so there may be more of them than cores; whole runs keep more than a core busy.
+# Processes share the files, what takes long first (tests/conftest.py). Fast tests mostly wait for
+# each other, so there may be more of them than cores; whole runs keep more than a core busy.
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
