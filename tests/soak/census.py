@@ -18,11 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from tests.env.processes import children_of
-from tests.soak.fleet import IDLE_TIMEOUT_S, KINDS, LINGER_S, MARK_VARIABLE, NUM_WORKERS, Fleet
+from tests.soak.fleet import KINDS, MARK_VARIABLE, NUM_WORKERS, Fleet
 from tests.soak.members import Member, workers_of
 
-SETTLE_S = LINGER_S + IDLE_TIMEOUT_S + 30.0
-"""Lingering, sweeps, and a busy machine."""
 _PAUSE_S = 0.5
 REPORT_S = 3.0
 """Until every client has told what it opened and lost before."""
@@ -35,6 +33,7 @@ class Census:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._settle_s = fleet.options.settle_s
         self._http = httpx.AsyncClient(timeout=30)
         self._ended: deque[tuple[float, int]] = deque()
 
@@ -75,9 +74,9 @@ class Census:
         num_held, num_ended = sessions()
         now_s = time.monotonic()
         self._ended.append((now_s, num_ended))
-        while len(self._ended) > 1 and self._ended[1][0] < now_s - SETTLE_S:
+        while len(self._ended) > 1 and self._ended[1][0] < now_s - self._settle_s:
             self._ended.popleft()
-        is_young = self._ended[0][0] > now_s - SETTLE_S
+        is_young = self._ended[0][0] > now_s - self._settle_s
         num_lately = num_ended - (0 if is_young else self._ended[0][1])
         if num_places <= num_held + num_lately:
             return ""
@@ -85,7 +84,7 @@ class Census:
 
     async def exact(self, held: Callable[[], Counter[str]]) -> str:
         """What still differs when everything has had its time; empty where nothing does."""
-        return await _settled(lambda: self._difference(held()))
+        return await _settled(lambda: self._difference(held()), self._settle_s)
 
     async def _difference(self, held: Counter[str]) -> str:
         try:
@@ -167,8 +166,8 @@ class Census:
         }
 
 
-async def _settled(difference: Callable[[], Awaitable[str]]) -> str:
-    deadline_s = time.monotonic() + SETTLE_S
+async def _settled(difference: Callable[[], Awaitable[str]], settle_s: float) -> str:
+    deadline_s = time.monotonic() + settle_s
     while found := await difference():
         if time.monotonic() > deadline_s:
             return found

@@ -30,9 +30,6 @@ KEPT, KILLED = "kept", "2"
 GATEWAYS = ("gateway-kept", "gateway-2")
 MARK_VARIABLE = "LUDUS_SOAK"
 STEP_TIMEOUT_S = 20.0
-LINGER_S = 30.0
-IDLE_TIMEOUT_S = 60.0
-"""After it a gateway forgets sessions that were closed through another one."""
 MAX_SESSIONS = {"inline": 300, "pool": 300, "process": 150}
 NUM_WORKERS = 3
 _MEMORY_LIMIT_MB, _DISK_LIMIT_MB = 400, 64
@@ -146,7 +143,7 @@ class Fleet:
                 arguments += ["--port", str(http), "--grpc-port", str(grpc)]
                 arguments += ["--admin-port", str(admin), "--isolation", kind]
                 arguments += ["--max-sessions", str(MAX_SESSIONS[kind])]
-                arguments += ["--idle-timeout-s", f"{IDLE_TIMEOUT_S:g}"]
+                arguments += ["--idle-timeout-s", f"{self.options.idle_timeout_s:g}"]
                 if kind != "inline":
                     arguments += ["--step-timeout-s", f"{STEP_TIMEOUT_S:g}"]
                     arguments += ["--memory-limit-mb", str(_MEMORY_LIMIT_MB)]
@@ -165,7 +162,7 @@ class Fleet:
             lines = [
                 f"port = {http}\ngrpc_port = {grpc}\nadmin_port = {admin}",
                 f'tenants_file = "{self.folder / "tenants.toml"}"\ndrain_grace_s = 10.0',
-                f"[sessions]\nlinger_s = {LINGER_S}",
+                f"[sessions]\nlinger_s = {self.options.linger_s}",
             ]
             for kind in KINDS:
                 addresses = [self.grpc_of[f"{kind}-{suffix}"] for suffix in (KEPT, KILLED)]

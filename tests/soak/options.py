@@ -25,8 +25,17 @@ class SoakOptions:
     """Between two pauses."""
     warm_up_opens: int = 1200
     """Sessions opened on each server before: its memory of ended ones is full then."""
+    linger_s: float = 30.0
+    """For how long a gateway keeps the sessions of a client that went away."""
+    idle_timeout_s: float = 60.0
+    """After it a gateway forgets sessions that were closed through another one."""
     output: Path | None = None
     """Where the result goes; None writes none."""
+
+    @property
+    def settle_s(self) -> float:
+        """Until everything has its end: lingering, sweeps, and a busy machine."""
+        return self.linger_s + self.idle_timeout_s + 30.0
 
     @property
     def command(self) -> str:
@@ -37,6 +46,10 @@ class SoakOptions:
             given += ["--sessions", str(self.sessions)]
         if self.faults_per_s != default.faults_per_s:
             given += ["--faults-per-s", f"{self.faults_per_s:g}"]
+        if self.linger_s != default.linger_s:
+            given += ["--linger-s", f"{self.linger_s:g}"]
+        if self.idle_timeout_s != default.idle_timeout_s:
+            given += ["--idle-timeout-s", f"{self.idle_timeout_s:g}"]
         return f'make soak ARGS="{shlex.join(given)}"'
 
     @classmethod

@@ -19,7 +19,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import RateLimitError
 from tests.env.processes import children_of
 from tests.soak.book import Book, LostSession, Place
-from tests.soak.census import REPORT_S, SETTLE_S, Census
+from tests.soak.census import REPORT_S, Census
 from tests.soak.faults import Saboteur
 from tests.soak.fleet import KINDS, QUOTA, TENANTS, Fleet
 from tests.soak.members import Lifetime, Member
@@ -146,7 +146,9 @@ class Soak:
         difference = await self.census.exact(self._still_held)
         self.num_counts += 1
         if difference:
-            self._find(f"count {self.num_counts}: after {SETTLE_S:g} s still {difference}")
+            self._find(
+                f"count {self.num_counts}: after {self.options.settle_s:g} s still {difference}"
+            )
         else:
             self._tell(f"count {self.num_counts}: {self.held.total()} places for as many sessions")
         await self._order("play")
@@ -165,7 +167,7 @@ class Soak:
         await asyncio.gather(*self._reading.values())
         difference = await self.census.exact(Counter)
         if difference:
-            self._find(f"at the end: after {SETTLE_S:g} s still {difference}")
+            self._find(f"at the end: after {self.options.settle_s:g} s still {difference}")
         self._tell("every session has ended; each tenant takes its whole quota")
 
     async def _quotas(self) -> None:
@@ -180,7 +182,7 @@ class Soak:
     async def _missing_at(self, gateway: str, tenant: str) -> int:
         """Places of the tenant's quota that do not come back there."""
         address = f"{self.fleet.grpc_of[gateway]}/inline"
-        deadline_s = time.monotonic() + SETTLE_S
+        deadline_s = time.monotonic() + self.options.settle_s
         async with await AsyncEnvClient.connect(address, token=self.fleet.tokens[tenant]) as client:
             while missing := await _missing_places(client):
                 if time.monotonic() > deadline_s:
