@@ -32,7 +32,8 @@ import torch
 from answers import Answer, Sampler
 from machine import setting
 
-from ludus.proto.runs import SUMMARY_FILE, Summary
+from ludus.proto.config import RunConfig
+from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Summary
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from ludus.trainer.compat.gymformer.env.rewards import (
     distance_to_answer,
@@ -54,6 +55,9 @@ MAX_TRAINING_S = 300.0
 COT_EXACT, COT_REWARD = 0.90, -0.5
 SUMMARY_REWARD = 1.35
 KL_COEFS = (0.0, 0.1, 1.0)
+PREFERENCES = ("--num", "6000", "--odd", "0.6")
+"""As the head of examples/rlhf/tiny.toml says."""
+JUDGE_EPOCHS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +144,12 @@ def held_back_sums() -> dict[str, int]:
 
 def judge_sums(run: Path) -> dict[str, float]:
     """How well the policy answers the sums that were held back, before and after."""
+    config = RunConfig.model_validate_json((run / CONFIG_FILE).read_bytes())
+    max_tokens = config.rollout.max_completion_tokens
     values = {}
     for trained in (False, True):
         solutions = held_back_sums()
-        found = Sampler(run, trained=trained).answers(list(solutions), 40, 40)
+        found = Sampler(run, trained=trained).answers(list(solutions), 40, max_tokens)
         exact = [final_answer(one.text) == str(solutions[one.prompt]) for one in found]
         rewards = [distance_to_answer(one.text, solutions[one.prompt]) for one in found]
         before = "" if trained else "_before"
@@ -172,7 +178,7 @@ def rlhf(seed: int) -> Row:
     load_average = os.getloadavg()[0]
     folder = RUNS / f"learn-preferences-{seed}"
     make = str(EXAMPLES / "reward_model" / "make_preferences.py")
-    call("python", make, str(folder), "--seed", str(seed))
+    call("python", make, str(folder), "--seed", str(seed), *PREFERENCES)
     call("python", str(EXAMPLES / "rlhf" / "make_data.py"), str(folder))
     train_judge(folder, seed)
     values: dict[str, float] = {}
@@ -195,6 +201,7 @@ def train_judge(folder: Path, seed: int) -> None:
         "data": folder / "preferences.jsonl",
         "output": folder / "reward_model",
         "seed": seed,
+        "epochs": JUDGE_EPOCHS,
     }
     settings = [part for name, value in given.items() for part in ("--set", f"{name}={value}")]
     example = str(EXAMPLES / "reward_model" / "tiny.toml")

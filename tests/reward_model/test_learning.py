@@ -38,3 +38,20 @@ def test_the_hidden_rule_is_found_where_there_is_one(
     _, metrics = train_reward_model(config)
     assert metrics.accuracy is not None
     assert low <= metrics.accuracy <= high
+
+
+def test_odd_answers_are_what_a_policy_tries_and_please_by_the_same_rule(
+    example: ModuleType,
+) -> None:
+    rule = example.HiddenRule(3)
+    known = {*example.WORDS, *example.TOPICS}
+    num_words, num_garbled = set(), 0
+    for row in example.comparisons(200, seed=3, odd=1.0):
+        topic = row["query"].removeprefix("Tell me about ").removesuffix(".")
+        answers = [row[f"sample{number}"] for number in range(example.NUM_ANSWERS)]
+        worths = [rule.worth(topic, answer) for answer in answers]
+        assert max(worths) == worths[row["best"]]
+        num_words |= {len(answer.split()) for answer in answers}
+        num_garbled += any(set(answer.split()) - known for answer in answers)
+    assert num_words >= set(range(1, example.MOST_WORDS + 1))
+    assert 50 < num_garbled < 200, "a reward model must see both"
