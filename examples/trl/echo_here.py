@@ -1,8 +1,8 @@
 """TRL's echo script on two cores: no docker, no download, no GPU.
 
 The rollout function is the guide's, but for its URL; the environment is a server of this checkout,
-and the model is a tiny one that is made on the spot. In eight epochs of 64 prompts it learns to say
-long words of its vocabulary; 32 times the longest is all that can be earned.
+and the model is a tiny one that is made on the spot. In four epochs of 64 prompts it learns to say
+the longest word of its vocabulary 32 times, which is all that can be earned.
 
     python examples/trl/echo_here.py [--seed 0] [--shuffle-rewards]
 """
@@ -66,12 +66,12 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 vllm_mode="server",
                 vllm_server_port=port,
                 use_vllm=True,
-                num_train_epochs=8,
-                num_generations=8,
+                num_train_epochs=4,
+                num_generations=32,
                 max_completion_length=32,
                 per_device_train_batch_size=8,
                 gradient_accumulation_steps=4,
-                learning_rate=3e-3,
+                learning_rate=2e-3,
                 lr_scheduler_type="constant",
                 gradient_checkpointing=False,
                 logging_steps=1,
@@ -82,7 +82,7 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 # vLLM takes longer to start than all of this to train.
                 "generator.kind=transformers",
                 # Else it settles on the first long word that it comes across.
-                "algorithm.entropy_coef=0.2",
+                "algorithm.entropy_coef=0.1",
                 "algorithm.entropy_coef_final=0",
                 f"training.shuffle_rewards={json.dumps(shuffle_rewards)}",
                 f"environment.options.example_answers={json.dumps(WORDS)}",
