@@ -20,7 +20,8 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer
 
 PROMPT = "You are an AI that interacts with an *Echo* environment. Word to echo:"
-WORDS = ["echo", "a word to echo", "interacts with an environment"]
+# No long word stands last: the model would end there, and be paid less for having said it.
+WORDS = ["echo", "a word to echo", "an environment interacts with an echo"]
 
 
 def make_rollout_func(client):
@@ -73,6 +74,7 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 gradient_accumulation_steps=4,
                 learning_rate=2e-3,
                 lr_scheduler_type="constant",
+                beta=0.1,
                 gradient_checkpointing=False,
                 logging_steps=1,
                 save_strategy="no",
@@ -81,9 +83,9 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
             overrides=[
                 # vLLM takes longer to start than all of this to train.
                 "generator.kind=transformers",
-                # Else it settles on the first long word that it comes across.
-                "algorithm.entropy_coef=0.1",
-                "algorithm.entropy_coef_final=0",
+                # Held to what it began as, it does not settle on the first long word that it comes
+                # across, and with shuffled rewards it stays where it was; held less in the end.
+                "algorithm.kl_coef_final=0.03",
                 f"training.shuffle_rewards={json.dumps(shuffle_rewards)}",
                 f"environment.options.example_answers={json.dumps(WORDS)}",
             ],
