@@ -20,8 +20,17 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer
 
 PROMPT = "You are an AI that interacts with an *Echo* environment. Word to echo:"
-# No long word stands last: the model would end there, and be paid less for having said it.
-WORDS = ["echo", "a word to echo", "an environment interacts with an echo"]
+WORDS = ["echo", "a word to echo", "interacts with an environment"]
+MODEL = {
+    "kind": "tiny",
+    "width": 64,
+    "num_heads": 2,
+    "max_tokens": 128,
+    # It begins with any token as likely as any other: had it learned to say some words, it would
+    # have learned where they end, too, and shun those that stand last.
+    "warm_start_games": 1,
+    "warm_start_epochs": 1,
+}
 
 
 def make_rollout_func(client):
@@ -58,7 +67,7 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
     log = Path(tempfile.mkdtemp()) / "echo.log"
     with LocalServer("echo_env", {}, 16, log) as up:
         trainer = GRPOTrainer(
-            model={"kind": "tiny", "width": 64, "num_heads": 2, "max_tokens": 128},
+            model=MODEL,
             reward_funcs=reward_from_env,
             train_dataset={"prompt": [PROMPT] * 64},
             rollout_func=make_rollout_func(EchoEnv(base_url=up.addresses.http)),
@@ -74,7 +83,6 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
                 gradient_accumulation_steps=4,
                 learning_rate=2e-3,
                 lr_scheduler_type="constant",
-                beta=0.1,
                 gradient_checkpointing=False,
                 logging_steps=1,
                 save_strategy="no",
@@ -83,9 +91,9 @@ def train(seed, output_dir, port, *, shuffle_rewards=False):
             overrides=[
                 # vLLM takes longer to start than all of this to train.
                 "generator.kind=transformers",
-                # Held to what it began as, it does not settle on the first long word that it comes
-                # across, and with shuffled rewards it stays where it was; held less in the end.
-                "algorithm.kl_coef_final=0.03",
+                # Else it settles on the first long word that it comes across.
+                "algorithm.entropy_coef=0.1",
+                "algorithm.entropy_coef_final=0",
                 f"training.shuffle_rewards={json.dumps(shuffle_rewards)}",
                 f"environment.options.example_answers={json.dumps(WORDS)}",
             ],
