@@ -3,9 +3,10 @@
     examples/trl/echo_here.py, seed --> metrics.jsonl --> seconds to 90 % of what can be earned
 
 The most that can be earned is 32 times the longest token of the model's vocabulary, at 0.1 for
-each character. The control learns from rewards dealt out at random, and must not come there; whether
-the mean of its last quarter lies in the 95 % interval of what the starting policy earns, its first
-batch, is said besides. Rows of earlier calls on the same machine with the same packages are kept:
+each character. The control learns from rewards dealt out at random, and must not come there;
+whether the mean of its last quarter lies in the 95 % interval of what the starting policy earns,
+its first batch, is said besides. Rows of earlier calls on the same machine with the same packages
+are kept:
 
     python bench/trl_echo.py [--seeds 0 1 2]
 """

@@ -12,7 +12,7 @@ NOTEBOOKS = sorted(GYMFORMER.glob("*.ipynb"))
 
 
 def test_there_is_one_for_each_of_its_own() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["classic", "reward_model", "rlhf"]
+    assert [path.stem for path in NOTEBOOKS] == ["classic", "cot", "reward_model", "rlhf"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -47,6 +47,14 @@ def test_classic_saves_agents_and_plays_one(runs: Path, monkeypatch: pytest.Monk
     assert list((runs / "classic").iterdir())
 
 
+def test_answers_to_sums_are_judged_before_and_after(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = execute("cot.ipynb", runs, monkeypatch)
+    assert printed.count("mean reward") == 2
+    assert (runs / "CoTEnv-v0" / "summary.json").is_file()
+
+
 def test_a_reward_model_is_what_the_policy_is_trained_on(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
