@@ -52,7 +52,7 @@ def test_answers_to_sums_are_judged_before_and_after(
 ) -> None:
     printed = execute("cot.ipynb", runs, monkeypatch)
     assert printed.count("mean reward") == 2
-    assert (runs / "CoTEnv-v0" / "summary.json").is_file()
+    assert (runs / "Sums-v0" / "summary.json").is_file()
 
 
 def test_a_reward_model_is_what_the_policy_is_trained_on(
