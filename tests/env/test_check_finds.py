@@ -17,7 +17,7 @@ import pytest
 
 from ludus.env import Tool, ToolError
 from ludus.env.check import check_environment
-from ludus.env.check.apart import MAX_OUTPUT_BYTES
+from ludus.env.check.apart import MAX_OUTPUT_BYTES, outcomes
 from ludus.env.check.check import MAX_ENDLESS_RULES
 from ludus.env.limits import MAX_RESULT_BYTES
 from ludus.env.types import Transition
@@ -229,6 +229,29 @@ def test_the_end_of_its_process_is_one_broken_rule(deed, said):
     broken = found(timeout_s=60.0, call=lambda good: deed())
     assert list(broken) == ["tools_return_json_objects"]
     assert said in broken["tools_return_json_objects"]
+
+
+def test_a_flood_is_found_where_the_process_is_ahead_of_who_watches_it(tmp_path):
+    is_over = tmp_path / "over"
+
+    def flood():
+        for _ in range(MAX_OUTPUT_BYTES // 1000 + 2):
+            sys.stdout.write("flood" * 200)
+        return ""
+
+    rules = (
+        lambda: "",
+        lambda: "",
+        flood,
+        lambda: "" if is_over.write_text("over") else "not written",
+    )
+    watched = outcomes(rules, timeout_s=60.0)
+    faults = [next(watched).fault]
+    while not is_over.exists():
+        time.sleep(0.01)
+    faults += [outcome.fault for outcome in watched]
+    assert [bool(fault) for fault in faults] == [False, False, True, False]
+    assert f"at most {MAX_OUTPUT_BYTES} bytes of output" in faults[2]
 
 
 def test_a_flood_of_output_is_found_and_seen_by_nobody(capfd):

@@ -130,7 +130,7 @@ async def test_step_many_survives_a_cut():
             assert not [result for result in results if isinstance(result, EnvError)]
             assert [r.step_index for r in results] == [step_index] * 8
             assert [r.observation["total"] for r in results] == [2 * step_index] * 8
-        assert proxy.num_connections > 10
+        assert proxy.num_connections > 5, "how often it is cut depends on how the calls are packed"
 
 
 @pytest.mark.slow

@@ -106,18 +106,24 @@ class _Child:
         waiting = select.poll()
         waiting.register(self._reader, select.POLLIN)
         has_left = False
-        while not (has_left or b"\n" in self._told or self._is_flooded()):
+        while not (has_left or b"\n" in self._told):
             if time.monotonic() > deadline_s:
                 return self._endless()
             if waiting.poll(_LOOK_EVERY_S * 1000):
                 more = os.read(self._reader, 1 << 16)
                 self._told += more
                 has_left = not more
-        if self._is_flooded():
-            return self._flooded()
-        self._num_output_bytes = self._output_size()
+            elif self._is_flooded():
+                return self._flooded()
         line, newline, self._told = self._told.partition(b"\n")
-        return Outcome(**orjson.loads(line)) if newline else self._departed()
+        if not newline:
+            return self._flooded() if self._is_flooded() else self._departed()
+        outcome, num_output_bytes = orjson.loads(line)
+        if num_output_bytes - self._num_output_bytes > MAX_OUTPUT_BYTES:
+            return self._flooded()
+        # What is there by now may be of the rule after.
+        self._num_output_bytes = num_output_bytes
+        return Outcome(**outcome)
 
     def close(self) -> None:
         """End it, and free what it was watched with."""
@@ -189,7 +195,8 @@ def _become_child(
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(Exception):  # it may have been closed
                 sys.stdout.flush()
-            _write_all(writer, orjson.dumps(outcome) + b"\n")
+            told = (outcome, os.fstat(output.fileno()).st_size)
+            _write_all(writer, orjson.dumps(told) + b"\n")
     finally:
         os._exit(0)
 
