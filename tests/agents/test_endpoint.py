@@ -239,6 +239,12 @@ async def test_words_that_are_no_call_are_told_as_they_are(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "messages.0.content.0",
         ),
+        ({"messages": [{"role": [], "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages.0.tool_calls"),
+        ({"tools": 5}, "tools"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"stream_options": {"include_all": True}}, "stream_options.include_all"),
+        ({"stream_options": {"include_usage": "maybe"}}, "include_usage"),
     ],
 )
 async def test_what_is_not_honoured_is_refused_by_name(
@@ -260,7 +266,11 @@ async def test_what_is_not_honoured_is_refused_by_name(
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"previous_response_id": []}, "previous_response_id"),
         ({"include": ["web"]}, "include"),
+        ({"include": 5}, "include"),
+        ({"tools": 5}, "tools"),
+        ({"input": [{"role": [], "content": "a"}]}, "input.0.role"),
     ],
 )
 async def test_responses_refuse_by_name_as_well(
@@ -269,6 +279,17 @@ async def test_responses_refuse_by_name_as_well(
     with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
         await one.client.responses.create(model="m", input="a", extra_body=fields)
     assert refused.value.body["param"] == param  # type: ignore[index, call-overload]
+
+
+async def test_a_call_in_the_history_may_be_nested_deeper_than_python_reads(
+    endpoint: Endpoint, chat: ChatTokenizer
+) -> None:
+    deep = {"name": "look", "arguments": "[" * 100_000}
+    called = {"role": "assistant", "tool_calls": [{"id": "c", "function": deep}]}
+    with told(endpoint, chat) as one, pytest.raises(openai.APIStatusError) as refused:
+        await one.client.chat.completions.create(model="m", messages=[*HELLO, called])
+    assert refused.value.code == "context_length_exceeded", "and not the policy's failure"
+    one.episode.raise_failure()
 
 
 async def test_what_changes_nothing_is_taken(endpoint: Endpoint, chat: ChatTokenizer) -> None:
@@ -403,6 +424,9 @@ async def test_tools_are_called_over_mcp_with_the_key_of_the_episode(
             assert called["result"]["content"][0]["text"] == "called with {'a': 1}"
             assert "error" in await ask("tools/call", name="nothing")
             assert "error" in await ask("resources/list")
+            listed = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": [1]}
+            refused = (await http.post(str(access.mcp_url), json=listed)).json()
+            assert refused["error"]["message"] == "expected params by name, got [1]"
         key = {"authorization": f"Bearer {without.episode.access.api_key}"}
         async with httpx.AsyncClient(headers=key) as http:
             asked = {"jsonrpc": "2.0", "id": 1, "method": "ping"}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.trainer.agents.api_error import FieldError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said, call_ids
+from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Role, Said, call_ids
 from ludus.trainer.agents.fields import (
     JsonObject,
     Known,
     flag,
+    listed,
     must_call,
     num_answers,
     offered,
+    role_of,
     shown,
     stops,
     text_of,
@@ -25,7 +27,7 @@ from ludus.trainer.agents.fields import (
 )
 from ludus.trainer.models.template import ToolSpec
 
-_ROLES = {
+_ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -75,9 +77,7 @@ def read_chat_request(body: Any, model: str) -> ChatRequest:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise FieldError("messages", f"expected a list of messages, got {shown(messages)}")
-    tools = tuple(
-        _tool(tool, f"tools.{number}") for number, tool in enumerate(given.get("tools") or [])
-    )
+    tools = tuple(_tool(tool, f"tools.{n}") for n, tool in enumerate(listed(given, "tools")))
     if whole(given, "top_logprobs", 0):
         raise FieldError(
             "top_logprobs",
@@ -89,7 +89,6 @@ def read_chat_request(body: Any, model: str) -> ChatRequest:
         for name in ("max_tokens", "max_completion_tokens")
         if (limit := whole(given, name, 1)) is not None
     ]
-    options = given.get("stream_options") or {}
     asked = Asked(
         messages=tuple(_message(one, f"messages.{n}") for n, one in enumerate(messages)),
         tools=offered(tools, given.get("tool_choice")),
@@ -105,7 +104,7 @@ def read_chat_request(body: Any, model: str) -> ChatRequest:
         asked,
         str(given.get("model") or model),
         flag(given, "stream"),
-        isinstance(options, dict) and bool(options.get("include_usage")),
+        _with_usage(given.get("stream_options", {})),
     )
 
 
@@ -137,18 +136,29 @@ def chat_chunks(request: ChatRequest, said: Sequence[Said]) -> Iterator[JsonObje
         yield {**head, "choices": [], "usage": _usage(said)}
 
 
+def _with_usage(options: Any) -> bool:
+    """Whether `stream_options` ask for the numbers of tokens."""
+    if not isinstance(options, dict):
+        raise FieldError("stream_options", f"expected an object, got {shown(options)}")
+    for name in options.keys() - {"include_usage"}:
+        raise FieldError(
+            f"stream_options.{name}",
+            "this endpoint does not know the field; leave it out",
+            "unknown_parameter",
+        )
+    return flag(options, "include_usage")
+
+
 def _message(message: Any, param: str) -> ChatMessage:
-    role = message.get("role") if isinstance(message, dict) else None
-    if role not in _ROLES:
-        raise FieldError(f"{param}.role", f"expected one of {list(_ROLES)}, got {shown(role)}")
+    role = role_of(message, _ROLES, param)
     if role == "assistant" and message.get("function_call"):
         raise FieldError(f"{param}.function_call", "expected tool_calls instead")
     calls = tuple(
         _call(call, f"{param}.tool_calls.{number}")
-        for number, call in enumerate(message.get("tool_calls") or [])
+        for number, call in enumerate(listed(message, "tool_calls", f"{param}.tool_calls"))
     )
     content = text_of(message.get("content"), f"{param}.content")
-    return ChatMessage(_ROLES[role], content, calls)  # type: ignore[arg-type]
+    return ChatMessage(role, content, calls)
 
 
 def _call(call: Any, param: str) -> FunctionCall:

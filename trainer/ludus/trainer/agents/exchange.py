@@ -16,9 +16,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 from ludus.env import Message
 from ludus.trainer.models.template import ToolSpec
 
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
 MessageKey: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 """What an answer is recognised by: its words, and the names and arguments of its calls."""
 
+_NO_JSON = (ValueError, RecursionError)
+"""What a text raises that is none, or nested deeper than Python reads."""
 _CALL_ID_BYTES = 4
 """Enough for the calls of one conversation, and few tokens where an agent shows them."""
 
@@ -36,7 +40,7 @@ class FunctionCall:
 class ChatMessage:
     """A message of an agent's history."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: str
     calls: tuple[FunctionCall, ...] = ()
 
@@ -138,13 +142,13 @@ def call_ids(asked: Asked, said: Said) -> list[str]:
 def _canonical(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except _NO_JSON:
         return arguments.strip()
 
 
 def _call_in_words(call: FunctionCall) -> str:
     try:
         arguments: Any = json.loads(call.arguments)
-    except ValueError:
+    except _NO_JSON:
         arguments = call.arguments
     return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>"

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.trainer.agents.api_error import ApiError, FieldError
 from ludus.trainer.models.template import ToolSpec
 
 JsonObject = dict[str, Any]
+_RoleT = TypeVar("_RoleT", bound=str)
 
 DECIDED = frozenset(
     {
@@ -92,6 +93,24 @@ def flag(body: JsonObject, name: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise FieldError(name, f"expected true or false, got {shown(value)}")
     return value
+
+
+def listed(body: JsonObject, name: str, param: str = "") -> list[Any]:
+    """The list in a field; empty where it is left out."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise FieldError(param or name, f"expected a list, got {shown(value)}")
+    return value
+
+
+def role_of(message: Any, roles: Mapping[str, _RoleT], param: str) -> _RoleT:
+    """The role of a message, as chat templates call it."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in roles:
+        raise FieldError(f"{param}.role", f"expected one of {list(roles)}, got {shown(role)}")
+    return roles[role]
 
 
 def num_answers(body: JsonObject) -> int:

@@ -34,6 +34,8 @@ async def answer_mcp(tools: EpisodeTools, request: Any) -> JsonObject | None:
     if "id" not in request:
         return None
     number, params = request["id"], request.get("params") or {}
+    if not isinstance(params, dict):
+        return _error(number, _INVALID_PARAMS, f"expected params by name, got {shown(params)}")
     match request["method"]:
         case "initialize":
             return _result(number, _initialized(params))

@@ -14,13 +14,15 @@ from itertools import count
 from typing import Any
 
 from ludus.trainer.agents.api_error import ApiError, FieldError
-from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said, call_ids
+from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Role, Said, call_ids
 from ludus.trainer.agents.fields import (
     JsonObject,
     Known,
     flag,
+    listed,
     must_call,
     offered,
+    role_of,
     shown,
     text_of,
     tool_of,
@@ -28,7 +30,12 @@ from ludus.trainer.agents.fields import (
 )
 from ludus.trainer.models.template import ToolSpec
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 _WITH_LOGPROBS = "message.output_text.logprobs"
 _KNOWN = Known(
     honoured=frozenset(
@@ -79,7 +86,7 @@ def read_responses_request(body: Any, model: str, earlier: Conversations) -> Res
     previous_id = given.get("previous_response_id")
     before: tuple[ChatMessage, ...] = ()
     if previous_id is not None:
-        if previous_id not in earlier:
+        if not isinstance(previous_id, str) or previous_id not in earlier:
             raise ApiError(
                 f"previous_response_id: no response {shown(previous_id)} in this episode",
                 status=404,
@@ -89,7 +96,7 @@ def read_responses_request(body: Any, model: str, earlier: Conversations) -> Res
         before = earlier[previous_id]
     instructions = given.get("instructions")
     head = (ChatMessage("system", text_of(instructions, "instructions")),) if instructions else ()
-    tools = tuple(_tool(tool, f"tools.{n}") for n, tool in enumerate(given.get("tools") or []))
+    tools = tuple(_tool(tool, f"tools.{n}") for n, tool in enumerate(listed(given, "tools")))
     if whole(given, "top_logprobs", 0):
         raise FieldError(
             "top_logprobs",
@@ -112,7 +119,7 @@ def read_responses_request(body: Any, model: str, earlier: Conversations) -> Res
         flag(given, "stream"),
         instructions if isinstance(instructions, str) else None,
         previous_id,
-        list(given.get("tools") or []),
+        listed(given, "tools"),
     )
 
 
@@ -177,11 +184,11 @@ def _with_plain_options(body: Any) -> Any:
 
 
 def _included(given: JsonObject) -> list[Any]:
-    included = given.get("include") or []
+    included = listed(given, "include")
     unknown = [one for one in included if one not in _INCLUDED]
     if unknown:
         raise FieldError("include", f"expected some of {list(_INCLUDED)}, got {shown(unknown[0])}")
-    return list(included)
+    return included
 
 
 def _messages(given: Any) -> list[ChatMessage]:
@@ -221,11 +228,8 @@ def _message(kind: Any, item: Any, param: str) -> ChatMessage:
             f"{shown(kind or item)}",
             "unsupported_content",
         )
-    role = item.get("role")
-    if role not in _ROLES:
-        raise FieldError(f"{param}.role", f"expected one of {list(_ROLES)}, got {shown(role)}")
-    content = text_of(item.get("content"), f"{param}.content")
-    return ChatMessage(_ROLES[role], content)  # type: ignore[arg-type]
+    role = role_of(item, _ROLES, param)
+    return ChatMessage(role, text_of(item.get("content"), f"{param}.content"))
 
 
 def _call(item: JsonObject, param: str) -> FunctionCall:
