@@ -147,6 +147,8 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "to be an object, got '3'"),
         (call("subtract", a=1, b=2), "expected one of the tools add, recite, got 'subtract'"),
         (call("add", a=1) * (MAX_CALLS + 1), f"at most {MAX_CALLS} tool calls"),
+        ('<tool_call>{"name": "\\ud800"}', "whole characters, got half of one"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}', "got half of one"),
     ],
 )
 async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(
@@ -275,6 +277,12 @@ def test_calls_are_read_in_the_ways_that_models_write_them(
     answer: str, calls: list[ToolCall]
 ) -> None:
     assert read_calls(answer) == calls
+
+
+def test_a_call_that_is_nested_deeper_than_python_reads_is_malformed_or_no_call() -> None:
+    with pytest.raises(ActionParseError, match="expected JSON between <tool_call>"):
+        read_calls("<tool_call>" + "[" * 100_000)
+    assert read_calls("[" * 100_000) == []
 
 
 def test_what_a_malformed_call_repeats_is_bounded() -> None:

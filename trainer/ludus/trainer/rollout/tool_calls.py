@@ -81,7 +81,7 @@ def _bare_calls(answer: str) -> list[Any]:
         return []
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     calls = found if isinstance(found, list) else [found]
     return calls if calls and all(_looks_like_call(call) for call in calls) else []
@@ -94,7 +94,7 @@ def _looks_like_call(value: Any) -> bool:
 def _json_of(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ActionParseError(
             f"expected JSON between {_OPEN} and {_CLOSE}, got {_quoted(text)}: {error}"
         ) from None
@@ -112,7 +112,19 @@ def _call_of(value: Any) -> ToolCall:
             f"expected the arguments of '{value['name'][:_MAX_QUOTED]}' to be an object, got "
             f"{_quoted(json.dumps(given))}"
         )
+    _check_text(value)
     return ToolCall(value["name"], given)
+
+
+def _check_text(call: Any) -> None:
+    """JSON can escape halves of a character, which no wire and no tokenizer takes."""
+    try:
+        json.dumps(call, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ActionParseError(
+            f"expected a tool call of whole characters, got half of one in "
+            f"{_quoted(json.dumps(call))}"
+        ) from None
 
 
 def _quoted(text: str) -> str:
