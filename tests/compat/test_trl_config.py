@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl import GRPOConfig
 from ludus.trainer.compat.trl.fields import DEFAULTS, MAPPED, REFUSED, TOLD
-from ludus.trainer.compat.trl.run_settings import Batches, batches_of, run_settings
+from ludus.trainer.compat.trl.run_settings import Batches, batches_of, run_folder, run_settings
 
 ENVIRONMENT = {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}
 
@@ -167,11 +168,71 @@ def test_rows_and_epochs_of_trl_become_batches(
         ({"max_grad_norm": 0}, "max_grad_norm expected a number above 0"),
         ({"use_vllm": True, "top_k": 5}, "rollout.top_k = 5 samples from a cut-off"),
         ({"num_prompts": 0}, "expected at least 1 prompts"),
+        ({"generation_batch_size": 12}, "12 expected a multiple of per_device_train_batch_size"),
+        ({"logging_steps": 0}, "logging_steps = 0 expected a number above 0 where logging_strat"),
+        ({"save_steps": -1}, "save_steps = -1 expected a number above 0"),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+            "'cispo' expected importance_sampling_level = 'token' and delta = None, got 'sequence'",
+        ),
+        ({"loss_type": "cispo", "delta": 3.0}, "got 'token' and 3.0"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:99999"},
+            "vllm_server_base_url = 'http://a:99999': Port out of range",
+        ),
     ],
 )
 def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"learning_rate": "1e-5"}, "learning_rate expected a finite number, got '1e-5'"),
+        ({"beta": float("nan")}, "beta expected a finite number, got nan"),
+        ({"warmup_steps": None}, "warmup_steps expected a finite number, got None"),
+        ({"num_generations": 0}, "num_generations expected a whole number of 1 or more, got 0"),
+        ({"num_iterations": 1.5}, "num_iterations expected a whole number of 1 or more"),
+        ({"generation_batch_size": 0}, "generation_batch_size expected a whole number of 1"),
+        ({"gradient_checkpointing": "no"}, "gradient_checkpointing expected True or False"),
+        ({"bf16": "yes"}, "bf16 expected True or False, got 'yes'"),
+        ({"loss_type": ["grpo"]}, "loss_type expected a text"),
+        ({"report_to": 5}, "report_to expected a text, or a list, got 5"),
+        ({"reward_weights": ["a"]}, "reward_weights expected a list of numbers"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs expected a dictionary"),
+        ({"output_dir": 5}, "output_dir expected a path, got 5"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_where_it_is_set(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**fields)
+    args = GRPOConfig()
+    with pytest.raises(ConfigError, match=message):
+        setattr(args, *next(iter(fields.items())))
+
+
+def test_every_default_is_of_its_fields_kind() -> None:
+    assert vars(GRPOConfig(**{**DEFAULTS, "output_dir": "out"}))["output_dir"] == "out"
+
+
+def test_the_last_part_of_output_dir_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert run_folder(GRPOConfig("~/out/echo")) == Path("/home/me/out/echo")
+    for name in (".", "my run", "x" * 48):
+        with pytest.raises(ConfigError, match=r"output_dir = .* its last part is the name of the"):
+            run_folder(GRPOConfig(name))
+
+
+def test_an_engine_that_is_not_there_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ludus.trainer.compat.trl.run_settings.has_vllm", lambda: False)
+    assert run_of(use_vllm=True).generator.kind == "transformers"
+    assert "note: GRPOConfig.use_vllm = True, and vLLM is not installed" in capsys.readouterr().err
 
 
 def test_a_field_that_changes_nothing_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +241,8 @@ def test_a_field_that_changes_nothing_is_said_once(capsys: pytest.CaptureFixture
     assert said.count("\n") == 1
     assert "note: GRPOConfig.dataloader_num_workers changes nothing here" in said
     assert args.dataloader_num_workers == 4
+    args.use_liger_kernel = True
+    assert "GRPOConfig.use_liger_kernel changes nothing here" in capsys.readouterr().err
 
 
 def test_a_configuration_is_copied_and_sent_as_it_is() -> None:

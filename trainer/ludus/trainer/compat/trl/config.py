@@ -7,6 +7,7 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError, did_you_mean
 from ludus.trainer.compat.trl.fields import DEFAULTS, REFUSED, TOLD
+from ludus.trainer.compat.trl.values import check_value
 
 
 class GRPOConfig:
@@ -17,23 +18,24 @@ class GRPOConfig:
     """
 
     def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
-        """Take the fields; one that nothing here depends on is said once, to stderr.
+        """Take the fields; one that nothing here depends on is said, to stderr, when it is set.
 
         Raises:
             ConfigError: TRL has no such field, or it asks for something that no run does.
         """
-        self.__dict__.update(DEFAULTS, output_dir=output_dir)
+        self.__dict__.update(DEFAULTS)
+        self.output_dir = output_dir
         for name, value in fields.items():
             setattr(self, name, value)
-        for name, (default, reason) in TOLD.items():
-            if getattr(self, name) != default:
-                sys.stderr.write(f"note: GRPOConfig.{name} changes nothing here: {reason}\n")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in DEFAULTS:
             hint = did_you_mean(name, DEFAULTS) or "see docs/from-trl.md"
             raise ConfigError(f"GRPOConfig has no field '{name}' in TRL 1.16; {hint}")
         _refuse(name, value)
+        check_value(name, value)
+        if name in TOLD and value != TOLD[name][0]:
+            sys.stderr.write(f"note: GRPOConfig.{name} changes nothing here: {TOLD[name][1]}\n")
         self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:

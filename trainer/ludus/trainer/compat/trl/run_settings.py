@@ -13,6 +13,8 @@ trained on was sampled by the newest weights (training.max_staleness = 0).
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ from ludus.trainer.rollout.engines import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,46}")
+_STRATEGIES = {
+    "logging_steps": "logging_strategy",
+    "save_steps": "save_strategy",
+    "eval_steps": "eval_strategy",
+}
 _KEEP_ALL = 1_000_000
 _SCHEDULES = {
     "linear": "linear",
@@ -113,7 +121,8 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
     Raises:
         ConfigError: a field has a value that no run can have.
     """
-    folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR)
+    folder = run_folder(args)
+    _check_intervals(args)
     return {
         "name": folder.name,
         "output_dir": str(folder.parent),
@@ -127,6 +136,22 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
     }
 
 
+def run_folder(args: GRPOConfig) -> Path:
+    """The run's folder, which `output_dir` names.
+
+    Raises:
+        ConfigError: its last part can be no run's name.
+    """
+    folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
+    if not _NAME.fullmatch(folder.name):
+        raise ConfigError(
+            f"GRPOConfig.output_dir = '{args.output_dir}': its last part is the name of the run, "
+            "expected up to 47 letters, digits, '.', '_' and '-', of which the first is a letter "
+            "or a digit; rename it"
+        )
+    return folder
+
+
 def server_port(args: GRPOConfig) -> int | None:
     """Where POST /generate/ is answered; None where TRL would start no server.
 
@@ -137,8 +162,7 @@ def server_port(args: GRPOConfig) -> int | None:
         return None
     host, port = args.vllm_server_host, args.vllm_server_port
     if args.vllm_server_base_url is not None:
-        parts = urlsplit(args.vllm_server_base_url)
-        host, port = parts.hostname, parts.port or port
+        host, port = _place_of(args.vllm_server_base_url, port)
     if host not in _LOCAL_HOSTS:
         raise ConfigError(
             f"GRPOConfig.vllm_server_host = {host!r} is not honoured here, expected one of "
@@ -147,17 +171,39 @@ def server_port(args: GRPOConfig) -> int | None:
     return int(port)
 
 
+def _place_of(url: str, port: int) -> tuple[str | None, int]:
+    """The host that a URL names, and its port, which is `port` where it names none."""
+    parts = urlsplit(url)
+    try:
+        return parts.hostname, parts.port or port
+    except ValueError as error:
+        raise ConfigError(f"GRPOConfig.vllm_server_base_url = '{url}': {error}") from None
+
+
 def _generated_at_once(args: GRPOConfig) -> int:
     if args.generation_batch_size is not None and args.steps_per_generation is not None:
         raise ConfigError(
             "GRPOConfig expected generation_batch_size or steps_per_generation, got both; remove "
             "one of them"
         )
-    steps = args.steps_per_generation or args.gradient_accumulation_steps
-    return int(args.generation_batch_size or args.per_device_train_batch_size * steps)
+    of_device = args.per_device_train_batch_size
+    rows = args.generation_batch_size
+    if rows is None:
+        return int(of_device * (args.steps_per_generation or args.gradient_accumulation_steps))
+    if rows % of_device:
+        raise ConfigError(
+            f"GRPOConfig.generation_batch_size = {rows} expected a multiple of "
+            f"per_device_train_batch_size = {of_device}; set it to one"
+        )
+    return int(rows)
 
 
 def _generator(args: GRPOConfig) -> dict[str, Any]:
+    if args.use_vllm and not has_vllm():
+        sys.stderr.write(
+            "note: GRPOConfig.use_vllm = True, and vLLM is not installed: rollout workers sample "
+            "with transformers\n"
+        )
     if not args.use_vllm or not has_vllm():
         return {"kind": "transformers"}
     return {
@@ -215,13 +261,19 @@ def _algorithm(args: GRPOConfig) -> dict[str, Any]:
 def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
     """The loss, and how it is summed up."""
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    level = _one_of(args, "importance_sampling_level", ("token", "sequence"))
     if args.loss_type == "cispo":
+        if level == "sequence" or args.delta is not None:
+            raise ConfigError(
+                "GRPOConfig.loss_type = 'cispo' expected importance_sampling_level = 'token' and "
+                f"delta = None, got {level!r} and {args.delta}; leave both out, or take another "
+                "loss_type"
+            )
         return {"kind": "cispo", "clip_low": 1.0, "clip_high": max(high - 1, 1e-9)}, "token_mean"
     aggregation = _AGGREGATIONS.get(args.loss_type)
     if aggregation is None:
         raise _unknown(args, "loss_type", [*_AGGREGATIONS, "cispo"])
     clips = {"clip_low": args.epsilon, "clip_high": high}
-    level = _one_of(args, "importance_sampling_level", ("token", "sequence"))
     if level == "token":
         return {"kind": "clip", **clips, "dual_clip": args.delta}, aggregation
     if aggregation != "sequence_mean" or args.delta is not None:
@@ -301,6 +353,16 @@ def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "checkpoint_every_steps": every[when],
         "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
     }
+
+
+def _check_intervals(args: GRPOConfig) -> None:
+    for name, strategy in _STRATEGIES.items():
+        steps = getattr(args, name)
+        if steps is not None and steps <= 0 and getattr(args, strategy) == "steps":
+            raise ConfigError(
+                f"GRPOConfig.{name} = {steps} expected a number above 0 where {strategy} = "
+                f"'steps'; raise it, or set {strategy} = 'no'"
+            )
 
 
 def _metrics(args: GRPOConfig) -> dict[str, Any]:
