@@ -53,6 +53,11 @@ def test_adapters_and_thoughts_are_settings_of_the_model(folder: str, tmp_path: 
     assert settings["enable_thinking"] is True
     with pytest.raises(ConfigError, match=r"lora_dropout = 0\.1 is not honoured"):
         model_section(folder, None, LoraConfig(lora_dropout=0.1), ARGS, tmp_path)
+    for field, value in (("target_modules", "all-linear"), ("use_rslora", True), ("bias", "all")):
+        with pytest.raises(ConfigError, match=rf"peft_config\.{field} = .* is not honoured here"):
+            model_section(folder, None, LoraConfig(**{field: value}), ARGS, tmp_path)
+    own = {"kind": "pretrained", "path": folder}
+    assert model_section(own, None, None, args, tmp_path).settings["enable_thinking"] is True
     other = GRPOConfig(chat_template_kwargs={"date": "today"})
     with pytest.raises(ConfigError, match=r"enable_thinking alone, got \['date'\]"):
         model_section(folder, None, None, other, tmp_path)

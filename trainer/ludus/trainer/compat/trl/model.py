@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,13 +13,20 @@ from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.load import load_tokenizer
+from ludus.trainer.models.load import check_language_model, load_tokenizer
 
 ModelInput: TypeAlias = "str | Mapping[str, Any]"
 
 _ROOM_FOR_TEXT, _ROOM_FOR_TOOLS = 256, 1024
 """Tokens beyond prompt and completion, for what a rollout function or tools put around them."""
 _TINY_MAX_TOKENS = 512
+_LORA_FIELDS = frozenset(
+    {
+        *("r", "lora_alpha", "target_modules", "lora_dropout"),
+        *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
+    }
+)
+"""Of a `peft.LoraConfig`: what is taken or refused, and what says nothing of the adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,15 @@ def model_section(
                 "processing_class expected None beside a model that is made when the run begins, "
                 f"got {type(processing_class).__name__}; such a model brings its own tokenizer"
             )
-        return ModelSection({**model, **({"lora": lora} if lora else {})}, None, None)
+        thinking = _thinking(args) if args.chat_template_kwargs else {}
+        return ModelSection({**thinking, **model, **({"lora": lora} if lora else {})}, None, None)
+    if not isinstance(model, (str, PreTrainedModel)):
+        raise ConfigError(
+            "model expected a Hugging Face id, the text of a folder's path, a model of "
+            f"transformers or a [model] section, got {model!r:.80}"
+        )
+    if isinstance(model, str):
+        check_language_model(model)
     path = _folder_of(model, processing_class, folder)
     settings = {"kind": "pretrained", "path": path, "lora": lora, **_thinking(args)}
     config = AutoConfig.from_pretrained(path)
@@ -120,6 +135,13 @@ def _lora(config: Any) -> dict[str, Any]:
             f"peft_config expected a peft.LoraConfig, got {type(config).__name__}; pass one"
         )
     settings: dict[str, Any] = {"rank": config.r, "alpha": config.lora_alpha}
+    _refuse_other_adapters(config)
+    if isinstance(config.target_modules, str):
+        raise ConfigError(
+            f"peft_config.target_modules = '{config.target_modules}' is not honoured here, "
+            "expected a list of layers' names, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj', "
+            "'gate_proj', 'up_proj', 'down_proj']"
+        )
     if config.target_modules is not None:
         settings["targets"] = sorted(config.target_modules)
     if config.lora_dropout:
@@ -128,6 +150,18 @@ def _lora(config: Any) -> dict[str, Any]:
             "sampler and learner would be two policies"
         )
     return settings
+
+
+def _refuse_other_adapters(config: Any) -> None:
+    """Refuse what a peft.LoraConfig asks for beside rank, scale and layers."""
+    plain = type(config)()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _LORA_FIELDS and value != getattr(plain, field.name):
+            raise ConfigError(
+                f"peft_config.{field.name} = {value!r:.60} is not honoured here, expected "
+                f"{getattr(plain, field.name)!r}; leave it out"
+            )
 
 
 def _length(chat: ChatTokenizer, prompt: str | list[Message]) -> int:
