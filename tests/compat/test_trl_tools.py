@@ -148,8 +148,9 @@ def test_rows_choose_among_environments_by_name(chat: ChatTokenizer) -> None:
     rollout = ToolRollout([], {"loud": Counter, "silent": Silent}, None)
     played = rollout(prompts_of(rows), Scripted(chat, rows, [["done"], ["done"]]))
     assert [type(one) for one in played["environments"]] == [Silent, Counter]
-    with pytest.raises(ConfigError, match=r"environment expected one of \['loud', 'silent'\]"):
-        rollout(prompts_of([{}]), Scripted(chat, [{}], [["done"]]))
+    messages = {"prompt": [{"role": "user", "content": "count"}]}
+    with pytest.raises(ConfigError, match=r"row 0 .* out of \['loud', 'silent'\], got None"):
+        rollout.check_rows([messages], "train_dataset")
 
 
 def test_a_rollout_travels_without_its_instances(chat: ChatTokenizer) -> None:
@@ -176,6 +177,20 @@ def test_what_cannot_be_called_is_said_before_anything_starts(tmp_path: Any) -> 
     ):
         with pytest.raises(ConfigError, match=message):
             GRPOTrainer(tiny, args=args, train_dataset=rows, environment_factory=factory)
+
+    def wise(completions: list[Any], wisdom: list[Any]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def counts(completions: list[Any], num_tool_calls: list[int]) -> list[float]:
+        return [float(number) for number in num_tool_calls]
+
+    for given, message in (
+        ({"reward_funcs": [counts, wise]}, "'wise' asks for 'wisdom', which train_dataset has not"),
+        ({"train_dataset": [{"prompt": "count"}] * 8}, "train_dataset: row 0 .* got text"),
+    ):
+        wanted = {"train_dataset": rows, "environment_factory": Counter, **given}
+        with pytest.raises(ConfigError, match=message):
+            GRPOTrainer(tiny, args=args, **wanted)
     with pytest.raises(ConfigError, match="would go unheard"):
         GRPOTrainer(
             tiny,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ludus.proto.errors import ConfigError, UserError
 from ludus.proto.metrics import TrainMetric
@@ -76,13 +78,47 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
             "'by_answer' asks for 'answer', which train_dataset has not",
         ),
         ({"eval_dataset": {"prompt": ["a"], "n": [1, 2]}}, "columns of one length"),
+        (
+            {"eval_dataset": [{"prompt": "a"}]},
+            "'by_answer' asks for 'answer', which eval_dataset has not",
+        ),
+        ({"train_dataset": {"prompt": "abcdefgh"}}, "one per row, as column 'prompt', got 'abc"),
+        ({"train_dataset": {"prompt": ["a"] * 8, "answer": 5}}, "as column 'answer', got 5"),
+        (
+            {"train_dataset": {"train": SimpleNamespace(column_names=["prompt"])}},
+            r"got the splits \['train'\]; pass one",
+        ),
+        ({"reward_funcs": max}, "reward function 'max' expected named parameters, got a builtin"),
+        ({"reward_funcs": torch.nn.Linear(1, 1)}, "save a model with save_pretrained"),
+        ({"args": {"output_dir": "x"}}, "GRPOConfig, got builtins.dict; change the import"),
+        ({"model": None}, "model expected a Hugging Face id, .* got None"),
+        ({"model": "/nowhere"}, "no model can be loaded from there"),
+        ({"rollout_func": 5}, "rollout_func expected a function, got 5"),
+        ({"rollout_func": len}, r"expected one of the signatures .* got \(obj\)"),
+        ({"environment_factory": 5}, "environment_factory expected a class or a function"),
+        (
+            {"model": TINY, "args": GRPOConfig(chat_template_kwargs={"date": "today"})},
+            r"enable_thinking alone, got \['date'\]",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
     tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         trainer_of(tmp_path, **given)
+
+
+def test_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, reward_funcs=[by_answer, by_answer, by_answer])
+    names = [term.name for term in trainer.run.environment.rewards]
+    assert names == ["by_answer", "by_answer_2", "by_answer_3"]
+
+
+def test_what_asks_for_nothing_is_taken(tmp_path: Path) -> None:
+    assert trainer_of(tmp_path, callbacks=[], optimizers=None).run.name == "run"
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint = '/x' expected True"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=Path("/x"))  # type: ignore[arg-type]
 
 
 def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_forms_are_told_apart_by_the_names_of_their_parameters() -> None:
         form_of(lambda prompts, images, args, processing_class: None, "f") is Form.ONCE_WITH_IMAGES
     )
     assert form_of(lambda prompts, trainer, **rest: None, "f") is Form.REPEATED
+    assert form_of(lambda prompts, trainer=None: None, "f") is Form.REPEATED
+    assert form_of(lambda prompts, args, processing_class=None: None, "f") is Form.ONCE
 
 
 def test_a_function_of_no_form_is_told_which_there_are() -> None:

@@ -91,18 +91,31 @@ _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 def _rows(dataset: Any, name: str) -> list[Any]:
     if isinstance(dataset, Mapping):
-        columns = {str(key): list(column) for key, column in dataset.items()}
-        lengths = {key: len(column) for key, column in columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ConfigError(f"{name} expected columns of one length, got {lengths}")
-        pairs = (zip(repeat(key), column, strict=False) for key, column in columns.items())
-        return [dict(row) for row in zip(*pairs, strict=True)]
+        return _rows_of_columns(dataset, name)
     if isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes)):
         return list(dataset)
     raise ConfigError(
         f"{name} expected rows (a list of dictionaries, columns by name, or a datasets.Dataset), "
         f"got {dataset!r:.80}; of a file, datasets.load_dataset makes one"
     )
+
+
+def _rows_of_columns(dataset: Mapping[Any, Any], name: str) -> list[Any]:
+    if any(hasattr(column, "column_names") for column in dataset.values()):
+        splits = sorted(map(str, dataset))
+        raise ConfigError(f"{name} expected one data set, got the splits {splits}; pass one")
+    for key, column in dataset.items():
+        if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
+            raise ConfigError(
+                f"{name} expected a list of values, one per row, as column '{key}', got "
+                f"{column!r:.60}"
+            )
+    columns = {str(key): list(column) for key, column in dataset.items()}
+    lengths = {key: len(column) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(f"{name} expected columns of one length, got {lengths}")
+    pairs = (zip(repeat(key), column, strict=False) for key, column in columns.items())
+    return [dict(row) for row in zip(*pairs, strict=True)]
 
 
 def _is_prompt(value: Any) -> bool:

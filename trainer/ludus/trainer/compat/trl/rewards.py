@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence, Set
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+from torch import nn
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.functions import name_of
-
-_ALWAYS = frozenset(
-    {
-        "prompts",
-        "completions",
-        "completion_ids",
-        "episode_return",
-        "terminated",
-        "status",
-        "num_turns",
-        "seed",
-        "environment",
-    }
-)
-"""What every reward function may ask for (docs/rewards.md)."""
+from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
 
 
 def reward_terms(
     reward_funcs: Any,
     weights: Sequence[float] | None,
-    columns: Set[str] | None,
+    columns: Mapping[str, Set[str]],
     rewarding: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The terms, in their order.
+    """The terms, in their order; of equal names all but the first get a number.
 
     Args:
         rewarding: the name of environments that say themselves what an episode is worth; it is
             one more term, of weight 1.
-        columns: of the data set; None where a rollout function may add others.
+        columns: by the name of each data set; none where a rollout function may add others.
 
     Raises:
         ConfigError: there are none, other weights than functions, or a function asks for a column
-            that the data set has not.
+            that a data set has not.
     """
     given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [one for one in given if one is not None]
@@ -52,38 +41,51 @@ def reward_terms(
             f"GRPOConfig.reward_weights expected {len(functions)} numbers, one per function, got "
             f"{len(weights)}"
         )
-    terms = []
+    terms: list[dict[str, Any]] = []
     for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-        terms.append({**_term(function, columns), "weight": float(weight)})
+        term = _term(function, columns)
+        name = _free_name(term.pop("name", None), [one.get("name") for one in terms])
+        terms.append({**term, "name": name, "weight": float(weight)})
     if rewarding is not None:
         terms.append({"function": name_of(environment_reward), "name": rewarding})
     return terms
 
 
-def _term(function: Any, columns: Set[str] | None) -> dict[str, Any]:
+def _free_name(name: str | None, taken: Sequence[str | None]) -> str | None:
+    """The name with a number, where it is taken."""
+    if name is None or name not in taken:
+        return name
+    numbered = (f"{name}_{number}" for number in itertools.count(2))
+    return next(one for one in numbered if one not in taken)
+
+
+def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
     if isinstance(function, str):
         return {"kind": "model", "path": function}
-    if not callable(function):
+    if not callable(function) or isinstance(function, nn.Module):
         raise ConfigError(
             f"reward_funcs expected functions, or ids and folders of reward models, got "
             f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
         )
-    _check_columns(function, columns)
+    for dataset, of_dataset in columns.items():
+        _check_columns(function, dataset, of_dataset)
     return {"function": name_of(function), "name": getattr(function, "__name__", None)}
 
 
-def _check_columns(function: Any, columns: Set[str] | None) -> None:
-    if columns is None:
-        return
+def _check_columns(function: Any, dataset: str, columns: Set[str]) -> None:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = {
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in named and p.default is p.empty
-    }
-    missing = sorted(needed - columns - _ALWAYS)
+    called = getattr(function, "__name__", function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise ConfigError(
+            f"reward function '{called}' expected named parameters, got a builtin that tells none; "
+            "call it within a function of your own"
+        ) from None
+    needed = {p.name for p in parameters if p.kind in named and p.default is p.empty}
+    missing = sorted(needed - columns - OWN_ARGUMENTS)
     if missing:
         raise ConfigError(
-            f"reward function '{getattr(function, '__name__', function)}' asks for '{missing[0]}', "
-            f"which train_dataset has not; expected columns out of {sorted(columns | _ALWAYS)}"
+            f"reward function '{called}' asks for '{missing[0]}', "
+            f"which {dataset} has not; expected columns out of {sorted(columns | OWN_ARGUMENTS)}"
         )

@@ -9,7 +9,9 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.completions import generate_rollout_completions
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import Factory, Tool, ToolRollout, kind_of_factory
+from ludus.trainer.functions import name_of
 from ludus.trainer.rollout.batch.completions import Prompt
+from ludus.trainer.rollout.batch.contract import form_of
 
 EnvironmentFactory: TypeAlias = "Factory | Mapping[str, Factory]"
 
@@ -26,7 +28,7 @@ def rollout_of(
         ConfigError: a rollout function beside tools or environments, which it would never see.
     """
     if not tools and environment_factory is None:
-        return sample if rollout_func is None else rollout_func
+        return sample if rollout_func is None else _checked(rollout_func)
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func plays the episodes itself, so tools and environment_factory would go "
@@ -34,6 +36,14 @@ def rollout_of(
         )
     factories = _by_name(environment_factory)
     return ToolRollout(tools or (), factories, args.max_tool_calling_iterations)
+
+
+def _checked(rollout_func: Any) -> Callable[..., Any]:
+    """The function, which has one of TRL's forms."""
+    if not callable(rollout_func):
+        raise ConfigError(f"rollout_func expected a function, got {rollout_func!r:.80}")
+    form_of(rollout_func, name_of(rollout_func))
+    return rollout_func
 
 
 def rewarding_kind(environment_factory: EnvironmentFactory | None) -> str | None:

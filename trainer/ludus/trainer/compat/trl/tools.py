@@ -33,6 +33,10 @@ Tool = Callable[..., Any]
 Factory = Callable[[], Any]
 
 REWARD_COLUMN = "environment_reward"
+COLUMNS = frozenset(
+    {"environments", "num_tool_calls", "num_tool_calls_failed", REWARD_COLUMN},
+)
+"""What reward functions are told beside the data set's columns."""
 _NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -51,6 +55,10 @@ def kind_of_factory(factory: Factory) -> type:
     Raises:
         ConfigError: it has no `reset`.
     """
+    if not callable(factory):
+        raise ConfigError(
+            f"environment_factory expected a class or a function that makes one, got {factory!r}"
+        )
     kind = factory if inspect.isclass(factory) else type(factory())
     if not callable(getattr(kind, "reset", None)):
         raise ConfigError(
@@ -128,6 +136,26 @@ class ToolRollout:
         # Instances stay where they were made.
         return type(self), (self._tools, self._factories, self._max_rounds)
 
+    def check_rows(self, rows: Sequence[Mapping[str, Any]], dataset: str) -> None:
+        """Check that the rows of the data set of that name can be played so.
+
+        Raises:
+            ConfigError: a prompt is text, or a row names no environment that there is.
+        """
+        for number, row in enumerate(rows):
+            if isinstance(row["prompt"], str):
+                raise ConfigError(
+                    f"{dataset}: row {number} expected a prompt of messages, which tools and "
+                    "environment_factory need, got text; write [{'role': 'user', 'content': "
+                    "'...'}]"
+                )
+            name = row.get("environment")
+            if self._factories and None not in self._factories and name not in self._factories:
+                raise ConfigError(
+                    f"{dataset}: row {number} expected an 'environment' out of "
+                    f"{list(self._factories)}, got {name!r:.60}"
+                )
+
     def __call__(self, prompts: Sequence[list[Message]], trainer: RolloutTrainer) -> dict[str, Any]:
         """Rows of whole episodes; what tools said is masked."""
         if self._chat is None:
@@ -153,11 +181,6 @@ class ToolRollout:
         taken: dict[str | None, int] = {}
         episodes = []
         for prompt, row in zip(prompts, trainer.rows, strict=True):
-            if isinstance(prompt, str):
-                raise ConfigError(
-                    "tools and environment_factory expected prompts of messages, got text; write "
-                    "[{'role': 'user', 'content': '...'}]"
-                )
             name = row.get("environment") if None not in self._factories else None
             number = taken[name] = taken.get(name, -1) + 1
             environment = self._instance(name, number, is_judged=trainer.state.is_evaluation)
@@ -177,11 +200,6 @@ class ToolRollout:
         """One that no other episode of this call has; None where there are tools alone."""
         if not self._factories:
             return None
-        if name not in self._factories:
-            raise ConfigError(
-                "train_dataset: a row's environment expected one of "
-                f"{[str(one) for one in self._factories]}, got {name!r}"
-            )
         # An evaluation may run beside training, whose rewards are still to be asked for.
         pool = self._pools.setdefault((name, is_judged), [])
         while len(pool) <= number:

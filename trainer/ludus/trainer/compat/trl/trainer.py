@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,8 +31,13 @@ from ludus.trainer.compat.trl.history import TrainerState, TrainOutput
 from ludus.trainer.compat.trl.model import ModelInput, ModelSection, model_section
 from ludus.trainer.compat.trl.rewards import reward_terms
 from ludus.trainer.compat.trl.rollouts import EnvironmentFactory, rewarding_kind, rollout_of
-from ludus.trainer.compat.trl.run_settings import DEFAULT_OUTPUT_DIR, batches_of, run_settings
-from ludus.trainer.compat.trl.tools import ToolRollout
+from ludus.trainer.compat.trl.run_settings import (
+    DEFAULT_OUTPUT_DIR,
+    batches_of,
+    run_folder,
+    run_settings,
+)
+from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
 from ludus.trainer.functions import name_of
 from ludus.trainer.rollout.batch.function import GivenRollout
 from ludus.trainer.trainer import Trainer
@@ -83,18 +88,20 @@ class GRPOTrainer:
             ConfigError: something that no run does, by its name.
         """
         _refuse_given(reward_processing_classes, callbacks, optimizers, quantization_config)
-        self.args = args or GRPOConfig(f"{_last_part(model)}-GRPO")
+        self.args = _own(args) or GRPOConfig(f"{_last_part(model)}-GRPO")
         self._rows = PromptRows.of(train_dataset, "train_dataset")
         self._eval_rows = PromptRows.of_optional(eval_dataset, "eval_dataset")
         self._batches = batches_of(self.args, len(self._rows))
-        folder = Path(self.args.output_dir or DEFAULT_OUTPUT_DIR)
+        folder = run_folder(self.args)
         self._input = folder.with_name(folder.name + _INPUT_SUFFIX)
         own = self._input / "model"
         section = model_section(model, processing_class, peft_config, self.args, own)
         rollout = rollout_of(rollout_func, tools, environment_factory, self.args)
-        columns = self._rows.columns if rollout is rollouts.sample else None
         rewards = reward_terms(
-            reward_funcs, self.args.reward_weights, columns, rewarding_kind(environment_factory)
+            reward_funcs,
+            self.args.reward_weights,
+            self._columns(rollout),
+            rewarding_kind(environment_factory),
         )
         self._config = self._run_tree(section, rollout, rewards)
         self._overrides = tuple(overrides)
@@ -118,7 +125,7 @@ class GRPOTrainer:
             LudusError: what ended it.
         """
         wanted = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if isinstance(wanted, str):
+        if wanted is not None and not isinstance(wanted, bool):
             raise ConfigError(
                 f"resume_from_checkpoint = '{wanted}' expected True: a run goes on from the newest "
                 "checkpoint in its folder"
@@ -143,6 +150,18 @@ class GRPOTrainer:
             f"GRPOTrainer has no '{name}' here: the model is trained in processes of its own; see "
             "docs/from-trl.md for what there is"
         )
+
+    def _columns(self, rollout: Callable[..., Any]) -> dict[str, Set[str]]:
+        """What reward functions may ask for, by the data set; none where nobody knows."""
+        given = {"train_dataset": self._rows, "eval_dataset": self._eval_rows}
+        datasets = {name: rows for name, rows in given.items() if rows is not None}
+        if isinstance(rollout, ToolRollout):
+            for name, rows in datasets.items():
+                rollout.check_rows(rows.rows, name)
+            return {name: rows.columns | COLUMNS for name, rows in datasets.items()}
+        if rollout is not rollouts.sample:
+            return {}
+        return {name: rows.columns for name, rows in datasets.items()}
 
     async def _train(self, resume: Resume) -> TrainOutput:
         trainer = Trainer(self._config, overrides=self._overrides, resume=resume, overwrite=True)
@@ -208,6 +227,17 @@ class GRPOTrainer:
         }
 
 
+def _own(args: GRPOConfig | None) -> GRPOConfig | None:
+    """What a script passes as `args`: TRL's own has fields that nobody here has looked at."""
+    if args is None or isinstance(args, GRPOConfig):
+        return args
+    kind = type(args)
+    raise ConfigError(
+        f"args expected a {GRPOConfig.__module__.rpartition('.')[0]}.GRPOConfig, got "
+        f"{kind.__module__}.{kind.__qualname__}; change the import of GRPOConfig, too"
+    )
+
+
 def _last_part(model: Any) -> str:
     """What TRL calls a run by whose script says nothing."""
     return model.rstrip("/").rpartition("/")[2] if isinstance(model, str) else DEFAULT_OUTPUT_DIR
@@ -218,8 +248,8 @@ def _refuse_given(
 ) -> None:
     given = {
         "reward_processing_classes": reward_processing_classes,
-        "callbacks": callbacks,
-        "optimizers": None if tuple(optimizers) == (None, None) else optimizers,
+        "callbacks": callbacks or None,
+        "optimizers": optimizers if any(optimizers or ()) else None,
         "quantization_config": quantization_config,
     }
     ways = {

@@ -62,6 +62,11 @@ def form_of(function: Callable[..., Any], path: str) -> Form:
     for form in Form:
         if parameters and sorted(needed) == sorted(form.value):
             return form
+    named = {p.name for p in parameters[1:]}
+    for form in Form:
+        # A parameter of a form may have a default.
+        if set(needed) <= set(form.value) <= named:
+            return form
     raise ConfigError(
         f"environment.rollout = 'trl:{path}' expected one of the signatures "
         + ", ".join(f"(prompts, {', '.join(form.value)})" for form in Form)
