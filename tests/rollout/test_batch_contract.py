@@ -75,6 +75,10 @@ def test_a_mask_parts_what_was_sampled_from_what_was_said() -> None:
     [
         ({"logprobs": None}, r"expected the keys .* without \['logprobs'\]"),
         ({"prompt_ids": [[1]]}, "expected 4 entries of 'prompt_ids'.* got 1"),
+        (
+            {"num_turns": [1, 2, 3, 4], "seed": 0},
+            r"expected other keys than \['num_turns', 'seed'\].* rename them",
+        ),
         ({"env_reward": [1.0, 2.0]}, "expected 4 entries of 'env_reward'.* got 2"),
         ({"completion_ids": 3}, "expected 'completion_ids' to be a list, got 3"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,16 +14,18 @@ import torch
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import run_config_from
-from ludus.proto.errors import ConfigError
+from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.compat.trl import generate_rollout_completions
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.rollout.batch.completions import Completions
+from ludus.trainer.rollout.batch.arguments import RolloutTrainer, TrainerState, with_overrides
+from ludus.trainer.rollout.batch.completions import Call, Completions
 from ludus.trainer.rollout.batch.generate_port import GeneratePort
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group_player import GroupPlayer, WorkerParts, make_group_player
 from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
-from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, RolloutStatus
+from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, RolloutStatus, Sampling
 from tests.rollout import batch_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
 
@@ -234,6 +237,52 @@ async def test_the_port_answers_as_a_server_of_trl_and_refuses_what_it_does_not_
         )
         too_long = await http.post(url, json={"prompts": [[1] * 64]})
         assert "rollout.max_tokens = 64, got one of 64" in too_long.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompts": [[5, 10**6]]}, "below 277, the size of the vocabulary, got 1000000 at place"),
+        ({"prompts": [[-1]]}, "got -1 at place 0"),
+        ({"prompts": ["a"], "temperature": 1e-300}, "temperature = 1e-300 expected 0, or a number"),
+        ({"prompts": ["a"], "top_p": 1e-300}, "top_p = 1e-300 expected a number from"),
+        ({"prompts": ["a"], "repetition_penalty": 1e300}, "repetition_penalty = 1e+300 expected"),
+    ],
+)
+async def test_a_request_that_would_fail_the_engine_is_refused_and_the_engine_lives(
+    worker: Any, asked: dict[str, Any], message: str
+) -> None:
+    async with worker("once") as up, httpx.AsyncClient(timeout=60) as http:
+        url = f"http://127.0.0.1:{up.port}/generate/"
+        refused = await http.post(url, json=asked)
+        assert refused.status_code == 422 and message in refused.json()["detail"]
+        assert (await http.post(url, json={"prompts": ["hard 16"]})).status_code == 200
+
+
+def test_overrides_and_prompts_that_no_engine_takes_are_refused_by_name(model_path: str) -> None:
+    sampling = Sampling(1.0, 8)
+    assert with_overrides(sampling, {"temperature": None, "max_new_tokens": 3}).max_tokens == 3
+    assert with_overrides(sampling, {"top_k": -1}) == sampling
+    for overrides, message in (
+        ({"temperature": "hot"}, "generation_overrides: temperature = 'hot' expected 0, or a"),
+        ({"max_tokens": 0}, "max_tokens = 0 expected a whole number of 1 or more"),
+        ({"top_p": 0}, "top_p = 0 expected a number from"),
+        ({"min_p": float("nan")}, "min_p = nan expected a number from 0 to 1"),
+    ):
+        with pytest.raises(RolloutFunctionError, match=message):
+            with_overrides(sampling, overrides)
+    chat = ChatTokenizer(load_tokenizer(model_path))
+    completions = Completions(None, chat, 64, 0, 0)  # type: ignore[arg-type]  # never asked
+    with pytest.raises(RolloutFunctionError, match=r"as_chat = False expected .* got messages"):
+        completions.prompt_ids([{"role": "user", "content": "a"}], as_chat=False)
+    nothing: Any = None
+    args = SimpleNamespace(num_generations=1, max_completion_length=8)
+    state = TrainerState(0)
+    trainer = RolloutTrainer(
+        *(args, chat.tokenizer, state, [], sampling, completions), Call([0]), nothing
+    )
+    with pytest.raises(RolloutFunctionError, match=r"got the text 'hard 16'; write \[prompt\]"):
+        generate_rollout_completions(trainer, "hard 16")
 
 
 async def test_a_port_that_is_taken_is_another_workers(model_path: str) -> None:

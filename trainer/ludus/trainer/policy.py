@@ -52,7 +52,8 @@ class Policy:
             seed: decides what is sampled.
 
         Raises:
-            ConfigError: prompt and answer are longer than rollout.max_tokens.
+            ConfigError: prompt and answer are longer than rollout.max_tokens, or an argument is no
+                number that can be.
         """
         answers = await self.answers(
             self.prompt_ids(prompt),
@@ -85,6 +86,8 @@ class Policy:
         Args:
             top_p: None is that of the rollouts.
         """
+        if num < 1:
+            raise ConfigError(f"expected 1 answer or more, got num = {num}")
         rollout = self.run.rollout
         sampling = sampling_of(rollout, temperature)
         if max_tokens is not None:

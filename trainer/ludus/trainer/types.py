@@ -25,9 +25,11 @@ Legend for shapes: T = tokens of a sequence, G = episodes of a group, N = sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -36,6 +38,7 @@ from numpy.typing import DTypeLike
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
+from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
 from ludus.trainer.ragged import Ragged
 
@@ -80,6 +83,19 @@ class Sampling:
     """Divides the positive logits of tokens that the prompt or the answer has already, and
     multiplies the negative ones; 1 leaves them alone."""
 
+    def __post_init__(self) -> None:
+        """Refuse what has no distribution: in an engine it would fail all requests beside it.
+
+        Raises:
+            ConfigError: a field is not a number within its bounds.
+        """
+        for name, (kind, least, most, said) in _BOUNDS_OF_SAMPLING.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            is_greedy = name == "temperature" and value == 0
+            if not is_number or not (is_greedy or least <= value <= most):
+                raise ConfigError(f"{name} = {value!r:.60} expected {said}")
+
     @property
     def is_plain(self) -> bool:
         """True where nothing but the temperature stands between logits and probabilities."""
@@ -89,6 +105,18 @@ class Sampling:
     def cuts_off(self) -> bool:
         """True where some tokens can never be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+_LEAST, _MOST = 1e-6, 1e6
+"""What is closer to 0 is 0 in the arithmetic of an engine, or divides by it."""
+_BOUNDS_OF_SAMPLING: Mapping[str, tuple[type, float, float, str]] = {
+    "temperature": (Real, _LEAST, _MOST, f"0, or a number from {_LEAST:g} to {_MOST:g}"),
+    "max_tokens": (Integral, 1, math.inf, "a whole number of 1 or more"),
+    "top_p": (Real, _LEAST, 1.0, f"a number from {_LEAST:g} to 1"),
+    "top_k": (Integral, 0, math.inf, "a whole number of 0 or more"),
+    "min_p": (Real, 0.0, 1.0, "a number from 0 to 1"),
+    "repetition_penalty": (Real, _LEAST, _MOST, f"a number from {_LEAST:g} to {_MOST:g}"),
+}
 
 
 @dataclass(frozen=True, slots=True)

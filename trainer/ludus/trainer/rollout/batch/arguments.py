@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ludus.proto.config import RolloutConfig
-from ludus.proto.errors import RolloutFunctionError
+from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.rollout.batch.completions import Call, Completions, Prompt
 from ludus.trainer.types import Sampling
 
@@ -34,6 +34,8 @@ _OVERRIDES = {
     "max_new_tokens": "max_tokens",
 }
 """What the names of others mean in ours."""
+_ALL_TOKENS = 0
+"""What vLLM calls a top_k of -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,10 @@ class RolloutTrainer:
                 "expected completions to be asked for within the call of the rollout function, got "
                 "a request after its end; raise rollout.group_timeout_s if it took too long"
             )
+        if isinstance(prompts, str):
+            raise RolloutFunctionError(
+                f"expected a list of prompts, got the text {prompts!r:.60}; write [prompt]"
+            )
         sampling = with_overrides(self._sampling, generation_overrides or {})
         answering = asyncio.run_coroutine_threadsafe(
             self._answers(prompts, sampling, as_chat), self._loop
@@ -192,14 +198,24 @@ class RolloutTrainer:
 
 
 def with_overrides(sampling: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """The sampling with what `generation_overrides` sets.
+    """The sampling with what `generation_overrides` sets; None leaves a field as it is.
 
     Raises:
-        RolloutFunctionError: it sets something that no engine of ours knows.
+        RolloutFunctionError: it sets something that no engine of ours knows, or takes.
     """
     unknown = sorted(set(overrides) - _OVERRIDES.keys())
     if unknown:
         raise RolloutFunctionError(
             f"generation_overrides expected some of {sorted(_OVERRIDES)}, got {unknown}; remove it"
         )
-    return replace(sampling, **{_OVERRIDES[name]: value for name, value in overrides.items()})
+    try:
+        return replace(
+            sampling,
+            **{
+                _OVERRIDES[name]: _ALL_TOKENS if (name, value) == ("top_k", -1) else value
+                for name, value in overrides.items()
+                if value is not None
+            },
+        )
+    except ConfigError as error:
+        raise RolloutFunctionError(f"generation_overrides: {error}") from None

@@ -101,7 +101,7 @@ class Completions:
             as_chat: whether the chat template is applied; None where the prompt is messages.
 
         Raises:
-            RolloutFunctionError: it is no prompt.
+            RolloutFunctionError: it is no prompt, or a token of no model.
         """
         if isinstance(prompt, str):
             if as_chat:
@@ -109,12 +109,28 @@ class Completions:
             return self._chat.text_ids(prompt)
         if isinstance(prompt, Sequence) and prompt:
             if all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in prompt):
+                if as_chat is False:
+                    raise RolloutFunctionError(
+                        "as_chat = False expected a prompt of text or token ids, got messages, "
+                        "which go through the chat template; leave it out, or send text"
+                    )
                 return self._chat.first_prompt(prompt)  # type: ignore[arg-type]
             if all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
-                return list(prompt)  # type: ignore[arg-type]
+                return self._in_vocabulary(list(prompt))  # type: ignore[arg-type]
         raise RolloutFunctionError(
             f"expected a prompt as text, messages or token ids, got {prompt!r:.100}"
         )
+
+    def _in_vocabulary(self, token_ids: list[int]) -> list[int]:
+        """The tokens; one that has no embedding would fail the engine, and all that it answers."""
+        size = len(self._chat.tokenizer)
+        for place, token_id in enumerate(token_ids):
+            if not 0 <= token_id < size:
+                raise RolloutFunctionError(
+                    f"expected token ids below {size}, the size of the vocabulary, got {token_id} "
+                    f"at place {place} of a prompt"
+                )
+        return token_ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Sampled tokens as text, without special tokens."""

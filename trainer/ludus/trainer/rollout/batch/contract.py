@@ -24,6 +24,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
 
 REQUIRED_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 MASK_KEY = "env_mask"
@@ -132,7 +133,8 @@ def read_rows(returned: Any, expected: Expected) -> list[Row]:
     Prompt tokens may come once per prompt, as a server of `trl vllm-serve` answers.
 
     Raises:
-        RolloutFunctionError: a key is missing, there are more or fewer rows, or one is faulty.
+        RolloutFunctionError: a key is missing or taken, there are more or fewer rows, or one is
+            faulty.
     """
     if not isinstance(returned, Mapping):
         raise expected.error(f"expected to return a dictionary, got {returned!r:.100}")
@@ -141,6 +143,12 @@ def read_rows(returned: Any, expected: Expected) -> list[Row]:
         raise expected.error(
             f"expected the keys {list(REQUIRED_KEYS)}, got {sorted(map(str, returned))} without "
             f"{missing}; return what the engine answered"
+        )
+    hidden = sorted(OWN_ARGUMENTS.intersection(returned) - set(REQUIRED_KEYS))
+    if hidden:
+        raise expected.error(
+            f"expected other keys than {hidden}, under which reward functions get what the trainer "
+            "says; rename them"
         )
     columns = {str(key): _column(key, value, expected) for key, value in returned.items()}
     masks = columns.pop(MASK_KEY, None)
