@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.functions import Functions, group_advantages, reward_term
 
 PROMPTS = [[{"role": "system", "content": "Play."}, {"role": "user", "content": "hard 16 vs 10"}]]
@@ -43,6 +44,19 @@ def test_advantages_are_those_of_a_class_an_object_or_a_function() -> None:
     group = [SimpleNamespace(reward=reward) for reward in (1.0, 3.0)]
     for one in (Centred, Centred(), Centred().compute):
         assert group_advantages(one)(group) == [-1.0, 1.0]
+
+
+async def test_a_reward_may_leave_an_episode_out() -> None:
+    term = reward_term(lambda prompt, response, game_reward: None)
+    assert await term(prompts=PROMPTS, completions=COMPLETIONS, episode_return=[0.5]) == [None]
+
+
+@pytest.mark.parametrize("reward", [5, object, lambda answer, won: 1.0])
+def test_what_cannot_be_called_as_a_reward_is_said_at_once(reward: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward expected a function of \(prompt, response, gam"):
+        reward_term(reward)
+    with pytest.raises(ConfigError, match=r"compute_advantages expected a function of \(group\)"):
+        group_advantages(reward)
 
 
 def test_what_is_not_given_changes_nothing() -> None:

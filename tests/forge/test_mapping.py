@@ -102,6 +102,12 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("policy.engine_args.dtype=float16", "log-probs of the two are compared"),
         ("trainer.training.seq_len=100", "is less than the 544 tokens"),
         ("group_size=four", "group_size = 'four': expected a whole number"),
+        ("group_size=0", "group_size = 0: expected a whole number of 1 or more"),
+        ("max_res_tokens=0", "max_res_tokens = 0: expected a whole number of 1 or more"),
+        ("rollout_threads=-1", "rollout_threads = -1: expected a whole number of 1 or more"),
+        ("actors.trainer.procs=0", "actors.trainer.procs = 0: expected a whole number of 1"),
+        ("trainer.lr_scheduler.min_lr_factor=low", "min_lr_factor = 'low': expected a number"),
+        ("policy=5", "policy: expected a section with keys of its own, got a value"),
         ("model=${modell}", "refers to a key that is not there"),
         ("model=${model}", "refers to itself"),
     ],
@@ -142,6 +148,18 @@ def test_the_section_ludus_stands_over_the_rest() -> None:
 def test_a_file_without_a_server_is_told_so() -> None:
     with pytest.raises(ConfigError, match=r"blackjack_env\.server_url is not set"):
         mapped("blackjack_env.server_url=null")
+
+
+def test_a_section_of_which_the_name_alone_is_left_says_nothing() -> None:
+    config = tutorial_config()
+    config["ref_model"] = config["metric_logging"] = config["ludus"] = None
+    mapped_without = run_tree(load_forge_config(config), name="blackjack", has_gpu=True)
+    assert mapped_without.tree["metrics"] == {}
+    assert "ref_model" not in mapped_without.unused
+
+
+def test_a_momentum_of_zero_is_one() -> None:
+    assert run_of("trainer.optimizer.beta1=0.0").learner.betas == (0.0, 0.95)
 
 
 def test_the_older_files_keys_are_read_too() -> None:

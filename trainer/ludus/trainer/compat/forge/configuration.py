@@ -129,6 +129,32 @@ class Leaves:
             raise ConfigError(f"{said}: these mean one thing here; make them equal")
         return values[0] if values else None
 
+    def count(self, *keys: str, default: int) -> int:
+        """The same as a whole number of 1 or more; `default` where none is set.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.whole(*keys)
+        if value is None:
+            return default
+        if value < 1:
+            said = next(key for key in keys if self._values.get(key) is not None)
+            raise ConfigError(f"{said} = {value}: expected a whole number of 1 or more")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """The same of one key as a number.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.get(key)
+        try:
+            return None if value is None else float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key} = {value!r}: expected a number") from None
+
     def whole(self, *keys: str) -> int | None:
         """The same as a whole number.
 

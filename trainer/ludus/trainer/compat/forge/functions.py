@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.env import Message
+from ludus.proto.errors import ConfigError
 
-RewardTerm = Callable[..., Awaitable[list[float]]]
+RewardTerm = Callable[..., Awaitable[list[float | None]]]
 GroupFunction = Callable[[Sequence[Any]], Any]
 
 
@@ -46,21 +47,26 @@ def reward_term(reward: Any) -> RewardTerm:
 
     Args:
         reward: that function, or a class or an object that has it.
+
+    Raises:
+        ConfigError: it is none, or takes other arguments.
     """
     evaluate = _method(reward, "evaluate_response")
+    _check_call(evaluate, "reward", prompt="", response="", game_reward=0.0)
 
     async def evaluate_response(
         prompts: Sequence[list[Message]],
         completions: Sequence[list[Message]],
         episode_return: Sequence[float],
-    ) -> list[float]:
+    ) -> list[float | None]:
         """What each episode is worth, by its first prompt, its last answer and its return."""
         asked = zip(prompts, completions, episode_return, strict=True)
         said = [
             evaluate(prompt=_text(prompt), response=_last_answer(answers), game_reward=paid)
             for prompt, answers, paid in asked
         ]
-        return [float(await one if inspect.isawaitable(one) else one) for one in said]
+        worth = [await one if inspect.isawaitable(one) else one for one in said]
+        return [None if one is None else float(one) for one in worth]
 
     return evaluate_response
 
@@ -70,8 +76,12 @@ def group_advantages(compute_advantages: Any) -> GroupFunction:
 
     Args:
         compute_advantages: that function, or a class or an object that has it.
+
+    Raises:
+        ConfigError: it is none, or takes other arguments.
     """
     compute = _method(compute_advantages, "compute")
+    _check_call(compute, "compute_advantages", [])
 
     def compute_of(group: Sequence[Any]) -> Any:
         return compute(group)
@@ -83,6 +93,24 @@ def _method(owner: Any, name: str) -> Callable[..., Any]:
     owner = owner() if inspect.isclass(owner) else owner
     found: Callable[..., Any] = getattr(owner, name, owner)
     return found
+
+
+def _check_call(function: Any, field: str, *args: Any, **named: Any) -> None:
+    """Check that the function can be called so."""
+    asked = ", ".join(named) or "group"
+    if not callable(function):
+        raise ConfigError(
+            f"{field} expected a function of ({asked}), or what has it, got {function!r:.60}"
+        )
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except ValueError:
+        return  # some builtins tell no parameters
+    except TypeError as error:
+        raise ConfigError(
+            f"{field} expected a function of ({asked}), got one to which that is no call: {error}; "
+            "name its parameters so"
+        ) from None
 
 
 def _text(messages: Sequence[Message]) -> str:

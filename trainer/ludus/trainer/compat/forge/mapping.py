@@ -32,7 +32,7 @@ TINY = "tiny"
 _HUB = "hf://"
 _FOREVER = 1_000_000
 """Steps of a file that names none: as many as Forge's own files say."""
-_GROUP_SIZE = 4
+_GROUP_SIZE, _MAX_REQUEST, _MAX_RESPONSE = 4, 512, 32
 """Where the file says nothing."""
 _NUM_GAMES = 1_000
 """Of the evaluation after the last step, of which Forge has none."""
@@ -70,7 +70,7 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
     _refuse_other_optimizers(leaves)
     environment = _environment(leaves)
     rollout, training = _sizes(leaves)
-    own = config.get(OWN_SECTION, {})
+    own = config.get(OWN_SECTION) or {}
     tree: dict[str, Any] = {
         "preset": "torchforge",
         "name": name,
@@ -95,14 +95,25 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
 
 def _check_names(leaves: Leaves) -> None:
     known = known_keys()
-    unknown = [key for key in leaves if key not in known]
+    unknown = [key for key in leaves if key not in known and not _is_empty(key, leaves, known)]
     if not unknown:
         return
     lines = [f"  {key}: {_hint(key, known)}" for key in unknown]
     raise ConfigError("expected keys of Forge's configuration, got\n" + "\n".join(lines))
 
 
+def _is_empty(key: str, leaves: Leaves, known: frozenset[str]) -> bool:
+    """Whether it is a section of which the file holds the name alone."""
+    return _is_section(key, known) and leaves.get(key) is None
+
+
+def _is_section(key: str, known: frozenset[str]) -> bool:
+    return key == OWN_SECTION or any(one.startswith(f"{key}.") for one in known)
+
+
 def _hint(key: str, known: frozenset[str]) -> str:
+    if _is_section(key, known):
+        return "expected a section with keys of its own, got a value"
     section = key.rpartition(".")[0]
     beside = [name for name in known if name.rpartition(".")[0] == section]
     said = did_you_mean(key, beside or known)
@@ -135,7 +146,7 @@ def _refuse_other_optimizers(leaves: Leaves) -> None:
 def _environment(leaves: Leaves) -> dict[str, Any]:
     environment = {
         "kind": "remote",
-        "address": leaves.get("blackjack_env.server_url"),
+        "address": leaves.get("blackjack_env.server_url") or None,
         "max_turns": leaves.whole("blackjack_env.max_turns"),
     }
     leaves.get("blackjack_env.game_name")  # compared with what the server plays, when it is asked
@@ -144,12 +155,13 @@ def _environment(leaves: Leaves) -> dict[str, Any]:
 
 def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sections `rollout` and `training`."""
-    group_size = leaves.whole("group_size", "grpo.group_size") or _GROUP_SIZE
-    per_rank = leaves.whole(
+    group_size = leaves.count("group_size", "grpo.group_size", default=_GROUP_SIZE)
+    per_rank = leaves.count(
         "replay_buffer.batch_size",
         "trainer.training.local_batch_size",
         "local_batch_size",
         "batch_size",
+        default=group_size,
     )
     num_ranks = _num_ranks(leaves)
     dp_size = leaves.whole("replay_buffer.dp_size")
@@ -158,20 +170,21 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
             f"replay_buffer.dp_size = {dp_size}, but the trainer has {num_ranks} data-parallel "
             "ranks; make them equal"
         )
-    groups, rest = divmod((per_rank or group_size) * num_ranks, group_size)
+    groups, rest = divmod(per_rank * num_ranks, group_size)
     if rest or not groups:
         raise ConfigError(
             f"local_batch_size = {per_rank} on {num_ranks} ranks is no multiple of group_size = "
             f"{group_size}: a step trains on whole groups; set it to one, for example "
             f"{max(1, groups) * group_size}"
         )
-    answer = leaves.whole("max_res_tokens")
+    answer = leaves.count("max_res_tokens", default=0) or None
     longest = leaves.whole("blackjack_env.max_seq_len", "max_seq_len")
     if longest is None:
-        longest = (leaves.whole("max_req_tokens") or 512) + (answer or 32)
+        asked = leaves.count("max_req_tokens", default=_MAX_REQUEST)
+        longest = asked + (answer or _MAX_RESPONSE)
     _refuse_other_groups(leaves, group_size)
     sampling = _sampling(leaves, answer, longest)
-    threads = leaves.whole("rollout_threads") or 1
+    threads = leaves.count("rollout_threads", default=1)
     rollout = {
         "group_size": group_size,
         "num_groups_in_flight": max(threads, groups),
@@ -232,7 +245,7 @@ def _fitting(longest: int, leaves: Leaves) -> int:
 
 def _num_ranks(leaves: Leaves) -> int:
     shards = leaves.whole("trainer.parallelism.data_parallel_shard_degree")
-    processes = leaves.whole("actors.trainer.procs") or 1
+    processes = leaves.count("actors.trainer.procs", default=1)
     if shards is None or shards == -1:
         return processes
     if "actors.trainer.procs" in leaves and processes != shards:
@@ -294,8 +307,10 @@ def _learner(leaves: Leaves) -> dict[str, Any]:
     def said(name: str) -> Any:
         return leaves.get(f"trainer.{name}")
 
-    rate, floor = said("optimizer.lr"), said("lr_scheduler.min_lr_factor")
-    betas = (said("optimizer.beta1"), said("optimizer.beta2"))
+    rate, floor = (
+        leaves.number(f"trainer.{name}") for name in ("optimizer.lr", "lr_scheduler.min_lr_factor")
+    )
+    first, second = (leaves.number(f"trainer.optimizer.{name}") for name in ("beta1", "beta2"))
     mode = said("activation_checkpoint.mode")
     if mode not in (None, "none", "selective", "full"):
         raise ConfigError(
@@ -305,11 +320,11 @@ def _learner(leaves: Leaves) -> dict[str, Any]:
         {
             "num_ranks": _num_ranks(leaves),
             "learning_rate": rate,
-            "learning_rate_final": float(rate) * float(floor) if rate and floor else None,
+            "learning_rate_final": rate * floor if rate and floor else None,
             "schedule": said("lr_scheduler.decay_type"),
             "warmup_steps": said("lr_scheduler.warmup_steps"),
             "eps": said("optimizer.eps"),
-            "betas": [betas[0] or 0.9, betas[1] or 0.95] if any(betas) else None,
+            "betas": _betas(first, second),
             "weight_decay": said("optimizer.weight_decay"),
             "max_grad_norm": said("training.max_norm"),
             "dtype": _dtype(leaves),
@@ -317,6 +332,13 @@ def _learner(leaves: Leaves) -> dict[str, Any]:
             "compile": said("compile.enable"),
         }
     )
+
+
+def _betas(first: float | None, second: float | None) -> list[float] | None:
+    """AdamW's, of which the file may say one; None where it says neither."""
+    if first is None and second is None:
+        return None
+    return [0.9 if first is None else first, 0.95 if second is None else second]
 
 
 def _dtype(leaves: Leaves) -> str | None:

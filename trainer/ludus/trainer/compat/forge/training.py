@@ -220,10 +220,10 @@ async def _run_tree(
     mapped = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
     _tell_unused(mapped.unused)
     tree = mapped.tree
-    if not keeps_name and "name" not in cfg.get(OWN_SECTION, {}):
+    if not keeps_name and "name" not in (cfg.get(OWN_SECTION) or {}):
         tree["name"] = _free_name(name, Path(tree.get("output_dir", "runs")))
     if "environment" in tree:
-        game = cfg.get("blackjack_env", {}).get("game_name")
+        game = (cfg.get("blackjack_env") or {}).get("game_name")
         tree["environments"] = await with_comparisons(tree.pop("environment"), game)
     return tree
 
