@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,20 @@ async def test_the_buffer_says_nothing_while_it_holds_too_few() -> None:
     assert await buffer.size.call_one() == 0
     with pytest.raises(ConfigError, match="expected a whole policy_version, got None"):
         await buffer.add.call_one(object())
+
+
+@pytest.mark.parametrize("size", [{"batch_size": 0}, {"max_policy_age": -1}, {"dp_size": 0}])
+async def test_a_buffer_of_no_size_is_refused(size: dict[str, int]) -> None:
+    [(name, value)] = size.items()
+    with pytest.raises(ConfigError, match=rf"ReplayBuffer\({name}={value}\) expected a whole"):
+        await ReplayBuffer.as_actor(**{"batch_size": 2, "max_policy_age": 0, **size})
+
+
+@pytest.mark.parametrize("rewards", [[], [float("nan"), 1.0], [None, 1.0], ["a"]])
+async def test_advantages_of_rewards_that_are_none_are_refused(rewards: list[Any]) -> None:
+    part = await ComputeAdvantages.as_actor()
+    with pytest.raises(ConfigError, match="group expected episodes with a finite reward each"):
+        await part.compute.call_one([SimpleNamespace(reward=reward) for reward in rewards])
 
 
 async def test_advantages_are_those_of_the_worked_example() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.advantages import group_advantages
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
@@ -23,7 +25,23 @@ class ComputeAdvantages(ForgeActor):
 
     @endpoint
     def compute(self, group: Sequence[Any]) -> list[float]:
-        """One advantage for each episode of the group, which has a `reward`."""
-        rewards = torch.tensor([[float(one.reward) for one in group]], dtype=torch.float64)
+        """One advantage for each episode of the group, which has a `reward`.
+
+        Raises:
+            ConfigError: there is none, or one is worth no finite number.
+        """
+        said = [getattr(one, "reward", None) for one in group]
+        if not said or not all(map(_is_finite, said)):
+            raise ConfigError(
+                f"group expected episodes with a finite reward each, got the rewards {said!r:.100}"
+            )
+        rewards = torch.tensor([[float(one) for one in said]], dtype=torch.float64)
         advantages: list[float] = group_advantages(rewards, "mean", "group")[0].tolist()
         return advantages
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return math.isfinite(reward)
+    except TypeError:
+        return False

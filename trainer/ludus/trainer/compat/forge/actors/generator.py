@@ -43,7 +43,7 @@ class Generator(ForgeActor):
             UserError: there is none, or the settings mean what no engine here does.
         """
         fields = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
-        longest = int(self.engine_args.get("max_model_len", _LONGEST))
+        longest = self.engine_args.get("max_model_len", _LONGEST)
         self._run = settings_of("policy", fields, longest=longest)
         path = path_of_model(self._run)
         self._chat = ChatTokenizer.load(path, self._run.model)

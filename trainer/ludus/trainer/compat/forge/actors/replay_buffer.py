@@ -28,7 +28,17 @@ class ReplayBuffer(ForgeActor):
     _episodes: list[Any] = field(default_factory=list, init=False)
 
     def setup(self) -> None:
-        """Take the random numbers of the seed."""
+        """Take the random numbers of the seed.
+
+        Raises:
+            ConfigError: a number can be none of such a buffer.
+        """
+        for name, least in (("batch_size", 1), ("dp_size", 1), ("max_policy_age", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"ReplayBuffer({name}={value!r}) expected a whole number of {least} or more"
+                )
         self._draw = random_of(self.seed, Stream.REPLAY_BUFFER)
 
     @endpoint
