@@ -23,7 +23,7 @@ from ludus.proto.config import (
     load_run_config,
     run_config_from,
 )
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import ConfigError, LudusError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics, read_transcripts
 from ludus.trainer.algorithms.advantages import gae, stream_gae
 from ludus.trainer.classic.adam import Adam
@@ -305,6 +305,19 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="CartPole"):
         train(run, resume=Resume.NEVER, overwrite=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_without_a_finite_gradient_end_the_training() -> None:
+    class Blind(ConstantReward):
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return np.full(1, np.nan, dtype=np.float32), 1.0, False, False, {}
+
+    gymnasium.register("Blind-v0", lambda **options: Blind(), max_episode_steps=500)
+    agent = agent_of("Blind-v0", NetworkPpoConfig(**SMALL))
+    for _ in range(9):
+        assert agent.train().metrics.num_skipped > 0
+    with pytest.raises(LudusError, match="gradients of 10 batches in a row are not finite"):
+        agent.train()
 
 
 def test_an_actor_that_does_not_fit_is_told_by_its_shape() -> None:

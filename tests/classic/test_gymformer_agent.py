@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from ludus.proto.config import run_config_from
-from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.proto.errors import ConfigError, ExecutionError, NotFoundError
 from ludus.proto.runs import Resume, Summary, read_metrics
 from ludus.services.report.page import write_report
 from ludus.trainer.classic.run import check
@@ -152,3 +155,49 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         train_agent("CartPole-v1", actor, critic, PPOConfig(), num_envs=0)
     with pytest.raises(NotFoundError, match="no agent at"):
         load_ppo_agent(tmp_path / "none.pth", actor, critic)
+    (tmp_path / "empty.pth").touch()
+    with pytest.raises(ConfigError, match="got another file"):
+        load_ppo_agent(tmp_path / "empty.pth", actor, critic)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"ppo_config": PPOConfig(lr_actor=-1)},
+            r"PPOConfig\.lr_actor = -1: input should be",
+        ),
+        ({"ppo_config": PPOConfig(minibatch_size=0)}, r"PPOConfig\.minibatch_size = 0"),
+        ({"ppo_config": PPOConfig(eps_clip=float("nan"))}, r"PPOConfig\.eps_clip = nan"),
+        ({"ppo_config": {"lr_actor": 1}}, r"ppo_config expected a .*rl\.ppo\.PPOConfig, got {"),
+        ({"actor": None}, "actor expected a torch module, got None"),
+        ({"env_name": 5}, "env_name expected a Gymnasium id"),
+        ({"max_episodes": "2"}, "max_episodes expected at least 1, got '2'"),
+        ({"callback": 5}, "callback expected a function or None, got 5"),
+        ({"metrics": 5}, "metrics expected sinks by name, got 5"),
+        ({"device": "abacus"}, "device = 'abacus' cannot be used"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_told_by_its_name(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    actor, critic = networks("CartPole-v1")
+    sound = {"actor": actor, "critic": critic, "ppo_config": PPOConfig(), "save_path": tmp_path}
+    with pytest.raises(ConfigError, match=message):
+        train_agent(**{"env_name": "CartPole-v1", "max_episodes": 2, **sound, **given})
+
+
+def test_a_reward_that_is_no_number_ends_the_training(tmp_path: Path) -> None:
+    class Broken(gymnasium.Env[np.ndarray, int]):
+        observation_space, action_space = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
+
+        def reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+            super().reset(seed=arguments.get("seed"))
+            return np.zeros(4, dtype=np.float32), {}
+
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return np.zeros(4, dtype=np.float32), float("nan"), False, False, {}
+
+    gymnasium.register("Broken-v0", lambda **options: Broken())
+    with pytest.raises(ExecutionError, match="paid nan in step 1 of an episode"):
+        train_agent("Broken-v0", *networks("CartPole-v1"), PPOConfig(), 2, save_path=tmp_path)

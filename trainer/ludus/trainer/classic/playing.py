@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ludus.env.evaluation import EpisodeOutcome
+from ludus.proto.errors import ExecutionError
 from ludus.trainer.classic.environments import Stepped, VectorEnvironment
 
 _log = logging.getLogger(__name__)
@@ -105,9 +106,19 @@ class Playing:
         return any(episode.seed is not None for episode in self._episodes)
 
     def step(self, actions: np.ndarray) -> Played:
-        """What the actions [N, ...], as the space has them, led to; ended episodes are replaced."""
+        """What the actions [N, ...], as the space has them, led to; ended episodes are replaced.
+
+        Raises:
+            ExecutionError: the environment pays what is no finite number.
+        """
         stepped = self._environments.step(actions)
         self._lengths += 1
+        if not np.isfinite(stepped.rewards).all():
+            place = int(np.flatnonzero(~np.isfinite(stepped.rewards))[0])
+            raise ExecutionError(
+                f"the environment paid {stepped.rewards[place]} in step {self._lengths[place]} of "
+                "an episode, expected a finite number: nothing can be learned from another one"
+            )
         self._returns += stepped.rewards
         if self._keeps_actions:
             for episode, action in zip(self._episodes, actions, strict=True):

@@ -39,7 +39,7 @@ class Policy(nn.Module):
         """
         super().__init__()
         self.head = head_of(action_space)
-        self.device = torch.device(device)
+        self.device = _device_of(device)
         self._is_whole = _is_whole(observation_space)
         example = self.to_tensor(np.stack([observation_space.sample()] * _NUM_EXAMPLES))
         actor, critic = actor.to(self.device), critic.to(self.device)
@@ -133,6 +133,19 @@ def _tried(call: Any, what: str, example: Tensor) -> Any:
             f"the {what} cannot take observations of shape {list(example.shape)} and type "
             f"{example.dtype}: {error}"
         ) from error
+
+
+def _device_of(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: there is none here.
+    """
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device = '{name}' cannot be used: {reason}; take 'cpu'") from error
 
 
 def _is_whole(space: spaces.Space[Any]) -> bool:

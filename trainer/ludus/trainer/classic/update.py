@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ludus.proto.config import NetworkPpoConfig
+from ludus.proto.errors import LudusError
 from ludus.trainer.algorithms.advantages import stream_gae
 from ludus.trainer.algorithms.losses import clipped_surrogate, is_clipped, kl
 from ludus.trainer.algorithms.ratios import token_log_ratio
@@ -25,6 +26,8 @@ from ludus.trainer.classic.policy import Moments, Policy
 from ludus.trainer.streams import Stream, torch_seeded
 
 _STD_EPS = 1e-8
+_MOST_LOST_IN_A_ROW = 10
+"""Batches of which no minibatch has a finite gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,17 @@ class PpoUpdate:
             groups.append([p for p in trained if id(p) in of_critic])
         self.optimizer = Adam(groups)
         self.reward_scale = RewardScale(config.gamma) if config.scale_rewards else None
+        self._num_lost = 0
+        """Batches in a row from which nothing was learned."""
 
     def train(self, batch: Batch, update: int, fraction_left: float) -> UpdateMetrics:
         """What the `update`-th update came to.
 
         Args:
             fraction_left: of the learning rates.
+
+        Raises:
+            LudusError: ten batches in a row had no finite gradient.
         """
         rates = [rate * fraction_left for rate in self._rates]
         samples = self._samples(batch)
@@ -102,7 +110,17 @@ class PpoUpdate:
             num_epochs += 1
             if limit is not None and sums.mean(sums.kls) > limit:
                 break
+        self._count_lost(is_lost=sums.num_skipped == len(sums.grad_norms))
         return sums.metrics(samples, num_epochs)
+
+    def _count_lost(self, *, is_lost: bool) -> None:
+        """Give up where batch after batch teaches nothing."""
+        self._num_lost = self._num_lost + 1 if is_lost else 0
+        if self._num_lost >= _MOST_LOST_IN_A_ROW:
+            raise LudusError(
+                f"the gradients of {_MOST_LOST_IN_A_ROW} batches in a row are not finite; see "
+                "whether the environment's observations are, or lower the learning rate"
+            )
 
     def _samples(self, batch: Batch) -> Samples:
         """What is learned from each step; the normaliser sees the batch only afterwards."""

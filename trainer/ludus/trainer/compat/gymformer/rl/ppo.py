@@ -91,11 +91,12 @@ def load_ppo_agent(
         saved = torch.load(path, map_location=place, weights_only=True)
         actor.load_state_dict(saved["actor"])
         critic.load_state_dict(saved["critic"])
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise NotFoundError(f"no agent at '{path}'; train_agent saves into save_path") from error
-    except (RuntimeError, KeyError, TypeError, UnpicklingError) as error:
+    except (RuntimeError, KeyError, TypeError, UnpicklingError, EOFError) as error:
         raise ConfigError(
-            f"'{path}' expected an agent of such an actor and critic, got another file: {error}"
+            f"'{path}' expected an agent of such an actor and critic, got another file: "
+            f"{str(error) or 'it is empty'}"
         ) from error
     return PPOAgent(actor.to(place), critic.to(place), saved.get("log_std"), place)
 

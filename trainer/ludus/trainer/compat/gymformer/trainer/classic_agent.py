@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from ludus.proto.config import NetworkPpoConfig, RunConfig, run_config_from
 from ludus.proto.config.network import GYMNASIUM
+from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.run import ByEpisodes, NetworkRun, opened
@@ -21,6 +23,19 @@ from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, Episode
 _log = logging.getLogger(__name__)
 _ALL_AT_ONCE = -1
 _WHOLE_BATCH = 2**31
+_PPO_NAMES = {
+    "update_epochs": "num_epochs",
+    "minibatch_size": "minibatch_size",
+    "lr_actor": "learning_rate",
+    "lr_critic": "critic_learning_rate",
+    "gamma": "gamma",
+    "gae_lambda": "lam",
+    "eps_clip": "clip",
+    "value_coef": "value_coef",
+    "entropy_coef": "entropy_coef",
+    "max_grad_norm": "max_grad_norm",
+}
+"""The fields of PPOConfig, and what classic PPO calls them."""
 _NUM_JUDGED = 10
 """Games of the evaluation that ends a run."""
 
@@ -119,19 +134,18 @@ def make_run(request: AgentRequest) -> RunConfig:
 
 
 def ppo_config_of(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:
-    """The same settings, as classic PPO calls them."""
-    size = config.minibatch_size
-    return NetworkPpoConfig(
-        num_environments=num_envs,
-        num_epochs=config.update_epochs,
-        minibatch_size=_WHOLE_BATCH if size == _ALL_AT_ONCE else size,
-        learning_rate=config.lr_actor,
-        critic_learning_rate=config.lr_critic,
-        schedule="constant",
-        gamma=config.gamma,
-        lam=config.gae_lambda,
-        clip=config.eps_clip,
-        value_coef=config.value_coef,
-        entropy_coef=config.entropy_coef,
-        max_grad_norm=config.max_grad_norm,
-    )
+    """The same settings, as classic PPO calls them.
+
+    Raises:
+        ConfigError: a field has a value that cannot be.
+    """
+    settings = {own: getattr(config, name) for name, own in _PPO_NAMES.items()}
+    if config.minibatch_size == _ALL_AT_ONCE:
+        settings["minibatch_size"] = _WHOLE_BATCH
+    try:
+        return NetworkPpoConfig(num_environments=num_envs, schedule="constant", **settings)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = next(name for name, own in _PPO_NAMES.items() if own == fault["loc"][0])
+        said = fault["msg"][:1].lower() + fault["msg"][1:]
+        raise ConfigError(f"PPOConfig.{name} = {fault['input']!r:.60}: {said}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,15 @@ _COUNTS = (
     *("max_episodes", "max_timesteps", "update_interval"),
     *("save_interval", "log_interval", "num_envs"),
 )
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "env_name": (str, "a Gymnasium id, 'module:id', or a server's address"),
+    "actor": (nn.Module, "a torch module"),
+    "critic": (nn.Module, "a torch module"),
+    "ppo_config": (PPOConfig, f"a {PPOConfig.__module__}.PPOConfig"),
+    "metrics": (Mapping, "sinks by name"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +72,17 @@ class AgentRequest:
     """Section `metrics` of the run: its sinks."""
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: a number is not positive."""
+        """Raises: ConfigError: an argument is not of its kind, or a number is not positive."""
+        for what, (kind, said) in _KINDS.items():
+            value = getattr(self, what)
+            if not isinstance(value, kind):
+                raise ConfigError(f"{what} expected {said}, got {value!r:.80}")
+        if self.callback is not None and not callable(self.callback):
+            raise ConfigError(f"callback expected a function or None, got {self.callback!r:.80}")
         for what in _COUNTS:
             count = getattr(self, what)
-            if count < 1:
-                raise ConfigError(f"{what} expected at least 1, got {count}")
+            if not isinstance(count, Integral) or count < 1:
+                raise ConfigError(f"{what} expected at least 1, got {count!r:.80}")
 
     @property
     def run_name(self) -> str:

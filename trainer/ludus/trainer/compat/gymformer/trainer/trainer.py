@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
-from ludus.trainer.compat.gymformer.trainer.classic_agent import train_classic
+from ludus.trainer.compat.gymformer.trainer.classic_agent import ppo_config_of, train_classic
 from ludus.trainer.compat.gymformer.trainer.request import (
     AgentRequest,
     Callback,
@@ -59,7 +59,7 @@ def train_agent(
         metrics: as section `metrics` of a run's file: its sinks.
 
     Raises:
-        ConfigError: the modules do not fit the environment, or a number is not positive.
+        ConfigError: the modules do not fit the environment, or an argument cannot be.
     """
     request = AgentRequest(
         *(env_name, actor, critic, ppo_config),
@@ -71,8 +71,9 @@ def train_agent(
         *(num_envs, seed),
         name=name,
         resume=resume,
-        metrics=metrics or {},
+        metrics={} if metrics is None else metrics,
     )
+    ppo_config_of(ppo_config, num_envs)  # language models have the same bounds
     if isinstance(actor, TrainsAsAgent):
         return actor.train_as_agent(request)
     return train_classic(request)
