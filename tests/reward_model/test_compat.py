@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.trainer import train_reward
+from ludus.trainer.reward_model.model import begin_reward_model
 
 
 def test_the_call_of_the_readme_writes_a_reward_model_and_returns_it(
@@ -41,3 +43,26 @@ def test_a_dry_run_looks_at_the_data_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"epochs: .*greater than or equal to 1, got 0"):
         train_reward(gpt2_path, preferences, tmp_path / "rm", epochs=0)
+    with pytest.raises(ConfigError, match=r"datasets_path expected a path, got \[{'chosen'"):
+        train_reward(gpt2_path, [{"chosen": "a"}], tmp_path / "rm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "message"),
+    [
+        ("bread", "good", r"expected lists of prompts and answers, got a text; write \[text\]"),
+        ([None], ["good"], "expected a text, a list of messages .* got None"),
+        (["bread"], [5], "expected a text, a list of messages .* got 5"),
+        ([[{"role": "user"}]], ["good"], "expected a text, a list of messages"),
+        ([""], [""], "expected a prompt or an answer, got neither"),
+        (["\ud800"], ["good"], "expected a text of whole characters"),
+    ],
+)
+def test_what_cannot_be_scored_is_told(
+    model_path: str, prompts: Any, answers: Any, message: str
+) -> None:
+    model = begin_reward_model(model_path, "chat", None)
+    with pytest.raises(ConfigError, match=message):
+        model.score(prompts, answers)
+    with pytest.raises(ConfigError, match="max_tokens = 0 expected 1 or more"):
+        begin_reward_model(model_path, "chat", 0)

@@ -88,6 +88,15 @@ def test_every_kind_of_file_says_the_same(kind: str, tmp_path: Path) -> None:
     assert found == [(row["prompt"], row["chosen"], row["rejected"], 0) for row in PAIRS]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_mark_at_the_beginning_of_a_file_belongs_to_no_column(kind: str, tmp_path: Path) -> None:
+    writers = {"jsonl": lambda path: write_jsonl(path, PAIRS), "json": write_json, "csv": write_csv}
+    path = writers[kind](tmp_path / f"data.{kind}")
+    plain = said(comparisons_of(path))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert said(comparisons_of(path)) == plain
+
+
 def test_openais_shape_has_as_many_samples_as_there_are(tmp_path: Path) -> None:
     row = {"query": "Q", "sample0": "a", "sample1": "b", "sample2": "c", "sample3": "d", "best": 2}
     [found] = said(comparisons_of(write_jsonl(tmp_path / "data.jsonl", [row])))

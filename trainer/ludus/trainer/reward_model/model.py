@@ -56,6 +56,8 @@ class RewardModel(nn.Module):
         self.tokenizer = tokenizer
         self._head = _head_of(classifier)
         limit = getattr(classifier.config, "max_position_embeddings", None) or _MOST_TOKENS
+        if max_tokens is not None and max_tokens < 1:
+            raise ConfigError(f"max_tokens = {max_tokens} expected 1 or more")
         if max_tokens is not None and max_tokens > limit:
             raise ConfigError(
                 f"max_tokens = {max_tokens} is more than the model's {limit} positions; lower it"
@@ -99,6 +101,8 @@ class RewardModel(nn.Module):
         Raises:
             ConfigError: as many prompts as answers were expected, or one is empty.
         """
+        if isinstance(prompts, str) or isinstance(answers, str):
+            raise ConfigError("expected lists of prompts and answers, got a text; write [text]")
         if len(prompts) != len(answers):
             raise ConfigError(
                 f"expected a prompt for each answer, got {len(prompts)} and {len(answers)}"

@@ -18,6 +18,8 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
+_TEXT = "utf-8-sig"
+"""UTF-8, with the mark at its beginning that some programs write, or without."""
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _DICT_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 """Which `datasets` writes for a data set of several splits, and for each of them."""
@@ -109,7 +111,7 @@ def _values_of(file: Path) -> Iterator[Any]:
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding=_TEXT) as lines:
         number = 0
         for line in lines:
             if not line.strip():
@@ -127,7 +129,7 @@ def _json_lines(file: Path) -> Iterator[Any]:
 def _json_list(file: Path) -> Iterator[Any]:
     """A whole file of JSON is read at once: there is no other way to read it."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        rows = json.loads(file.read_text(encoding=_TEXT))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"'{file}' cannot be read: {error}; a file with one object a line is named .jsonl"
@@ -139,7 +141,7 @@ def _json_list(file: Path) -> Iterator[Any]:
 
 def _csv_rows(file: Path) -> Iterator[Any]:
     csv.field_size_limit(_MOST_FIELD_BYTES)
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding=_TEXT, newline="") as lines:
         yield from csv.DictReader(lines)
 
 

@@ -8,8 +8,8 @@ A model is asked as it was trained: its configuration holds the format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeGuard, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeGuard, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,14 +43,19 @@ class Texts:
         """The tokens, at most `max_tokens`: of what is longer, the last ones.
 
         Raises:
-            ConfigError: there are none, or some are not the tokenizer's.
+            ConfigError: there are none, or some are not the tokenizer's, or it was not said in
+                text, messages or tokens.
         """
+        _check_said(prompt)
+        _check_said(answer)
+        if not (prompt or answer):
+            raise ConfigError("expected a prompt or an answer, got neither")
         if _is_tokens(prompt) or _is_tokens(answer):
             token_ids = self._checked([*self._tokens(prompt), *self._tokens(answer)])
         else:
             text = self._text(cast("str | Sequence[Message]", prompt), answer)
             special = self._template is None
-            token_ids = self._tokenizer.encode(text, add_special_tokens=special)
+            token_ids = self._tokens_of(text, special=special)
         if not token_ids:
             raise ConfigError("expected a prompt or an answer, got neither")
         if len(token_ids) > self.max_tokens:
@@ -67,9 +72,15 @@ class Texts:
     def _tokens(self, said: Said) -> Sequence[int]:
         if _is_tokens(said):
             return said
-        return self._tokenizer.encode(
-            _contents(cast("str | Sequence[Message]", said)), add_special_tokens=False
-        )
+        return self._tokens_of(_contents(cast("str | Sequence[Message]", said)), special=False)
+
+    def _tokens_of(self, text: str, *, special: bool) -> list[int]:
+        try:
+            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        except TypeError:
+            # JSON can escape halves of a character, which no tokenizer takes.
+            raise ConfigError(f"expected a text of whole characters, got {text!r:.60}") from None
+        return token_ids
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         strange = [one for one in token_ids if not 0 <= one < len(self._tokenizer)]
@@ -86,6 +97,20 @@ def format_for(tokenizer: PreTrainedTokenizerBase, wanted: str) -> Format:
     if wanted == "auto":
         return "text" if tokenizer.chat_template is None else "chat"
     return cast(Format, wanted)
+
+
+def _check_said(said: Any) -> None:
+    if isinstance(said, str):
+        return
+    if isinstance(said, Sequence) and (
+        all(isinstance(one, int) for one in said)
+        or all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in said)
+    ):
+        return
+    raise ConfigError(
+        'expected a text, a list of messages {"role": ..., "content": ...}, or a list of token '
+        f"ids, got {said!r:.60}"
+    )
 
 
 def _is_tokens(said: Said) -> TypeGuard[Sequence[int]]:

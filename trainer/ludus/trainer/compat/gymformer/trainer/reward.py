@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ludus.proto.config import RewardModelConfig, load_reward_model_config
+from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
@@ -47,6 +48,10 @@ def train_reward(
     Raises:
         UserError: model or data are not as expected; the row is named.
     """
+    places = {"model_name": model_name, "datasets_path": datasets_path}
+    for name, place in {**places, "reward_model_path": reward_model_path}.items():
+        if not isinstance(place, (str, Path)):
+            raise ConfigError(f"{name} expected a path, got {place!r:.60}")
     config = load_reward_model_config(
         {
             "model": str(model_name),
