@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,11 +22,11 @@ from starlette.routing import Route
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.listeners import HttpListener, bind
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.config import AgentConfig, RewardTerm, RolloutConfig
+from ludus.proto.config import AgentConfig, CommandAgent, RewardTerm, RolloutConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.agents.endpoint import Access
 from ludus.trainer.agents.player import AgentPlayer
-from ludus.trainer.agents.runners import check_agent
+from ludus.trainer.agents.runners import ProgramRunner, check_agent
 from ludus.trainer.agents.task import AgentTask
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
@@ -106,6 +108,31 @@ async def test_its_fields_and_its_own_reward_reach_the_reward_functions(
     plain = await one_with(client, chat, functions.passes_on)
     paid = await one_with(client, chat, functions.waits_in_a_thread)
     assert paid.reward == (plain.reward or 0) + 0.25
+
+
+async def test_an_agent_may_be_an_object_that_is_called_asynchronously(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    fields = {"function": "tests.agents.functions:an_object"}
+    async with player_with(client, chat, fields) as player:
+        group = await play_group(player, GroupSpec(0, "game", (11,)), SAMPLING, 30)
+    assert group.rollouts[0].status is RolloutStatus.TERMINATED, group.rollouts[0].failure
+
+
+async def test_a_task_with_braces_of_its_own_is_handed_over_as_it_is() -> None:
+    given: list[list[str]] = []
+
+    class Host:
+        async def run(self, command: list[str], **_: Any) -> Any:
+            given.append(command)
+            return SimpleNamespace(exit=SimpleNamespace(code=0), output="", errors="")
+
+    config = CommandAgent(command=(sys.executable, "{task}", "say: {text}"))
+    runner = ProgramRunner(config, Host())  # type: ignore[arg-type]
+    task = AgentTask("{task}", [], {"shown": "{text}"}, {}, 1)
+    await runner.run(task, Access("http://127.0.0.1:1/v1", "sk"))
+    assert json.loads(given[0][1])["observation"] == {"shown": "{text}"}
+    assert given[0][2] == "say: {task}"
 
 
 JUDGED: dict[str, Any] = {}

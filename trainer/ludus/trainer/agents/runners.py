@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ _MAX_VARIABLE_BYTES = 120_000
 """Of LUDUS_TASK: Linux takes 128 KiB."""
 
 
+_PLACES = re.compile(r"\{task\}|\{text\}")
+"""In an argument of a program."""
 _LACKS = "the sandbox lacks"
 
 for _name in ("httpx", "httpx2"):
@@ -128,9 +131,10 @@ class ProgramRunner:
     async def run(self, task: AgentTask, access: Access) -> str:
         """What it wrote to standard output."""
         task_json = task.to_json()
+        told = {"{task}": task_json, "{text}": task.text}
+        # At once: what a task says may have braces of its own.
         arguments = [
-            one.replace("{task}", task_json).replace("{text}", task.text)
-            for one in self._config.command[1:]
+            _PLACES.sub(lambda place: told[place[0]], one) for one in self._config.command[1:]
         ]
         ended = await self._host.run(
             [self._program, *arguments],
@@ -207,7 +211,8 @@ class FunctionRunner:
                 return await self._function(task, access)
             # It may wait for the policy, whose answers come from this event loop.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._function, task, access)
+            returned = await loop.run_in_executor(self._threads, self._function, task, access)
+            return await returned if inspect.isawaitable(returned) else returned
         except Exception as error:  # the boundary to the run's own code
             raise AgentError(f"agent.function = '{self._path}' raised {describe(error)}") from error
 

@@ -30,7 +30,7 @@ class ComputeAdvantages(ForgeActor):
         Raises:
             ConfigError: there is none, or one is worth no finite number.
         """
-        said = [getattr(one, "reward", None) for one in group]
+        said: list[Any] = [getattr(one, "reward", None) for one in group]
         if not said or not all(map(_is_finite, said)):
             raise ConfigError(
                 f"group expected episodes with a finite reward each, got the rewards {said!r:.100}"
