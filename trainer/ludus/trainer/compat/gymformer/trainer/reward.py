@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from ludus.proto.config import RewardModelConfig, load_reward_model_config
 from ludus.proto.errors import ConfigError
@@ -48,15 +49,11 @@ def train_reward(
     Raises:
         UserError: model or data are not as expected; the row is named.
     """
-    places = {"model_name": model_name, "datasets_path": datasets_path}
-    for name, place in {**places, "reward_model_path": reward_model_path}.items():
-        if not isinstance(place, (str, Path)):
-            raise ConfigError(f"{name} expected a path, got {place!r:.60}")
     config = load_reward_model_config(
         {
-            "model": str(model_name),
-            "data": str(datasets_path),
-            "output": str(reward_model_path),
+            "model": _path(model_name, "model_name"),
+            "data": _path(datasets_path, "datasets_path"),
+            "output": _path(reward_model_path, "reward_model_path"),
             "test_size": test_size,
             "batch_size": batch_size,
             "epochs": epochs,
@@ -74,6 +71,12 @@ def train_reward(
     resume = None if resume_checkpoint is None else Path(resume_checkpoint)
     model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
     return model
+
+
+def _path(place: Any, name: str) -> str:
+    if not isinstance(place, (str, Path)):
+        raise ConfigError(f"{name} expected a path, got {place!r:.60}")
+    return str(place)
 
 
 def _look_at(config: RewardModelConfig) -> None:
