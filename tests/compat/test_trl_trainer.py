@@ -88,6 +88,13 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
             {"train_dataset": {"train": SimpleNamespace(column_names=["prompt"])}},
             r"got the splits \['train'\]; pass one",
         ),
+        (
+            {
+                "reward_funcs": lambda completions, trainer_state: [],
+                "rollout_func": lambda prompts, trainer: {},
+            },
+            "asks for 'trainer_state', which is not here",
+        ),
         ({"reward_funcs": max}, "reward function 'max' expected named parameters, got a builtin"),
         ({"reward_funcs": torch.nn.Linear(1, 1)}, "save a model with save_pretrained"),
         ({"args": {"output_dir": "x"}}, "GRPOConfig, got builtins.dict; change the import"),

@@ -79,6 +79,7 @@ def test_a_mask_parts_what_was_sampled_from_what_was_said() -> None:
             {"num_turns": [1, 2, 3, 4], "seed": 0},
             r"expected other keys than \['num_turns', 'seed'\].* rename them",
         ),
+        ({"env_reward": iter([1.0] * 4)}, "expected 'env_reward' to be a list, got <list_iterator"),
         ({"env_reward": [1.0, 2.0]}, "expected 4 entries of 'env_reward'.* got 2"),
         ({"completion_ids": 3}, "expected 'completion_ids' to be a list, got 3"),
         (

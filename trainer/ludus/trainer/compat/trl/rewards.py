@@ -14,6 +14,9 @@ from ludus.trainer.compat.trl.tools import environment_reward
 from ludus.trainer.functions import name_of
 from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
 
+_NOT_HERE = frozenset({"trainer_state", "log_extra", "log_metric"})
+"""What TRL tells reward functions of its trainer."""
+
 
 def reward_terms(
     reward_funcs: Any,
@@ -67,14 +70,25 @@ def _term(function: Any, columns: Mapping[str, Set[str]]) -> dict[str, Any]:
             f"reward_funcs expected functions, or ids and folders of reward models, got "
             f"{function!r:.100}; save a model with save_pretrained, and pass its folder"
         )
+    called = getattr(function, "__name__", None)
+    needed = _needed(function, called or repr(function))
     for dataset, of_dataset in columns.items():
-        _check_columns(function, dataset, of_dataset)
-    return {"function": name_of(function), "name": getattr(function, "__name__", None)}
+        missing = sorted(needed - of_dataset - OWN_ARGUMENTS)
+        if missing:
+            raise ConfigError(
+                f"reward function '{called or function}' asks for '{missing[0]}', which {dataset} "
+                f"has not; expected columns out of {sorted(of_dataset | OWN_ARGUMENTS)}"
+            )
+    return {"function": name_of(function), "name": called}
 
 
-def _check_columns(function: Any, dataset: str, columns: Set[str]) -> None:
+def _needed(function: Any, called: str) -> Set[str]:
+    """The arguments without which the function cannot be called.
+
+    Raises:
+        ConfigError: nobody can tell, or one of them is not here.
+    """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    called = getattr(function, "__name__", function)
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -83,9 +97,10 @@ def _check_columns(function: Any, dataset: str, columns: Set[str]) -> None:
             "call it within a function of your own"
         ) from None
     needed = {p.name for p in parameters if p.kind in named and p.default is p.empty}
-    missing = sorted(needed - columns - OWN_ARGUMENTS)
-    if missing:
+    absent = sorted(needed & _NOT_HERE)
+    if absent:
         raise ConfigError(
-            f"reward function '{called}' asks for '{missing[0]}', "
-            f"which {dataset} has not; expected columns out of {sorted(columns | OWN_ARGUMENTS)}"
+            f"reward function '{called}' asks for '{absent[0]}', which is not here: the model is "
+            "trained in another process; a function of weight 0 in reward_weights is a metric"
         )
+    return needed

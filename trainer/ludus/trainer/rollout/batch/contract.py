@@ -169,7 +169,7 @@ def _column(key: Any, value: Any, expected: Expected) -> Sequence[Any]:
     """One entry per row; a value that is no list is every row's."""
     listed = _listed(value)
     if listed is None:
-        if key in (*REQUIRED_KEYS, MASK_KEY):
+        if key in (*REQUIRED_KEYS, MASK_KEY) or isinstance(value, Iterator):
             raise expected.error(f"expected '{key}' to be a list, got {value!r:.100}")
         return [value] * expected.num_rows
     if key == "prompt_ids" and len(listed) == expected.num_prompts:
@@ -266,7 +266,7 @@ def _mask(value: Any, num_tokens: int, number: int, expected: Expected) -> list[
 
 def _listed(value: Any) -> Sequence[Any] | None:
     """A list, tuple, array or tensor as a list; None for what is none."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, range)):
         return value
     plain = value.tolist() if hasattr(value, "tolist") else None
     return plain if isinstance(plain, list) else None
