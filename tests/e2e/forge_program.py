@@ -34,7 +34,7 @@ ALWAYS_STAND = (
     "local_batch_size=2048",
     "rollout_threads=512",
     "ludus.rollout.group_seed=independent",
-    "trainer.training.steps=4",
+    "trainer.training.steps=2",
     "trainer.optimizer.lr=1e-9",
 )
 STAND = 1
