@@ -359,6 +359,24 @@ def is_whole(error: BaseException) -> TypeGuard[EnvError]:
     return has_text and isinstance(getattr(error, "code", None), ErrorCode)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of all that an error, which has been told, came through.
+
+    Where a frame of its traceback has a name for the error, or for whatever holds it, they keep
+    each other, and what the environment returned with them: megabytes that stay until garbage is
+    collected, which on a quiet server is never.
+    """
+    known: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is None or id(one) in known:
+            continue
+        known.add(id(one))
+        one.__traceback__ = None
+        chain += (one.__cause__, one.__context__)
+
+
 def _sendable(message: str) -> str:
     """The message bounded, and without lone surrogates."""
     if len(message) > MAX_ERROR_CHARS:

@@ -75,22 +75,26 @@ class Job(Generic[ResultT]):
             result = self._call()
         except BaseException as error:  # noqa: BLE001 - it is raised where the call was made
             failed = error
-        if not self.moves(_State.RUNNING, _State.DONE):
-            self._let_go(result)
-            return False
+        try:
+            if not self.moves(_State.RUNNING, _State.DONE):
+                self._let_go(result)
+                return False
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self.loop.call_soon_threadsafe(self._deliver, settle, result, failed)
+            return True
+        finally:
+            del failed  # it has this frame in its traceback, and they would keep each other
 
-        def deliver() -> None:
-            settle()
-            if self.future.done():
-                return
-            if failed is not None:
-                self.future.set_exception(failed)
-            else:
-                self.future.set_result(result)  # type: ignore[arg-type]
-
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self.loop.call_soon_threadsafe(deliver)
-        return True
+    def _deliver(
+        self, settle: Callable[[], None], result: ResultT | None, failed: BaseException | None
+    ) -> None:
+        settle()
+        if self.future.done():
+            return
+        if failed is not None:
+            self.future.set_exception(failed)
+        else:
+            self.future.set_result(result)  # type: ignore[arg-type]
 
 
 class StepThreads:
@@ -200,6 +204,7 @@ class StepThreads:
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
                     job.loop.call_soon_threadsafe(self._came_back)
                 return
+            del job  # what it came to does not wait here for the next one
 
     def _settled(self) -> None:
         self._num_wanted -= 1

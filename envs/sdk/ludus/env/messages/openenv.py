@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet
-from ludus.proto.errors import EnvError, ErrorCode, message_of
+from ludus.proto.errors import EnvError, ErrorCode, forget_frames, message_of
 
 MAX_FAULTS_BYTES = 65_536
 """Beyond this a refusal leaves out the input that it refuses."""
@@ -251,7 +251,11 @@ def frame(kind: str, data: Any) -> bytes:
 
 
 def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonObject:
-    """The `data` of an error frame; upstream clients get OpenEnv's own words."""
+    """The `data` of an error frame; upstream clients get OpenEnv's own words.
+
+    The error, which is told by that, lets go of its traceback.
+    """
+    forget_frames(error)
     data: JsonObject = {"message": error.message, "code": str(error.code)}
     if error.retry_after_s > 0 and not upstream:
         data["retry_after_s"] = error.retry_after_s

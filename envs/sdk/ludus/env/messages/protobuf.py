@@ -13,7 +13,13 @@ from ludus.env.encoding import EncodedResult, EncodedText, ResetArgs, plain_json
 from ludus.env.sessions.interface import OpenArgs, Opened
 from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet, Tool
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError, error_from_wire
+from ludus.proto.errors import (
+    EnvError,
+    ErrorCode,
+    InvalidCallError,
+    error_from_wire,
+    forget_frames,
+)
 
 CONNECTED_KEY = "ludus-connected"
 """In the first metadata of a Connect stream: the server has accepted it."""
@@ -171,7 +177,8 @@ def read_action(message: pb.StepRequest) -> bytes | str:
 
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
-    """Write an error into a message in place."""
+    """Write an error into a message in place; told by that, it lets go of its traceback."""
+    forget_frames(error)
     message.code = error.code
     message.message = error.message
     message.session_id = session_id

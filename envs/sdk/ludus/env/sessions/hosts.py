@@ -233,6 +233,8 @@ class LocalSession:
             await self._threads.run(self._session.close, lambda _: None, self._limit_s)
         except TimeoutError:
             _log.error("an environment took longer than %g s to close", self._limit_s)
+        finally:
+            self._job = None  # it has its call, and that this session
 
     def kill(self, reason: str) -> None:
         """Leave the thread behind that its call keeps, and the session with it."""

@@ -179,13 +179,13 @@ class Session:
     def _advance(self, transition: Transition, step_index: int) -> EncodedResult:
         # When encoding fails the step has happened but has no answer: nothing can be
         # repeated, so the episode is over for the client (NOT_RESET) rather than skewed.
-        self._last = None
-        self._transition = transition
+        self._last = self._transition = None
         try:
             self._last = encoded = encode_transition(transition, self._renderer, step_index)
         except BaseException as error:  # noqa: BLE001 - the boundary to foreign code
             told = self._told("encoding", error)
             raise told from told.__cause__
+        self._transition = transition
         end_copy(self._pid)
         return encoded
 
