@@ -15,9 +15,7 @@ TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"]
 VOCABULARY = 290
 
 
-def make_policy_folder(
-    folder: Path, *, tie_embeddings: bool = False, num_layers: int = 2
-) -> str:
+def make_policy_folder(folder: Path, *, tie_embeddings: bool = False, num_layers: int = 2) -> str:
     """The folder of a random tiny model with its tokenizer."""
     config = TinyModel(
         num_layers=num_layers,
