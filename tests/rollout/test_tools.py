@@ -147,8 +147,9 @@ async def test_calls_are_counted_and_so_are_those_that_failed(
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "to be an object, got '3'"),
         (call("subtract", a=1, b=2), "expected one of the tools add, recite, got 'subtract'"),
         (call("add", a=1) * (MAX_CALLS + 1), f"at most {MAX_CALLS} tool calls"),
-        ('<tool_call>{"name": "\\ud800"}', "whole characters, got half of one"),
-        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}', "got half of one"),
+        ('<tool_call>{"name": "\\ud800"}', "surrogates not allowed"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}', "surrogates not allowed"),
+        (call("add", a=10**20, b=1), "a tool call that can be sent, got"),
     ],
 )
 async def test_a_call_that_cannot_be_made_is_explained_and_may_be_mended(

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from ludus.env.types import Tool
 from ludus.proto.errors import ActionParseError
 from ludus.trainer.models.template import ToolSpec
@@ -112,18 +114,17 @@ def _call_of(value: Any) -> ToolCall:
             f"expected the arguments of '{value['name'][:_MAX_QUOTED]}' to be an object, got "
             f"{_quoted(json.dumps(given))}"
         )
-    _check_text(value)
+    _check_sendable(value)
     return ToolCall(value["name"], given)
 
 
-def _check_text(call: Any) -> None:
-    """JSON can escape halves of a character, which no wire and no tokenizer takes."""
+def _check_sendable(call: Any) -> None:
+    """Refuse halves of a character, and whole numbers beyond 64 bits: no wire takes them."""
     try:
-        json.dumps(call, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+        orjson.dumps(call)
+    except TypeError as error:
         raise ActionParseError(
-            f"expected a tool call of whole characters, got half of one in "
-            f"{_quoted(json.dumps(call))}"
+            f"expected a tool call that can be sent, got {_quoted(json.dumps(call))}: {error}"
         ) from None
 
 
