@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -232,6 +233,35 @@ def test_a_policy_that_is_the_reference_diverges_by_nothing(model: str) -> None:
     assert (said - environment.ref_logprobs()).abs().max() < 1e-5
     assert environment.kl_rewards(said).abs().mean() < 1e-6 * 2
     assert environment.kl_rewards(said + 0.5).tolist() == pytest.approx([-1.0] * 12, abs=1e-4)
+
+
+@pytest.mark.parametrize("scores", [[], [float("nan")], [None], 1.0, [1.0, 2.0]])
+def test_a_reward_function_that_says_no_number_is_told(model: str, scores: Any) -> None:
+    environment = RLHFEnv(model, lambda prompts, answers: scores, ["fish"], max_generation=1)
+    environment.reset(seed=0)
+    with pytest.raises(ConfigError, match="reward_model expected a list of one finite score"):
+        environment.step(5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward_model": None}, "reward_model expected a folder, or a function"),
+        ({"dataset": None}, "dataset expected a path, or at least one prompt"),
+        ({"dataset": [5]}, r"all of them texts, got \[5\]"),
+    ],
+)
+def test_what_cannot_be_scored_or_asked_is_refused(
+    model: str, changes: dict[str, Any], message: str
+) -> None:
+    sound = {"reward_model": lambda prompts, answers: [0.0], "dataset": ["fish"]}
+    with pytest.raises(ConfigError, match=message):
+        RLHFEnv(model, **{**sound, **changes})
+
+
+def test_an_option_that_there_is_not_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"options expected split alone, got \['spilt'\]"):
+        CoTEnv(model).reset(options={"spilt": "test"})
 
 
 def test_an_environment_without_prompts_is_refused(model: str) -> None:

@@ -89,6 +89,12 @@ def test_the_settings_of_ppo_are_those_of_the_run(model: str, tmp_path: Path) ->
     assert run.algorithm.kl_coef == 0, "no environment asked for it"
 
 
+def test_a_device_that_is_not_here_is_refused(model: str, tmp_path: Path) -> None:
+    for device in ("abacus", "cuda") if not torch.cuda.is_available() else ("abacus",):
+        with pytest.raises(ConfigError, match=f"device = '{device}' expected None"):
+            run_of(asked(model, tmp_path, device=device), model)
+
+
 def test_an_answer_is_as_long_as_environment_and_model_allow(model: str, tmp_path: Path) -> None:
     assert run_of(asked(model, tmp_path), model).rollout.max_completion_tokens == 64
     short = asked(model, tmp_path, max_timesteps=7)

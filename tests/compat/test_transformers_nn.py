@@ -71,6 +71,12 @@ def test_a_mask_says_where_padding_is_a_token(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(ended), actor(ended[:2]))
 
 
+def test_without_a_padding_token_nothing_is_padding(folder: str) -> None:
+    actor = LMActorNetwork(folder, pad_token_id=None)
+    ended = torch.tensor([5, 6, PAD])
+    torch.testing.assert_close(actor(ended), actor.model(input_ids=ended[None]).logits[0, -1])
+
+
 def test_numbers_of_another_type_are_tokens_too(actor: LMActorNetwork) -> None:
     torch.testing.assert_close(actor(torch.tensor([5.0, 6.0])), actor(torch.tensor([5, 6])))
 

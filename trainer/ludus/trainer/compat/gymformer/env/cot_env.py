@@ -53,6 +53,9 @@ class CoTEnv(TokenEnv):
         self._problem = problems[0]
 
     def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        unknown = sorted(options.keys() - {"split"})
+        if unknown:
+            raise ConfigError(f"options expected split alone, got {unknown}; leave those out")
         split = options.get("split", "train")
         if split not in ("train", "test"):
             raise ConfigError(f"expected split 'train' or 'test', got {split!r}")

@@ -12,7 +12,8 @@ A limit of tokens ends the episode as an end token does: the answer is scored as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,15 @@ class RLHFEnv(TokenEnv):
         seed: int = 42,
     ) -> None:
         super().__init__(ref_model_name, max_generation, seed)
+        if not isinstance(reward_model, str) and not callable(reward_model):
+            raise ConfigError(
+                "reward_model expected a folder, or a function of prompts and answers, got "
+                f"{reward_model!r:.80}"
+            )
         self.kl_coef = kl_coef
         self._reward_model = reward_model
         self._device = device
-        self._prompts = _read_prompts(dataset) if isinstance(dataset, str) else tuple(dataset)
-        if not self._prompts:
-            raise ConfigError(f"dataset expected at least one prompt, got none in {dataset!r:.80}")
+        self._prompts = _prompts_in(dataset)
         self._prompt = self._prompts[0]
 
     def ref_logprobs(self) -> Tensor:
@@ -92,8 +96,17 @@ class RLHFEnv(TokenEnv):
         return self._prompt, {}
 
     def _end(self, answer: str, *, ended: bool) -> Ending:
-        score = self._score_fn([self._prompt], [answer])
-        return Ending(float(score[0]), is_over=True)
+        scores = self._score_fn([self._prompt], [answer])
+        try:
+            [score] = [float(one) for one in scores]
+        except (TypeError, ValueError):
+            score = math.nan
+        if not math.isfinite(score):
+            raise ConfigError(
+                "reward_model expected a list of one finite score for one answer, got "
+                f"{scores!r:.80}"
+            )
+        return Ending(score, is_over=True)
 
     @property
     def _score_fn(self) -> ScoreFn:
@@ -115,9 +128,30 @@ def _reference(path: str, device: str | None) -> PreTrainedModel:
     return model.to(torch.device(chosen)).eval()
 
 
+def _prompts_in(dataset: Any) -> tuple[str, ...]:
+    """The prompts of a data set.
+
+    Raises:
+        NotFoundError: there is no such data set.
+        ConfigError: it has none, or one that is no text.
+    """
+    if isinstance(dataset, str):
+        return _read_prompts(dataset)
+    prompts = tuple(dataset) if isinstance(dataset, Iterable) else ()
+    if not prompts or not all(isinstance(one, str) for one in prompts):
+        raise ConfigError(
+            "dataset expected a path, or at least one prompt, all of them texts, got "
+            f"{dataset!r:.80}"
+        )
+    return prompts
+
+
 @lru_cache(maxsize=4)
 def _read_prompts(path: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_prompts_of(path)))
+    prompts = tuple(dict.fromkeys(_prompts_of(path)))
+    if not prompts:
+        raise ConfigError(f"dataset = '{path}' expected at least one prompt, got none")
+    return prompts
 
 
 def _prompts_of(path: str) -> Iterator[str]:

@@ -26,13 +26,14 @@ class LMActorNetwork(nn.Module):
 
     Args:
         model_name: Hugging Face id, or a folder that `save_pretrained` wrote.
-        pad_token_id: at the ends of a sequence it is padding, unless a mask says otherwise.
+        pad_token_id: at the ends of a sequence it is padding, unless a mask says otherwise; None,
+            as of tokenizers that have none, pads nothing.
 
     Raises:
         NotFoundError: there is no such model.
     """
 
-    def __init__(self, model_name: str, pad_token_id: int) -> None:
+    def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
         self.model_name = model_name
         self.pad_token_id = pad_token_id
@@ -66,7 +67,7 @@ class LMCriticNetwork(nn.Module):
     reward model, whose head is kept.
     """
 
-    def __init__(self, model_name: str, pad_token_id: int) -> None:
+    def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
         self.model_name = model_name
         self.pad_token_id = pad_token_id
@@ -89,12 +90,12 @@ class _Tokens:
         self.positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     @classmethod
-    def of(cls, state: Tensor, mask: Tensor | None, pad_token_id: int) -> _Tokens:
+    def of(cls, state: Tensor, mask: Tensor | None, pad_token_id: int | None) -> _Tokens:
         """The rows of `state` [T] or [N, T]; without a mask, padding is what it ends with."""
         token_ids = torch.atleast_2d(state).long()
         if mask is not None:
             return cls(token_ids, torch.atleast_2d(mask).bool())
-        real = token_ids != pad_token_id
+        real = token_ids >= 0 if pad_token_id is None else token_ids != pad_token_id
         # Between two tokens that are none, it is a token like any other.
         has_before = real.long().cumsum(-1) > 0
         has_after = real.flip(-1).long().cumsum(-1).flip(-1) > 0

@@ -145,4 +145,15 @@ def _algorithm(ppo: PPOConfig, start: Path, kl_coef: float) -> dict[str, Any]:
 
 
 def _takes_gpu(device: str | None) -> bool:
-    return torch.cuda.is_available() if device is None else device.startswith("cuda")
+    """Whether learner and sampler share a GPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device is None or device == "cpu":
+        return has_gpu and device is None
+    if not has_gpu or not device.startswith("cuda"):
+        known = "None, 'cpu' or 'cuda'" if has_gpu else "None or 'cpu', since no GPU is here"
+        raise ConfigError(f"device = '{device}' expected {known}")
+    return True
