@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer import Trainer, functions
+from ludus.trainer.actors.sending import check_given_functions
 from ludus.trainer.functions import given_functions, import_object, name_of, take_functions
 
 
@@ -53,6 +55,16 @@ def test_another_process_knows_what_it_took_and_names_what_it_did_not(
         import_object(path, "environment.parse")
     take_functions(sent)
     assert import_object(path, "environment.parse")() == 1.0
+
+
+def test_a_function_that_cannot_be_sent_is_refused_and_forgotten() -> None:
+    lock = threading.Lock()
+    name_of(lambda **_: lock)
+    name_of(closure(1.0))
+    with pytest.raises(ConfigError, match=r"function 'given:lambda' goes to .* '_thread\.lock'"):
+        check_given_functions()
+    assert list(given_functions()) == ["given:brevity"]
+    check_given_functions()
 
 
 def test_a_configuration_may_hold_functions_where_a_file_names_them() -> None:

@@ -30,6 +30,7 @@ from ludus.trainer.actors.cluster import place_in_ray
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
+from ludus.trainer.actors.sending import check_given_functions
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.checkpoint import (
@@ -144,6 +145,7 @@ async def infrastructure_of(
     The order matters: servers refuse what is wrong before Ray takes seconds to start, and
     Ray forks processes, which must happen before this one speaks gRPC.
     """
+    check_given_functions()
     check_reachable(located(run.weights, run_path, run_id(run_path)))
     await check_remote(run)
     with local_servers(run, run_path) as servers:

@@ -69,6 +69,11 @@ def take_functions(given: Mapping[str, Function]) -> None:
     _given.update(given)
 
 
+def forget_function(path: str) -> None:
+    """Know the function of that path no longer."""
+    _given.pop(path, None)
+
+
 def _give(function: Function) -> str:
     plain = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_")
     path = first = f"{_GIVEN}:{plain if plain.isidentifier() else 'function'}"
