@@ -51,6 +51,11 @@ async def never_asks(task: AgentTask, access: Access) -> None:
     """Answers without the policy."""
 
 
+def exits(task: AgentTask, access: Access) -> None:
+    """Ends the program, as it believes."""
+    raise SystemExit(3)
+
+
 async def raises(task: AgentTask, access: Access) -> None:
     """Fails after it has asked."""
     await said(access, task.text)

@@ -147,6 +147,7 @@ def judge(kind: list[str], prompts: list[Any], **_: Any) -> list[float]:
     ("function", "reason"),
     [
         (functions.raises, "KeyError"),
+        (functions.exits, "SystemExit: 3"),
         (functions.never_asks, "ask the policy at least once"),
         (functions.says_garbage, "expected JSON"),
         (functions.hangs, "timeout_s = 0.5"),

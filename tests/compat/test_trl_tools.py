@@ -124,6 +124,30 @@ def test_answers_call_methods_until_one_calls_nothing(chat: ChatTokenizer) -> No
     assert "Add a number." in chat.decode(played["prompt_ids"][0])
 
 
+def test_a_tool_that_exits_or_returns_a_circle_is_answered_with_its_error(
+    chat: ChatTokenizer,
+) -> None:
+    def leave(code: int) -> str:
+        """
+        Leave.
+
+        Args:
+            code: with what.
+        """
+        raise SystemExit(code)
+
+    def circle() -> list[Any]:
+        """Return a circle."""
+        found: list[Any] = []
+        return [*found, found.append(found) or found]
+
+    script = [[CALL % ("leave", '{"code": 3}'), CALL % ("circle", "{}"), "done"]]
+    played = ToolRollout([leave, circle], {}, None)(prompts_of([{}]), Scripted(chat, [{}], script))
+    said = chat.decode(played["completion_ids"][0])
+    assert "error: SystemExit(3)" in said and "error: Circular reference" in said
+    assert played["num_tool_calls_failed"] == [2]
+
+
 def test_rounds_and_length_end_an_episode(chat: ChatTokenizer) -> None:
     rows: list[dict[str, Any]] = [{}]
     endless = [[CALL % ("add", '{"n": 1}')] * 50]

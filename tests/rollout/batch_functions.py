@@ -98,6 +98,11 @@ def at_another_temperature(prompts: list[str], trainer: Any) -> Returned:
     return {key: [one[key] for one in outputs] for key in outputs[0]}
 
 
+def exits(prompts: list[str], args: Any, processing_class: Any) -> Returned:
+    """Ends the program, as it believes."""
+    raise SystemExit(3)
+
+
 def raises(prompts: list[str], args: Any, processing_class: Any) -> Returned:
     """Fails."""
     raise ZeroDivisionError("no luck")

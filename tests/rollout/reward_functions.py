@@ -77,6 +77,22 @@ def fails(prompts: list[list[Message]]) -> list[float]:
     raise KeyError("answer")
 
 
+def exits(prompts: list[list[Message]]) -> list[float]:
+    """As code of a policy may, that is executed to judge it."""
+    exec("exit(3)")
+    return []
+
+
+async def exits_from_the_loop(prompts: list[list[Message]]) -> list[float]:
+    raise SystemExit(3)
+
+
+async def exits_in_an_episode(
+    session: AsyncSession, first: StepResult, conversation: Conversation
+) -> Ended:
+    raise SystemExit(3)
+
+
 async def never_ends(prompts: list[list[Message]]) -> list[float]:
     await asyncio.Event().wait()
     return []

@@ -189,6 +189,7 @@ async def test_a_function_that_takes_the_worker_down_its_own_road_is_told_why(wo
     assert "raised ZeroDivisionError: no luck (in raises, batch_functions.py" in await reason(
         worker, "raises"
     )
+    assert "raised SystemExit: 3 (in exits, batch_functions.py" in await reason(worker, "exits")
     assert "trainer.model is not here" in await reason(worker, "asks_for_the_model")
     assert "got -0.0010; return the engine's log-probs" in await reason(worker, "invented_logprobs")
     assert "row 0 (prompt 0, completion 0): expected log-prob" in await reason(

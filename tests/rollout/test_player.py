@@ -67,6 +67,17 @@ async def test_environments_of_a_run_sample_other_answers_on_equal_seeds(
     assert asked[0] != asked[1]
 
 
+async def test_a_rollout_function_that_exits_ends_its_episode_alone(
+    client: AsyncEnvClient, chat: ChatTokenizer
+) -> None:
+    run = run_with(rollout=f"{FUNCTIONS}:exits_in_an_episode")
+    policy = ScriptedPolicy(chat, itertools.repeat("STAND"))
+    player = make_player(run, "cards", client, policy, chat, max_sessions=256)
+    rollout = await player.play(2**31, SAMPLING)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.FAILED, None)
+    assert "SystemExit: 3" in rollout.failure
+
+
 async def test_a_rollout_function_is_found_by_its_name(
     client: AsyncEnvClient, chat: ChatTokenizer
 ) -> None:

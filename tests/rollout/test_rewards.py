@@ -106,6 +106,8 @@ async def test_a_function_that_is_not_asynchronous_leaves_the_event_loop_alone()
         ("not_a_number", "expected a finite number or None for episode 0, got nan"),
         ("words", "expected a finite number or None for episode 0, got 'good'"),
         ("fails", r"\(term 'fails'\) raised KeyError: 'answer'"),
+        ("exits", r"\(term 'exits'\) raised SystemExit: 3"),
+        ("exits_from_the_loop", r"raised SystemExit: 3"),
         ("asks_for_the_moon", "asks for 'moon', which no episode of the group has"),
         ("never_ends", "expected to end within rollout.group_timeout_s = 0.2 s"),
     ],

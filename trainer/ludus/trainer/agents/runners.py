@@ -213,7 +213,7 @@ class FunctionRunner:
             loop = asyncio.get_running_loop()
             returned = await loop.run_in_executor(self._threads, self._function, task, access)
             return await returned if inspect.isawaitable(returned) else returned
-        except Exception as error:  # the boundary to the run's own code
+        except (Exception, SystemExit) as error:  # the boundary to the run's own code
             raise AgentError(f"agent.function = '{self._path}' raised {describe(error)}") from error
 
 

@@ -38,14 +38,14 @@ Failures = Mapping[str, FailureCount]
 """By kind."""
 
 
-def unwrapped(error: Exception) -> Exception:
+def unwrapped(error: BaseException) -> BaseException:
     """What failed first where several errors were raised as one."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """The error in one line: its type, its message, and where foreign code raised it."""
     error = unwrapped(error)
     place = ""
@@ -99,7 +99,7 @@ def _bounded(counts: dict[str, FailureCount]) -> dict[str, FailureCount]:
     return dict(kept) | {_OTHERS: FailureCount(num_left, left[0].example)}
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - an error of foreign code, which may be broken itself

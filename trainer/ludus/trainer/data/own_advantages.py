@@ -45,7 +45,7 @@ class GroupAdvantages:
             advantages = [float(one) for one in said]
         except UserError:
             raise
-        except Exception as error:  # the boundary to the run's own function
+        except (Exception, SystemExit) as error:  # the boundary to the run's own function
             raise ConfigError(
                 f"{_FIELD} = '{self.path}' raised {describe(error)}; expected a function of a list "
                 "of episodes, each with its `reward`, that returns one number for each"

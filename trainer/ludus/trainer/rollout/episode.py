@@ -157,7 +157,7 @@ class Player:
         record, playing = self._begin(session, first, seed, sampling, key)
         try:
             return self._finished(seed, record, await playing)
-        except Exception as error:  # noqa: BLE001 - the boundary to code that is not ours
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary to code not ours
             return self.void(seed, error, record)
         finally:
             await close_session(session)
@@ -183,7 +183,7 @@ class Player:
             "waits for"
         )
 
-    def void(self, seed: int, error: Exception, record: Record | None = None) -> PlayedEpisode:
+    def void(self, seed: int, error: BaseException, record: Record | None = None) -> PlayedEpisode:
         """The episode that `error` ended, with what was said before; None where nothing began.
 
         Raises:

@@ -73,7 +73,7 @@ class ImportedRenderer:
             messages = self._render(result.observation, first=first)
         except UserError:
             raise
-        except Exception as error:  # the boundary to the run's own code
+        except (Exception, SystemExit) as error:  # the boundary to the run's own code
             raise RendererError(f"{path} raised {describe(error)}") from error
         if not _are_messages(messages):
             raise RendererError(
@@ -93,7 +93,7 @@ class ImportedRenderer:
             return {"action": self._parse(text, result.observation)}
         except (UserError, ActionError):
             raise
-        except Exception as error:  # the boundary to the run's own code
+        except (Exception, SystemExit) as error:  # the boundary to the run's own code
             raise RendererError(
                 f"environment.parse = '{self._paths[1]}' raised {describe(error)}; for a text that "
                 f"is no action it must raise ActionParseError, and the text was {text[:100]!r}"

@@ -115,7 +115,7 @@ class RewardFunction:
                 returned = await self._call(arguments)
         except UserError:
             raise
-        except Exception as error:  # the boundary to the run's own code
+        except (Exception, SystemExit) as error:  # the boundary to the run's own code
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RewardFunctionError(
                     f"reward function '{self._path}' expected to end within "

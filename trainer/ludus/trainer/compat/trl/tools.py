@@ -250,10 +250,13 @@ class ToolRollout:
             returned = tool(**call.arguments)
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
+            return returned if isinstance(returned, str) else json.dumps(returned, default=str)
+        except SystemExit as error:
+            episode.num_failed += 1
+            return f"error: SystemExit({error.code!r})"
         except Exception as error:  # noqa: BLE001 - the policy is told, as by any tool
             episode.num_failed += 1
             return f"error: {error}"
-        return returned if isinstance(returned, str) else json.dumps(returned, default=str)
 
 
 def environment_reward(environment_reward: list[float | None], **_: Any) -> list[float | None]:

@@ -162,7 +162,7 @@ class BatchFunction:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, called)
         except (UserError, RolloutFunctionError):
             raise
-        except Exception as error:  # the boundary to the run's own code
+        except (Exception, SystemExit) as error:  # the boundary to the run's own code
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RolloutFunctionError(
                     f"rollout function '{self._path}' expected to end within "
