@@ -22,6 +22,9 @@ remembers of sessions that ended, of which there are 1,024 after that time."""
 BLOCK_S = 180.0
 """Longer than memory stays on a step: shorter blocks take two steps for a trend."""
 NUM_DRAWS = 400
+AT_REST_MIB = 16.0
+"""What a process may hold at the end, when its sessions have ended, above what it held while it had
+them: one observation that was too large has twice that."""
 _MAX_POINTS = 200
 _LINE = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 
@@ -96,6 +99,11 @@ def trend_of(at_s: Floats, values: Floats, *, step: float = 0.0, seed: int = 0) 
     low, high = _interval(at_s, values, np.random.default_rng(seed))
     window_s = float(at_s[-1] - at_s[0])
     return Trend(slope * 3600, low * 3600, high * 3600, noise, window_s, len(values), step)
+
+
+def above_median(values: Floats) -> float:
+    """How far the last value is above the median of the second half."""
+    return float(values[-1] - np.median(values[len(values) // 2 :]))
 
 
 def _theil_sen(at_s: Floats, values: Floats) -> float:

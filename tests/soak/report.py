@@ -11,7 +11,7 @@ import numpy as np
 from machine import setting
 
 from tests.soak.members import Lifetime
-from tests.soak.memory import MIN_SAMPLES, Trend, trend_of
+from tests.soak.memory import AT_REST_MIB, MIN_SAMPLES, Trend, above_median, trend_of
 from tests.soak.soak import Soak
 
 _SERIES = {
@@ -51,10 +51,23 @@ class Verdict:
         ]
 
     @property
+    def holding(self) -> list[str]:
+        """Processes that have not let go of what they held for sessions, when all have ended."""
+        above = {
+            name: above_median(np.array([one.uss_mib for one in life.samples]))
+            for name, life in self._lives.items()
+        }
+        return [
+            f"{name}: holds {mib:.1f} MiB more at the end than mostly before"
+            for name, mib in above.items()
+            if mib > AT_REST_MIB
+        ]
+
+    @property
     def has_passed(self) -> bool:
         """True when everything holds that the soak is to show."""
         book = self._soak.book
-        return not (book.violations or book.unexplained() or self.growing)
+        return not (book.violations or book.unexplained() or self.growing or self.holding)
 
     def lines(self) -> list[str]:
         """The table."""
@@ -81,7 +94,8 @@ class Verdict:
                 f"{name:36}{mean:8.1f}{trend.per_hour:+10.2f}  {interval}"
                 f"  {'flat' if trend.is_flat else 'GROWS'}"
             )
-        table += [*self.growing, *(f"not hit: {one}" for one in book.unexplained()[:20])]
+        table += [*self.growing, *self.holding]
+        table += [f"not hit: {one}" for one in book.unexplained()[:20]]
         table += [f"violation: {one}" for one in book.violations[:40]]
         return [*table, "PASSED" if self.has_passed else "FAILED"]
 

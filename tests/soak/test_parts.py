@@ -13,7 +13,7 @@ from tests.soak.book import Book, Fault, LostSession, Place
 from tests.soak.client import Client, ClientSpec
 from tests.soak.environment import EchoEnv, first_digest
 from tests.soak.faults import WEIGHTS, drawn
-from tests.soak.memory import trend_of
+from tests.soak.memory import AT_REST_MIB, above_median, trend_of
 
 
 def noisy(growth_per_hour: float, num_samples: int = 1200, noise: float = 0.3) -> Any:
@@ -48,6 +48,13 @@ def test_a_single_step_is_no_slope_and_several_are() -> None:
     for later_s in range(650, 1200, 100):
         steps = steps + 0.9 * (at_s > later_s)
     assert not trend_of(at_s, steps, step=1.0).is_flat
+
+
+def test_what_is_held_at_the_end_is_no_noise_and_what_was_let_go_is() -> None:
+    at_s, values = noisy(0.0)
+    assert above_median(values + 190.0 * (at_s > 1100)) > AT_REST_MIB
+    let_go = values + 190.0 * ((at_s > 1000) & (at_s < 1100))
+    assert above_median(let_go) < AT_REST_MIB
 
 
 def lost(alive_s: float, failed_s: float, **place: Any) -> LostSession:
