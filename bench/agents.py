@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,25 +52,23 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    rows = _earlier_rows()
+    rows = {run["agent"]: run for run in earlier_runs(RESULTS)}
     is_exact = True
     for agent in chosen.only:
         load_average, started_s = os.getloadavg()[0], time.perf_counter()
         found = _measured(agent, chosen.episodes, chosen.seed)
         rows[agent] = {
+            "agent": agent,
             "seed": chosen.seed,
+            "machine": machine(),
             "load_average": load_average,
             "seconds": round(time.perf_counter() - started_s, 1),
             **found,
         }
-        print(json.dumps({agent: rows[agent]}, indent=2), flush=True)
+        print(json.dumps(rows[agent], indent=2), flush=True)
         is_exact &= found["largest_logprob_error"] < TOLERANCE and not found.get("num_void")
-        content = {
-            "command": "python bench/agents.py",
-            **setting(),
-            "agents": {name: rows[name] for name in AGENTS if name in rows},
-        }
-        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+        runs = [rows[name] for name in AGENTS if name in rows]
+        write_runs(RESULTS, "python bench/agents.py", runs)
     return 0 if is_exact else 1
 
 
@@ -84,16 +82,6 @@ def _measured(agent: str, num_episodes: int, seed: int) -> dict[str, Any]:
     ):
         service = {"url": url, "max_concurrent": NUM_AT_ONCE}
         return asdict(asyncio.run(frameworks.measure(service, num_episodes, seed)))
-
-
-def _earlier_rows() -> dict[str, Any]:
-    """By agent, what earlier calls found with the same machine and packages."""
-    if not RESULTS.exists():
-        return {}
-    earlier = json.loads(RESULTS.read_text())
-    if any(earlier.get(key) != value for key, value in setting().items()):
-        return {}
-    return dict(earlier["agents"])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig, load_run_config
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
@@ -82,6 +82,7 @@ class Row:
     load_average: float
     """Of the machine, over the minute before."""
     error: str = ""
+    machine: str = field(default_factory=machine)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -386,25 +387,19 @@ def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def _write(rows: list[Row]) -> None:
     rows.sort(key=lambda row: (PARTS.index(row.part), row.seed, row.trainer))
-    content = {
-        "command": "make bench-classic",
-        **setting(),
-        "stable_baselines3": STABLE_BASELINES,
-        "cartpole_ludus_over_stable_baselines3": _comparison(rows),
-        "medians": _medians(rows),
-        "runs": [asdict(row) for row in rows],
-    }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    write_runs(
+        RESULTS,
+        "make bench-classic",
+        [asdict(row) for row in rows],
+        stable_baselines3=STABLE_BASELINES,
+        cartpole_ludus_over_stable_baselines3=_comparison(rows),
+        medians=_medians(rows),
+    )
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as machine and packages are the same."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text())
-    if any(earlier.get(key) != value for key, value in setting().items()):
-        return []
-    return [Row(**row) for row in earlier["runs"]]
+    """What earlier calls measured on this machine: seconds are compared."""
+    return [Row(**run) for run in earlier_runs(RESULTS) if run["machine"] == machine()]
 
 
 if __name__ == "__main__":

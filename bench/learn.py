@@ -5,7 +5,7 @@
 One run after the other, each started as a user would start it. A row holds what the final
 evaluation found, with its 95 % interval, the training it took, and whether that reaches the
 example's target; the last rows are the negative control, which must not learn. Rows of earlier
-calls on the same machine with the same packages are kept, so the whole can be measured in parts:
+calls with the same packages and the same example are kept, so the whole can be measured in parts:
 
     python bench/learn.py --only catch --seeds 0 1
 
@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 from ludus.env.evaluation import wilson_interval
 from ludus.proto.runs import SUMMARY_FILE, EnvironmentResult, EvalReport, Summary
@@ -146,6 +145,7 @@ class Row:
     """Of the machine, over the minute before the run: others who compute make it slower."""
     passed: bool
     error: str = ""
+    machine: str = field(default_factory=machine)
 
     @property
     def is_of(self) -> tuple[str, int]:
@@ -299,39 +299,26 @@ def _medians(rows: Sequence[Row]) -> list[dict[str, object]]:
 def _write(rows: Sequence[Row]) -> None:
     order = list(CASES)
     rows = sorted(rows, key=lambda row: (order.index(row.case), row.environment, row.seed))
-    content = {
-        "command": "make learn",
-        **setting(),
-        "examples": _fingerprints(),
-        "medians": _medians(rows),
-        "runs": [asdict(row) for row in rows],
-    }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    runs = [{**asdict(row), "made_of": _made_of(row.case)} for row in rows]
+    write_runs(RESULTS, "make learn-examples", runs, medians=_medians(rows))
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as machine, packages and examples are the same."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text())
-    if any(earlier.get(key) != value for key, value in setting().items()):
-        return []
-    same = {
-        name for name, found in _fingerprints().items() if earlier["examples"].get(name) == found
-    }
-    rows = [Row(**{**row, "ci95": row["ci95"] and tuple(row["ci95"])}) for row in earlier["runs"]]
-    return [row for row in rows if row.case in same]
+    """What earlier calls measured, as far as packages and examples are the same."""
+    return [
+        Row(**{**run, "ci95": run["ci95"] and tuple(run["ci95"])})
+        for run in earlier_runs(RESULTS)
+        if run.pop("made_of") == _made_of(run["case"])
+    ]
 
 
-def _fingerprints() -> dict[str, dict[str, object]]:
-    """By case: the example's file, its hash, and what is set beside it."""
+def _made_of(name: str) -> dict[str, object]:
+    """The example's file, its hash, and what is set beside it."""
+    case = CASES[name]
     return {
-        name: {
-            "example": f"examples/{case.example}",
-            "sha256": hashlib.sha256((ROOT / "examples" / case.example).read_bytes()).hexdigest(),
-            "overrides": list(case.overrides),
-        }
-        for name, case in CASES.items()
+        "example": f"examples/{case.example}",
+        "sha256": hashlib.sha256((ROOT / "examples" / case.example).read_bytes()).hexdigest(),
+        "overrides": list(case.overrides),
     }
 
 

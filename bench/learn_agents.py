@@ -25,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -79,6 +79,9 @@ class Row:
     """Of the machine, over the minute before."""
     passed: bool
     error: str = ""
+    machine: str = field(default_factory=machine)
+    made_of: dict[str, str] = field(default_factory=dict)
+    """Files of the example, by their hashes."""
 
 
 def main() -> int:
@@ -159,30 +162,19 @@ def _line(row: Row) -> str:
 
 def _write(rows: Sequence[dict[str, Any]]) -> None:
     order = list(CASES)
-    content = {
-        "command": "make learn-agents",
-        **setting(),
-        "example": _fingerprint(),
-        "runs": sorted(rows, key=lambda row: (order.index(row["case"]), row["seed"])),
-    }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    runs = sorted(rows, key=lambda row: (order.index(row["case"]), row["seed"]))
+    write_runs(RESULTS, "make learn-agents", runs)
 
 
 def _earlier_rows() -> list[dict[str, Any]]:
-    """What earlier calls measured with the same machine, packages and example."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text())
-    same = {**setting(), "example": _fingerprint()}
-    if any(earlier.get(key) != value for key, value in same.items()):
-        return []
-    return list(earlier["runs"])
+    """What earlier calls measured with the same packages and example."""
+    return [run for run in earlier_runs(RESULTS) if run["made_of"] == _made_of(run["case"])]
 
 
-def _fingerprint() -> dict[str, str]:
-    """Of all that an agent's run is made of, by file."""
-    names = ("service.toml", "boxes.py", "langgraph_agent.py", "smolagents_agent.py")
-    files = [EXAMPLE.with_name(name) for name in names]
+def _made_of(case: str) -> dict[str, str]:
+    """All that an agent's run is made of, by file its hash."""
+    framework, _ = CASES[case]
+    files = [EXAMPLE, *map(EXAMPLE.with_name, ("boxes.py", f"{framework}_agent.py"))]
     return {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
 
 

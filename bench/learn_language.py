@@ -24,13 +24,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from answers import Answer, Sampler
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Summary
@@ -74,6 +74,7 @@ class Row:
     """Of the machine, over the minute before."""
     passed: bool
     error: str = ""
+    machine: str = field(default_factory=machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,18 +288,12 @@ def _line(row: Row) -> str:
 def _write(rows: Sequence[Row]) -> None:
     order = list(CASES)
     rows = sorted(rows, key=lambda row: (order.index(row.case), row.seed))
-    content = {"command": "make learn-language", **setting(), "runs": [asdict(row) for row in rows]}
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_runs(RESULTS, "make learn-language", [asdict(row) for row in rows])
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as machine and packages are the same."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
-    if any(earlier.get(key) != value for key, value in setting().items()):
-        return []
-    return [Row(**row) for row in earlier["runs"]]
+    """What earlier calls measured, as far as the packages are the same."""
+    return [Row(**run) for run in earlier_runs(RESULTS)]
 
 
 if __name__ == "__main__":

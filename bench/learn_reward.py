@@ -17,17 +17,16 @@ The exit code is 1 when a training of this call failed or missed its target.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.reward_models import METRICS_FILE, RewardModelMetrics
 
@@ -62,6 +61,7 @@ class Row:
     """Of the machine, over the minute before."""
     passed: bool
     error: str = ""
+    machine: str = field(default_factory=machine)
 
 
 def main() -> int:
@@ -164,25 +164,14 @@ def _medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 def _write(rows: Sequence[Row]) -> None:
     rows = sorted(rows, key=lambda row: (CASES.index(row.case), row.seed))
-    content = {
-        "command": "make learn-reward",
-        **setting(),
-        "medians": _medians(rows),
-        "runs": [asdict(row) for row in rows],
-    }
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    runs = [asdict(row) for row in rows]
+    write_runs(RESULTS, "make learn-reward", runs, medians=_medians(rows))
 
 
 def _earlier_rows() -> list[Row]:
-    """What earlier calls measured, as far as machine and packages are the same."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text())
-    if any(earlier.get(key) != value for key, value in setting().items()):
-        return []
-    return [
-        Row(**{**row, "num_comparisons": tuple(row["num_comparisons"])}) for row in earlier["runs"]
-    ]
+    """What earlier calls measured, as far as the packages are the same."""
+    runs = earlier_runs(RESULTS)
+    return [Row(**{**run, "num_comparisons": tuple(run["num_comparisons"])}) for run in runs]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import read_metrics
@@ -73,6 +73,7 @@ def measure(seed: int, *, shuffled: bool) -> dict[str, Any]:
         "ends_where_it_began": start[0] <= end <= start[1],
         "rewards": rewards,
         "load_average": load_average,
+        "machine": machine(),
         "passed": passed,
     }
 
@@ -83,7 +84,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", choices=["learns", "shuffled"])
     args = parser.parse_args()
-    rows = {(row["seed"], row["shuffled"]): row for row in _earlier()}
+    rows = {(row["seed"], row["shuffled"]): row for row in earlier_runs(RESULTS)}
     passed = True
     for seed in args.seeds:
         for shuffled in (False, True):
@@ -92,22 +93,8 @@ def main() -> int:
             rows[seed, shuffled] = row = measure(seed, shuffled=shuffled)
             passed &= row["passed"]
             print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
-            _write([rows[key] for key in sorted(rows)])
+            write_runs(RESULTS, "make learn-trl", [rows[key] for key in sorted(rows)])
     return int(not passed)
-
-
-def _write(rows: list[dict[str, Any]]) -> None:
-    content = {"command": "make learn-trl", **setting(), "runs": rows}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _earlier() -> list[dict[str, Any]]:
-    """What earlier calls measured on the same machine with the same packages."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
-    same = all(earlier.get(key) == value for key, value in setting().items())
-    return earlier["runs"] if same else []
 
 
 if __name__ == "__main__":

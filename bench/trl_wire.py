@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from machine import setting
+from machine import earlier_runs, machine, write_runs
 from speedup import ROOT, TRL_ROUNDS, Course, course, judged, own, trl
 
 RESULTS = ROOT / "bench" / "results" / "trl_wire.json"
@@ -78,6 +78,7 @@ def measure(seed: int, folder: Path, num_rounds: int) -> dict[str, Any]:
         "seed": seed,
         "num_rounds": num_rounds,
         "load_average": load_average,
+        "machine": machine(),
         "weights_are_the_same": are_same,
         "seconds_to_goal": {who: one.seconds_to_goal for who, one in courses.items()},
         "seconds_in_all": {who: one.points[-1][0] for who, one in courses.items()},
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-trl-wire")
     parser.add_argument("--rounds", type=int, default=TRL_ROUNDS, help="of 512 games, at most")
     args = parser.parse_args()
-    rows = {row["seed"]: row for row in _earlier()}
+    rows = {row["seed"]: row for row in earlier_runs(RESULTS)}
     for seed in args.seeds:
         rows[seed] = measure(seed, args.folder, args.rounds)
         print(json.dumps(rows[seed]), flush=True)
@@ -110,23 +111,9 @@ def main() -> int:
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    content = {
-        "command": "make learn-trl",
-        **setting(),
-        "wanted": f"ratio <= {AT_MOST}",
-        "median_ratio": statistics.median(row["ratio"] for row in rows),
-        "seeds": rows,
-    }
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _earlier() -> list[dict[str, Any]]:
-    """What earlier calls measured on the same machine with the same packages."""
-    if not RESULTS.exists():
-        return []
-    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
-    same = all(earlier.get(key) == value for key, value in setting().items())
-    return earlier["seeds"] if same else []
+    median = statistics.median(row["ratio"] for row in rows)
+    wanted = f"ratio <= {AT_MOST}"
+    write_runs(RESULTS, "make learn-trl", rows, wanted=wanted, median_ratio=median)
 
 
 if __name__ == "__main__":
