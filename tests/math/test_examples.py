@@ -21,7 +21,10 @@ EXAMPLES = sorted(
 )
 
 DATA_ARE_MADE_FIRST = {learn_language.RLHF}
-NEEDS = {"inverted_pendulum": ("mujoco", "imageio")}
+NEEDS = {
+    "inverted_pendulum/ppo.toml": ("mujoco", "imageio"),
+    "inverted_pendulum/pybullet.toml": ("pybullet", "pybullet_envs_gymnasium"),
+}
 """Libraries that an example asks for and `make setup` does not install."""
 
 CLAIM_NOTHING = {
@@ -58,9 +61,10 @@ def report(
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_an_example_names_environments_that_exist_and_policies_that_they_have(path: Path) -> None:
     run = load_run_config(path)
-    if f"{path.parent.name}/{path.name}" in DATA_ARE_MADE_FIRST:
+    name = f"{path.parent.name}/{path.name}"
+    if name in DATA_ARE_MADE_FIRST:
         pytest.skip("its data are no part of the repository")
-    for module in NEEDS.get(path.parent.name, ()):
+    for module in NEEDS.get(name, ()):
         pytest.importorskip(module)
     for environment in run.environments.values():
         assert isinstance(environment, LocalEnvironment)
@@ -68,8 +72,8 @@ def test_an_example_names_environments_that_exist_and_policies_that_they_have(pa
         if environment.policies is None:
             assert set(environment.baselines) <= {RANDOM_POLICY}
             continue
-        module, _, name = environment.policies.partition(":")
-        policies = getattr(importlib.import_module(module), name)(built.options)
+        module, _, function = environment.policies.partition(":")
+        policies = getattr(importlib.import_module(module), function)(built.options)
         assert set(environment.baselines) <= set(policies)
 
 
