@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,8 +36,15 @@ class ResetArgs:
     options: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed}")
+        if self.seed is None:
+            return
+        try:
+            seed = operator.index(self.seed)  # one of NumPy's is no number to JSON
+        except TypeError:
+            seed = -1
+        if not 0 <= seed <= MAX_SEED:
+            raise InvalidCallError(f"expected a seed from 0 to {MAX_SEED}, got {self.seed!r}")
+        self.seed = seed
 
 
 class DefaultSeeds:
@@ -152,18 +160,24 @@ def check_size(what: str, num_bytes: int) -> None:
         )
 
 
-def plain_json(value: JsonObject, what: str) -> bytes:
+def plain_json(value: Any, what: str) -> bytes:
     """A part of a call as it travels on: parsers take deeper nesting than writers do.
 
     Raises:
-        InvalidCallError: it is nested too deep.
+        InvalidCallError: it is nested too deep, or holds what JSON has no room for.
     """
     try:
-        return orjson.dumps(value)
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise InvalidCallError(
-            f"expected {what} that is plain JSON, at most 254 levels deep: {error}"
-        ) from None
+        raise unwritable(what, error) from None
+
+
+def unwritable(what: str, error: Exception) -> InvalidCallError:
+    """The refusal of a part of a call that cannot be written, the same on every wire."""
+    return InvalidCallError(
+        f"expected {what} of plain JSON, at most 254 levels deep, with integers of at most 64 bits"
+        f" and no keys but strings: {error}; send anything else as a string"
+    )
 
 
 def decode_action(action_type: type[Action], action_json: bytes) -> Action:

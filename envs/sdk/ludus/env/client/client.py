@@ -14,10 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import orjson
-
 from ludus.env.client.resume import ReplayingSession, ResumeLimits, check_replayable
-from ludus.env.encoding import DefaultSeeds, ResetArgs
+from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, unwritable
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.address import parse_address
 from ludus.env.transports.discovery import HttpClient
@@ -421,12 +419,27 @@ class AsyncSession:
 
 
 def encode_action(action: Any) -> Any:
-    """What travels for an action: a text or a reset as it is, anything else as JSON bytes."""
+    """What travels for an action: a text or a reset as it is, anything else as JSON bytes.
+
+    Raises:
+        InvalidCallError: no wire can carry it. Said here, it is said of this action alone: many
+            may travel as one call.
+    """
     if isinstance(action, Action):
-        return action.__pydantic_serializer__.to_json(action)
-    if isinstance(action, (str, ResetArgs)):  # a union would be built again each time
+        try:
+            return action.__pydantic_serializer__.to_json(action)
+        except ValueError as error:
+            raise unwritable("an action", error) from None
+    if isinstance(action, str):
+        try:
+            action.encode()
+        except UnicodeEncodeError as error:
+            raise unwritable("a text", error) from None
         return action
-    return orjson.dumps(action, option=orjson.OPT_SERIALIZE_NUMPY)
+    if isinstance(action, ResetArgs):
+        plain_json(action.options, "reset options")
+        return action
+    return plain_json(action, "an action")
 
 
 async def _transport_for(options: ConnectOptions, patience_s: float) -> Transport:

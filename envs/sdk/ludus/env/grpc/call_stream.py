@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from ludus.env.encoding import unwritable
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from ludus.env.messages.protobuf import read_error
 from ludus.env.security.tracing import fill_trace, is_traced
@@ -100,7 +101,8 @@ class CallStream:
         """The future of the reply to a call, which `fill` writes at once.
 
         Raises:
-            ConnectionLostError: the stream has ended.
+            InvalidCallError: the call cannot be written, or is larger than the other side takes;
+                nothing was sent.
             InvalidCallError: the call is larger than the other side takes; nothing was sent.
         """
         if self.broken is not None:
@@ -128,6 +130,9 @@ class CallStream:
                     f"expected a call of at most {self._max_call_bytes} bytes to {self._peer}, got"
                     f" {num_bytes}; send less in one call"
                 )
+        except UnicodeEncodeError as error:
+            del calls[-1]
+            raise unwritable("a call", error) from None
         except BaseException:
             del calls[-1]
             raise

@@ -125,7 +125,7 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
         message.seed = args.seed
     message.episode_id = args.episode_id
     if args.options:
-        message.options_json = orjson.dumps(args.options)
+        message.options_json = plain_json(args.options, "reset options")
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:

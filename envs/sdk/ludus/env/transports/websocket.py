@@ -18,7 +18,7 @@ import orjson
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ludus.env.encoding import DefaultSeeds, ResetArgs, said_success
+from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, said_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
@@ -253,7 +253,8 @@ class WebSocketSession:
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
         """What a tool of the environment returned, called by OpenEnv's action for it."""
-        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        encoded = orjson.Fragment(plain_json(arguments, "arguments"))
+        action = {"type": "call_tool", "tool_name": name, "arguments": encoded}
         data = await self._call({"type": "step", "data": action})
         returned = data.get("observation") or {}
         if error := returned.get("error"):
@@ -309,7 +310,7 @@ class WebSocketSession:
         return await self._socket.recv()
 
     def _encoded(self, message: JsonObject) -> bytes:
-        text = orjson.dumps(message)
+        text = plain_json(message, "a call")
         if len(text) > MAX_MESSAGE_BYTES:
             raise InvalidCallError(
                 f"expected a call of at most {MAX_MESSAGE_BYTES} bytes to {self._options.address},"
@@ -452,7 +453,7 @@ def _reset_message(args: ResetArgs) -> JsonObject:
         data["seed"] = args.seed
     if args.episode_id:
         data["episode_id"] = args.episode_id
-    return {"type": "reset", "data": data}
+    return {"type": "reset", "data": orjson.Fragment(plain_json(data, "reset options"))}
 
 
 def _read_reply(reply: str | bytes) -> JsonObject:

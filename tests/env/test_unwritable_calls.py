@@ -1,0 +1,78 @@
+"""What a caller gives and no wire has room for: refused alike on all, and the session plays on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ludus.env.client import AsyncEnvClient, Reset
+from ludus.proto.errors import InvalidCallError
+from tests.env.counting_env import CountAction
+from tests.env.legacy_server import legacy_server
+from tests.env.served import WIRES, address_of, running
+from tests.env.tool_env import ToolEnv
+
+LONG = 2**70
+HALF = "\ud800"
+"""Half of a character: a str that no UTF-8 says."""
+
+
+async def refusals(address: str) -> list[str]:
+    """What is said of calls that cannot be written; a step beside each of them is answered."""
+    async with await AsyncEnvClient.connect(address) as client:
+        session, _ = await client.open(seed=1)
+        other, _ = await client.open(seed=1)
+        calls = {
+            "a number": lambda: session.step({"add": LONG}),
+            "a set": lambda: session.step({"add": {1}}),
+            "half a character": lambda: session.step(CountAction(add=1, metadata={"note": HALF})),
+            "a text": lambda: session.step(text=HALF),
+            "an option": lambda: session.reset(options={"start": LONG}),
+            "an option's key": lambda: session.reset(options={1: 2}),
+            "an option of a new one": lambda: client.open(options={"start": LONG}),
+            "an option of a group": lambda: client.open_group(2, options={"start": LONG}),
+            "an argument": lambda: session.call_tool("note", {"text": LONG}),
+            "a seed": lambda: session.reset(seed=1.5),
+        }
+        said = []
+        for name, call in calls.items():
+            with pytest.raises(InvalidCallError) as caught:
+                await call()
+            said.append(f"{name}: {caught.value.message}")
+        with pytest.raises(InvalidCallError, match="a call of plain JSON"):
+            await session.call_tool(HALF, {})
+        for action in ({"add": LONG}, HALF, Reset(options={"start": LONG})):
+            refused, taken = await client.step_many([(session, action), (other, {"add": 1})])
+            assert isinstance(refused, InvalidCallError)
+            said.append(refused.message)
+            assert taken.reward == 1.0
+        assert (await session.step({"add": 2})).step_index == 1
+        return said
+
+
+async def test_what_no_wire_can_carry_is_refused_in_the_same_words_on_each():
+    async with running(ToolEnv) as server:
+        grpc, http = [await refusals(address_of(server, wire)) for wire in WIRES]
+    assert grpc == http
+    assert "an action of plain JSON" in grpc[0]
+    assert "Integer exceeds 64-bit range" in grpc[0]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_numbers_of_numpy_travel_as_numbers(wire):
+    async with (
+        running(ToolEnv) as server,
+        await AsyncEnvClient.connect(address_of(server, wire)) as client,
+    ):
+        session, first = await client.open(seed=np.int64(3), options={"start": np.int64(4)})
+        assert first.observation["total"] == 4
+        assert (await session.step({"add": np.int64(2)})).observation["total"] == 6
+
+
+async def test_an_upstream_server_of_0_1_is_not_asked_either():
+    with legacy_server() as (address, counter):
+        async with await AsyncEnvClient.connect(address) as client:
+            session, _ = await client.open()
+            with pytest.raises(InvalidCallError, match="integers of at most 64 bits"):
+                await session.step({"add": LONG})
+            assert len(counter.bodies) == 1
