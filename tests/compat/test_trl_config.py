@@ -15,7 +15,11 @@ from ludus.trainer.compat.trl import GRPOConfig
 from ludus.trainer.compat.trl.fields import DEFAULTS, MAPPED, REFUSED, TOLD
 from ludus.trainer.compat.trl.run_settings import Batches, batches_of, run_folder, run_settings
 
-ENVIRONMENT = {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}
+ENVIRONMENT = {
+    "rollout": "trl:m:f",
+    "rewards": [{"function": "m:r"}],
+    "max_sessions": 1_000_000,
+}
 
 
 def run_of(num_prompts: int = 64, **fields: Any) -> Any:
@@ -166,7 +170,9 @@ def test_rows_and_epochs_of_trl_become_batches(
         ),
         ({"num_generations": 3}, "whole groups of num_generations = 3"),
         ({"max_grad_norm": 0}, "max_grad_norm expected a number above 0"),
-        ({"use_vllm": True, "top_k": 5}, "rollout.top_k = 5 samples from a cut-off"),
+        ({"max_grad_norm": None}, "max_grad_norm expected a number above 0"),
+        ({"use_vllm": True, "top_k": 5}, "GRPOConfig.top_k = 5 samples from a cut-off"),
+        ({"max_completion_length": 2000}, "GRPOConfig.max_completion_length = 2000 leaves no room"),
         ({"num_prompts": 0}, "expected at least 1 prompts"),
         ({"generation_batch_size": 12}, "12 expected a multiple of per_device_train_batch_size"),
         ({"logging_steps": 0}, "logging_steps = 0 expected a number above 0 where logging_strat"),
@@ -190,10 +196,10 @@ def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"learning_rate": "1e-5"}, "learning_rate expected a finite number, got '1e-5'"),
-        ({"beta": float("nan")}, "beta expected a finite number, got nan"),
-        ({"warmup_steps": None}, "warmup_steps expected a finite number, got None"),
-        ({"num_generations": 0}, "num_generations expected a whole number of 1 or more, got 0"),
+        ({"learning_rate": "1e-5"}, "learning_rate expected a number above 0, got '1e-5'"),
+        ({"beta": float("nan")}, "beta expected a number of 0 or more, got nan"),
+        ({"warmup_steps": None}, "warmup_steps expected a whole number of 0 or more, or a share"),
+        ({"num_generations": 0}, "num_generations expected a whole number of 2 or more.*, got 0"),
         ({"num_iterations": 1.5}, "num_iterations expected a whole number of 1 or more"),
         ({"generation_batch_size": 0}, "generation_batch_size expected a whole number of 1"),
         ({"gradient_checkpointing": "no"}, "gradient_checkpointing expected True or False"),
@@ -213,6 +219,33 @@ def test_a_value_of_another_kind_is_refused_where_it_is_set(
     args = GRPOConfig()
     with pytest.raises(ConfigError, match=message):
         setattr(args, *next(iter(fields.items())))
+
+
+NUMBERS = [
+    name
+    for name, default in MAPPED.items()
+    if isinstance(default, (int, float)) and not isinstance(default, bool)
+] + [name for name, default in MAPPED.items() if default is None and name not in ("output_dir",)]
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_taken_or_refused_by_the_name_that_was_typed(name: str, use_vllm: bool) -> None:
+    refused = False
+    for value in (-1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "8"):
+        try:
+            run_of(10_000_000, **{"use_vllm": use_vllm, name: value})
+        except ConfigError as error:
+            refused = True
+            assert "is not a valid run" not in str(error), (value, str(error))
+            assert name in str(error) or "expected at least" in str(error), (value, str(error))
+    assert refused or name == "resume_from_checkpoint"
+
+
+def test_a_limit_of_checkpoints_that_is_not_above_0_limits_nothing() -> None:
+    kept = {run_of(save_total_limit=limit).training.keep_checkpoints for limit in (None, 0, -1)}
+    assert len(kept) == 1
+    assert kept.pop() > 1000
 
 
 def test_every_default_is_of_its_fields_kind() -> None:

@@ -54,6 +54,19 @@ def test_a_script_is_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "nothing is started"
 
 
+def test_a_large_batch_has_a_session_for_each_of_its_rows(tmp_path: Path) -> None:
+    args = GRPOConfig(
+        str(tmp_path / "run"),
+        use_cpu=True,
+        per_device_train_batch_size=8192,
+        max_completion_length=8,
+    )
+    rows = [{"prompt": f"word {n}", "answer": n} for n in range(1024)]
+    run = trainer_of(tmp_path, args=args, train_dataset=rows).run
+    assert run.rollout.num_groups_in_flight * run.rollout.group_size == 8192
+    assert run.environment.max_sessions == 8192
+
+
 def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, eval_dataset={"prompt": ["a", "b"], "answer": [1, 2]})
     trainer._write_rows()

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
+from ludus.trainer.compat.trl.sampling import check_sampling, correction, has_gpu, num_gpus
 from ludus.trainer.rollout.engines import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
@@ -123,6 +122,7 @@ def run_settings(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[st
     """
     folder = run_folder(args)
     _check_intervals(args)
+    check_sampling(args, max_tokens)
     return {
         "name": folder.name,
         "output_dir": str(folder.parent),
@@ -222,7 +222,7 @@ def _rollout(args: GRPOConfig, batches: Batches, max_tokens: int) -> dict[str, A
         "group_size": args.num_generations,
         "group_seed": "shared",
         "num_groups_in_flight": batches.num_groups,
-        "num_gpus_per_worker": _gpus(args) * (args.vllm_tensor_parallel_size or 1),
+        "num_gpus_per_worker": num_gpus(args) * (args.vllm_tensor_parallel_size or 1),
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": max(args.top_k or 0, 0),
@@ -247,7 +247,7 @@ def _algorithm(args: GRPOConfig) -> dict[str, Any]:
         "zero_variance_groups": "keep",
         "loss": loss,
         "aggregation": aggregation,
-        "correction": _correction(args),
+        "correction": correction(args),
         "geometric_mask": None,
         "old_logprobs": "recompute",
         "entropy_coef": args.entropy_coef,
@@ -285,28 +285,6 @@ def _loss(args: GRPOConfig) -> tuple[dict[str, Any], str]:
     return {"kind": "gspo", **clips}, aggregation
 
 
-def _correction(args: GRPOConfig) -> dict[str, Any]:
-    if not args.use_vllm or not args.vllm_importance_sampling_correction:
-        return {"kind": "off"}
-    low, cap = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    cap = args.vllm_importance_sampling_cap or cap
-    mode = args.vllm_importance_sampling_mode
-    kinds = {
-        "token_truncate": "token_tis",
-        "sequence_truncate": "sequence_tis",
-        "sequence_mask": "sequence_mask",
-    }
-    if mode == "token_mask" and low is not None and cap is not None:
-        return {"kind": "icepop", "low": low, "high": cap}
-    if mode not in kinds or low is not None or cap is None:
-        raise ConfigError(
-            f"GRPOConfig.vllm_importance_sampling_mode = {mode!r} with clip_min = {low} and "
-            f"clip_max = {cap} is not honoured here; expected 'token_mask' with both, or one of "
-            f"{sorted(kinds)} with clip_max alone"
-        )
-    return {"kind": kinds[mode], "cap": cap}
-
-
 def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     if schedule not in _SCHEDULES:
@@ -314,12 +292,12 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
     warmup = args.warmup_steps if schedule != "constant" else 0
     if 0 < warmup < 1:
         warmup = math.ceil(warmup * batches.num_optimizer_steps)
-    if not args.max_grad_norm:
+    if args.max_grad_norm is None:
         raise ConfigError(
-            "GRPOConfig.max_grad_norm expected a number above 0, got "
-            f"{args.max_grad_norm}; set a large one for no clipping"
+            "GRPOConfig.max_grad_norm expected a number above 0, got None; set a large one for no "
+            "clipping"
         )
-    is_reduced = args.bf16 if args.bf16 is not None else _has_gpu(args)
+    is_reduced = args.bf16 if args.bf16 is not None else has_gpu(args)
     return {
         "learning_rate": args.learning_rate,
         "schedule": _SCHEDULES[schedule],
@@ -331,7 +309,7 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "max_grad_norm": args.max_grad_norm,
         "num_minibatches": batches.num_minibatches,
         "update_epochs": batches.num_passes,
-        "num_gpus_per_rank": _gpus(args),
+        "num_gpus_per_rank": num_gpus(args),
         "dtype": "bfloat16" if is_reduced else "float32",
         "activation_checkpointing": bool(args.gradient_checkpointing),
         "compile": bool(args.torch_compile),
@@ -351,7 +329,8 @@ def _training(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
         "groups_per_step": batches.num_groups,
         "max_staleness": 0,
         "checkpoint_every_steps": every[when],
-        "keep_checkpoints": args.save_total_limit or _KEEP_ALL,
+        # As TRL does, a limit that is not above 0 limits nothing.
+        "keep_checkpoints": max(args.save_total_limit or 0, 0) or _KEEP_ALL,
     }
 
 
@@ -380,17 +359,6 @@ def _metrics(args: GRPOConfig) -> dict[str, Any]:
     if args.log_completions:
         settings["transcripts_per_step"] = args.num_completions_to_print or args.num_generations
     return settings
-
-
-def _has_gpu(args: GRPOConfig) -> bool:
-    return not args.use_cpu and torch.cuda.is_available()
-
-
-def _gpus(args: GRPOConfig) -> float:
-    """For the learner, and as much for the rollout worker."""
-    if not _has_gpu(args):
-        return 0.0
-    return 1.0 if torch.cuda.device_count() > 1 else 0.5
 
 
 def _one_of(args: GRPOConfig, name: str, known: tuple[str, ...]) -> str:

@@ -44,6 +44,8 @@ from ludus.trainer.trainer import Trainer
 
 ResultT = TypeVar("ResultT")
 
+_MIN_SESSIONS = 4096
+"""Of the environment's server; one for each row of a batch that has more."""
 _INPUT_SUFFIX = "-input"
 """Of the folder beside the run's, which holds what the script has passed as objects."""
 
@@ -175,7 +177,7 @@ class GRPOTrainer:
         self, model: ModelSection, rollout: Callable[..., Any], rewards: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """The configuration of the run, section by section."""
-        with_tools = isinstance(rollout, ToolRollout)
+        with_tools, num_generations = isinstance(rollout, ToolRollout), self.args.num_generations
         max_tokens = model.max_tokens(self._rows.prompts, self.args, with_tools=with_tools)
         return {
             **run_settings(self.args, self._batches, max_tokens),
@@ -183,6 +185,7 @@ class GRPOTrainer:
             "environment": {
                 "package": "prompts_env",
                 "options": self._environment_options(),
+                "max_sessions": max(_MIN_SESSIONS, self._batches.num_groups * num_generations),
                 "max_turns": 1,
                 "rollout": f"trl:{name_of(GivenRollout(rollout, self.args))}",
                 "rewards": rewards,

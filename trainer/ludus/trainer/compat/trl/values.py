@@ -1,6 +1,8 @@
 """What the values of GRPOConfig's fields are: TRL itself looks at few of them before it computes.
 
 default, or a table below --> kind --> the value is one, or is refused by the field's name
+
+Ranges are those of the run's settings: said here, they are said by TRL's names.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ _FLAG = _Kind("True or False", lambda value: isinstance(value, bool))
 _NUMBER = _Kind("a finite number", _is_number)
 _WHOLE = _Kind("a whole number", _is_whole)
 _COUNT = _Kind("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+_COUNT_FROM_0 = _Kind("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+_ABOVE_0 = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+_FROM_0 = _Kind("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+_ABOVE_1 = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
+_SHARE = _Kind("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1)
+_BELOW_1 = _Kind("a number from 0, below 1", lambda value: _is_number(value) and 0 <= value < 1)
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
 _PATH = _Kind("a path", lambda value: isinstance(value, (str, os.PathLike)))
 _OPTIONS = _Kind("a dictionary", lambda value: isinstance(value, Mapping))
@@ -44,6 +52,7 @@ _NUMBERS = _Kind(
     "a list of numbers",
     lambda value: isinstance(value, (list, tuple)) and all(map(_is_number, value)),
 )
+_CAP = _Kind("a number of 1 or more", lambda value: _is_number(value) and value >= 1)
 _SCALE = _Kind("a text, True or False", lambda value: isinstance(value, (str, bool)))
 _ANY = _Kind("anything", lambda value: True)
 
@@ -57,18 +66,49 @@ _KINDS: Mapping[str, _Kind] = {
     "vllm_server_base_url": _TEXT,
     "resume_from_checkpoint": _ANY,
     "max_steps": _WHOLE,
-    "vllm_server_port": _WHOLE,
+    "save_total_limit": _WHOLE,
+    "top_k": _Kind("a whole number", lambda value: _is_whole(value) and value >= -1),
+    "num_generations": _Kind(
+        "a whole number of 2 or more: completions of a prompt are compared",
+        lambda value: _is_whole(value) and value >= 2,
+    ),
+    "warmup_steps": _Kind(
+        "a whole number of 0 or more, or a share of all steps below 1",
+        lambda value: _is_number(value) and value >= 0 and (value < 1 or value % 1 == 0),
+    ),
+    "max_grad_norm": _Kind(
+        "a number above 0; a large one clips nothing", lambda value: _ABOVE_0.holds(value)
+    ),
+    "vllm_server_port": _Kind(
+        "a port, from 0 to 65535", lambda value: _is_whole(value) and 0 <= value <= 65535
+    ),
+    "delta": _ABOVE_1,
+    "vllm_importance_sampling_clip_min": _Kind(
+        "a number above 0, below 1", lambda value: _is_number(value) and 0 < value < 1
+    ),
+    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _CAP),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p"), _BELOW_1),
+    **dict.fromkeys(("top_p", "epsilon", "vllm_gpu_memory_utilization"), _SHARE),
+    **dict.fromkeys(("weight_decay", "beta", "entropy_coef"), _FROM_0),
+    **dict.fromkeys(("seed", "data_seed", "max_tool_calling_iterations"), _COUNT_FROM_0),
+    **dict.fromkeys(
+        (
+            *("temperature", "repetition_penalty", "learning_rate", "adam_epsilon"),
+            *("epsilon_high", "num_train_epochs"),
+        ),
+        _ABOVE_0,
+    ),
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"),
             *("generation_batch_size", "steps_per_generation"),
-            *("num_generations", "num_generations_eval", "max_completion_length"),
+            *("num_generations_eval", "max_completion_length", "vllm_max_model_length"),
             *("vllm_tensor_parallel_size", "num_completions_to_print"),
         ),
         _COUNT,
     ),
 }
-"""Of fields whose default does not say it."""
+"""Of fields whose default does not say it, or not all of it."""
 _MAY_BE_NONE = frozenset(
     {
         *("top_k", "max_grad_norm", "max_completion_length", "report_to"),
