@@ -196,7 +196,10 @@ def test_what_no_run_does_is_refused_by_name(fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"learning_rate": "1e-5"}, "learning_rate expected a number above 0, got '1e-5'"),
+        (
+            {"learning_rate": "1e-5"},
+            "learning_rate expected a number above 0, at most 1, got '1e-5'",
+        ),
         ({"beta": float("nan")}, "beta expected a number of 0 or more, got nan"),
         ({"warmup_steps": None}, "warmup_steps expected a whole number of 0 or more, or a share"),
         ({"num_generations": 0}, "num_generations expected a whole number of 2 or more.*, got 0"),

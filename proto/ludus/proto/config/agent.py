@@ -7,14 +7,19 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from ludus.proto.config.section import ImportPath, PositiveFloat, PositiveInt, Section
+from ludus.proto.config.section import (
+    ImportPath,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 _KINDS = {"command": "program", "url": "service", "function": "in_process"}
 """By the field that only this kind of agent has."""
 
 
 class _Agent(Section):
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """How long an episode's agent may take before it is ended and the episode is void."""
     max_concurrent: PositiveInt = 64
     """Agents that a rollout worker runs at once; the others wait until one has ended."""

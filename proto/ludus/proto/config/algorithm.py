@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from ludus.proto.config.section import (
     ImportPath,
+    LearningRate,
     NonNegativeFloat,
     PositiveFloat,
     Section,
@@ -273,7 +274,7 @@ class HeadCritic(Section):
     """A critic that is a head on the policy's own trunk: little to compute, and shared features."""
 
     kind: Literal["head"] = "head"
-    learning_rate: PositiveFloat | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of the head, which then follows the policy's course; null is the
     policy's own."""
 
@@ -285,7 +286,7 @@ class ModelCritic(Section):
     path: str | None = None
     """What it begins as: a folder or a Hugging Face id of a language model, of a reward model, or
     `critic` in the model's folder of a run's checkpoint; null copies the policy."""
-    learning_rate: PositiveFloat | None = None
+    learning_rate: LearningRate | None = None
     """Peak learning rate of the critic, which then follows the policy's course; null is the
     policy's own."""
 

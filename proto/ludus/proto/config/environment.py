@@ -14,6 +14,7 @@ from ludus.proto.config.section import (
     PositiveFloat,
     PositiveInt,
     RolloutPath,
+    Seconds,
     Section,
     default_kind,
 )
@@ -102,7 +103,7 @@ class _Environment(Section):
     """Replaces rollout.max_tokens here; may not be larger."""
     max_completion_tokens: PositiveInt | None = None
     """Replaces rollout.max_completion_tokens here."""
-    reconnect_timeout_s: PositiveFloat = 60.0
+    reconnect_timeout_s: Seconds = 60.0
     """How long a lost server may stay away, or nearly all episodes may fail, before the run
     ends."""
     resume: bool = False

@@ -15,7 +15,9 @@ from pydantic.fields import FieldInfo
 from ludus.proto.config.environment import RANDOM_POLICY, RemoteEnvironment
 from ludus.proto.config.section import (
     ImportPath,
+    LearningRate,
     NonNegativeFloat,
+    NumThreads,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -96,9 +98,9 @@ class NetworkPpoConfig(Section):
     """Passes over what was played, in each update."""
     minibatch_size: PositiveInt = 64
     """Steps under one gradient."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: LearningRate = 3e-4
     """Of Adam, in the beginning."""
-    critic_learning_rate: PositiveFloat | None = None
+    critic_learning_rate: LearningRate | None = None
     """The same for the critic; null is the actor's."""
     schedule: Literal["constant", "linear"] = "linear"
     """Whether learning rates stay, or fall to zero over training.num_steps."""
@@ -106,7 +108,7 @@ class NetworkPpoConfig(Section):
     """Discount per step."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Decay of generalised advantage estimation per step."""
-    clip: PositiveFloat = 0.2
+    clip: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The ratio of the new policy to the old one is clipped at 1 -+ clip."""
     value_clip: PositiveFloat | None = None
     """A value may move this far from its old one in an update; null does not clip it."""
@@ -125,7 +127,7 @@ class NetworkPpoConfig(Section):
     target_return: float | None = None
     """Ends training after an evaluation whose mean return reaches it, as that of eval.num_games
     other games does; null trains every step."""
-    num_threads: PositiveInt = 1
+    num_threads: NumThreads = 1
     """CPU threads of torch: small networks are fastest with one."""
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ludus.proto.config.section import (
-    NonNegativeFloat,
+    LearningRate,
     NonNegativeInt,
+    NumThreads,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -38,12 +39,12 @@ class RewardModelConfig(Section):
     """Passes over the comparisons."""
     batch_size: PositiveInt = 32
     """Comparisons per optimizer step."""
-    learning_rate: PositiveFloat = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate of AdamW, which then falls evenly to 0."""
     warmup_steps: NonNegativeInt | None = None
     """Optimizer steps over which the learning rate rises; null takes a tenth of all, at most
     500."""
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
@@ -59,7 +60,7 @@ class RewardModelConfig(Section):
     """Compute type; parameters and optimizer stay float32."""
     device: str | None = None
     """One of "cpu", "cuda", "cuda:1" or "cuda:1"; null takes a GPU where there is one."""
-    num_threads: PositiveInt = 1
+    num_threads: NumThreads = 1
     """CPU threads."""
     seed: NonNegativeInt = 42
     """Fixes the head's initial weights, the split, the order and dropout."""

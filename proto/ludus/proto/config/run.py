@@ -22,10 +22,12 @@ from ludus.proto.config.network import (
     check_network_run,
 )
 from ludus.proto.config.section import (
+    LOWEST_TEMPERATURE,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
 )
 from ludus.proto.config.sections import (
@@ -45,6 +47,7 @@ from ludus.proto.config.sections import (
 from ludus.proto.seeds import FIRST_EVAL_SEED
 
 _MAX_VLLM_TEMPERATURE = 2.0
+_LAST_EVAL_SEED = 2**63
 TINY_LEARNING_RATE = 2e-3
 """Where nothing is said, of a model that was made on the spot."""
 
@@ -71,10 +74,10 @@ class TrainingConfig(Section):
     less than this share of all groups that may be begun."""
     max_learner_restarts: NonNegativeInt = 3
     """How often the learner's ranks are restarted from the newest checkpoint when one dies."""
-    learner_timeout_s: PositiveFloat = 3600.0
+    learner_timeout_s: Seconds = 3600.0
     """How long the learner may take for one call, such as a training step or a checkpoint, before
     its ranks are restarted."""
-    idle_timeout_s: PositiveFloat = 3600.0
+    idle_timeout_s: Seconds = 3600.0
     """How long the run may stand still: no group comes to its end while a batch is waited for, no
     rollout worker is ready, or the replay buffer does not answer. Longer than a worker takes to
     start, and than rollout.group_timeout_s."""
@@ -95,7 +98,7 @@ class EvalConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """0 takes the likeliest token; 1 plays the policy as it was trained. Where nothing is said, 0
     of a network."""
-    timeout_s: PositiveFloat = 14_400.0
+    timeout_s: Seconds = 14_400.0
     """How long the games of one evaluation, in one environment, may take before the run ends."""
     seed: int = FIRST_EVAL_SEED
     """First seed of the evaluation, at least 2**31; those of training and of the warm start are
@@ -109,7 +112,22 @@ class EvalConfig(Section):
                 f"expected at least {FIRST_EVAL_SEED} (2**31), got {seed}: training and the warm "
                 "start play the seeds below, and a policy is judged on games that it has never seen"
             )
+        if seed > _LAST_EVAL_SEED:
+            raise ValueError(
+                f"expected at most {_LAST_EVAL_SEED} (2**63), got {seed}: servers take seeds of 64 "
+                "bits, and games take those that follow"
+            )
         return seed
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_sampled_at(cls, temperature: float) -> float:
+        if 0 < temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"expected 0, which takes the likeliest token, or {LOWEST_TEMPERATURE:g} or more, "
+                f"got {temperature:g}"
+            )
+        return temperature
 
 
 def _card_and_board_games() -> dict[str, LocalEnvironment | RemoteEnvironment]:

@@ -9,11 +9,18 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from ludus.proto.config.network import NetworkModel
 from ludus.proto.config.section import (
+    DecayRate,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
+    NumGpus,
+    NumThreads,
+    Port,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
+    Temperature,
     default_kind,
 )
 
@@ -69,7 +76,7 @@ class TinyModel(Section):
     warm_start_layers: Literal["head", "all"] = "head"
     """What the warm start trains. The output head is enough where every answer is legal, and
     leaves the random features, which all of training builds on, as they are."""
-    warm_start_learning_rate: PositiveFloat = 3e-2
+    warm_start_learning_rate: LearningRate = 3e-2
     """Peak learning rate of the warm start; 3e-3 suits "all"."""
 
     @model_validator(mode="after")
@@ -88,6 +95,12 @@ class TinyModel(Section):
             raise ValueError(
                 f"model.width expected a multiple of model.num_heads = {self.num_heads}, "
                 f"got {self.width}; set model.width = {self.num_heads * 32}"
+            )
+        if self.width // self.num_heads % 2:
+            raise ValueError(
+                f"model.width = {self.width} over model.num_heads = {self.num_heads} expected an "
+                "even number for each head, whose halves are turned together, got "
+                f"{self.width // self.num_heads}; set model.width = {self.num_heads * 32}"
             )
         if self.tie_embeddings and self.warm_start_layers == "head":
             raise ValueError(
@@ -153,11 +166,11 @@ class RolloutConfig(Section):
 
     num_workers: PositiveInt = 1
     """Rollout worker actors, one generator each."""
-    num_gpus_per_worker: NonNegativeFloat = 0.0
+    num_gpus_per_worker: NumGpus = 0.0
     """GPUs that Ray reserves for each worker."""
     min_workers: PositiveInt = 1
     """Workers with which the run begins and continues; others join as soon as there is room."""
-    num_threads: PositiveInt = 1
+    num_threads: NumThreads = 1
     """CPU threads of each worker's generator."""
     group_size: Annotated[int, Field(ge=2)] = 16
     """Episodes per group: the baseline of an advantage."""
@@ -165,7 +178,7 @@ class RolloutConfig(Section):
     """Whether the episodes of a group begin from the same seed, or each from its own."""
     num_groups_in_flight: PositiveInt = 32
     """Groups a worker plays at once."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; log-probs are taken at it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Samples from the likeliest tokens that hold this probability."""
@@ -173,7 +186,7 @@ class RolloutConfig(Section):
     """Samples from so many of the likeliest tokens; 0 from all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Samples from tokens of at least this share of the likeliest token's probability."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Divides the positive logits of tokens that prompt or answer have already, and multiplies
     the negative ones; 1 leaves them alone."""
     max_completion_tokens: PositiveInt = 16
@@ -184,9 +197,9 @@ class RolloutConfig(Section):
     """Tokens of an episode, prompts included, before it is truncated."""
     invalid_action_reward: float = -1.0
     """What an answer earns that was no action; it ends the episode (docs/rewards.md)."""
-    group_timeout_s: PositiveFloat = 300.0
+    group_timeout_s: Seconds = 300.0
     """How long a group, or a game of an evaluation, may take before it is void."""
-    generate_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    generate_port: Port | None = None
     """Loopback port on which each rollout worker answers POST /generate/ as `trl vllm-serve`
     does (docs/from-trl.md); a worker that finds it taken takes a free one, and so does 0. Null
     opens none."""
@@ -211,11 +224,11 @@ class LearnerConfig(Section):
 
     num_ranks: PositiveInt = 1
     """FSDP2 ranks, one Ray actor each."""
-    num_gpus_per_rank: NonNegativeFloat = 0.0
+    num_gpus_per_rank: NumGpus = 0.0
     """GPUs that Ray reserves for each rank."""
-    num_threads: PositiveInt = 1
+    num_threads: NumThreads = 1
     """CPU threads of each rank."""
-    learning_rate: PositiveFloat = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Peak learning rate of AdamW; where nothing is said, 2e-3 for a tiny model."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up; linear and cosine fall to
@@ -226,7 +239,7 @@ class LearnerConfig(Section):
     """Optimizer steps over which the learning rate rises from zero."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
@@ -250,8 +263,18 @@ class LearnerConfig(Section):
     """Compile the model's layers with torch.compile: slower to start, faster to run on a GPU."""
     offload_reference: bool = False
     """Keep the reference model in main memory while it is not used."""
-    collective_timeout_s: PositiveFloat = 600.0
+    collective_timeout_s: Seconds = 600.0
     """How long a rank waits for the others before the group is restarted."""
+
+    @model_validator(mode="after")
+    def _weights_decay_towards_zero(self) -> Self:
+        if self.learning_rate * self.weight_decay >= 1:
+            raise ValueError(
+                f"weight_decay = {self.weight_decay:g} times learning_rate = "
+                f"{self.learning_rate:g} is what each step takes off every weight, expected less "
+                "than 1; lower weight_decay, which is 0 to 0.1 as a rule"
+            )
+        return self
 
 
 class CanaryConfig(Section):
@@ -283,7 +306,7 @@ class CanaryConfig(Section):
 class _WeightStore(Section):
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """Newest versions that stay available, with all they build upon."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """How long a version may take to be published, and how long to be held by a worker. A worker
     that takes longer gets no traffic, and fetches once more from scratch; the run fails where
     none comes to hold it. A store that is unavailable for less only delays it."""
@@ -359,7 +382,7 @@ class PlacementConfig(Section):
     """How the learner's ranks share nodes: as few as have room, or one and no other."""
     join_timeout_s: NonNegativeFloat = 60.0
     """How long a run waits for nodes that it needs, and that no autoscaler is about to bring."""
-    start_timeout_s: PositiveFloat = 1800.0
+    start_timeout_s: Seconds = 1800.0
     """How long the learner's ranks may take to start: to get their room, to meet, and to load the
     model. As long rollout.min_workers may take until they are ready, and each worker that has its
     room to load the model and to build its engine."""
@@ -368,7 +391,7 @@ class PlacementConfig(Section):
 class PrometheusSink(Section):
     """Metrics for Prometheus, served by the run's driver."""
 
-    port: NonNegativeInt = 0
+    port: Port = 0
     """Port on which /metrics is served; 0 takes a free one, which trainer.log names."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 in a cluster, where a network policy guards it."""

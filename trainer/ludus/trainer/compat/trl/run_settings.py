@@ -297,6 +297,12 @@ def _learner(args: GRPOConfig, batches: Batches) -> dict[str, Any]:
             "GRPOConfig.max_grad_norm expected a number above 0, got None; set a large one for no "
             "clipping"
         )
+    if args.learning_rate * args.weight_decay >= 1:
+        raise ConfigError(
+            f"GRPOConfig.weight_decay = {args.weight_decay:g} times learning_rate = "
+            f"{args.learning_rate:g} is what each step takes off every weight, expected less than "
+            "1; lower weight_decay, which is 0 to 0.1 as a rule"
+        )
     is_reduced = args.bf16 if args.bf16 is not None else has_gpu(args)
     return {
         "learning_rate": args.learning_rate,

@@ -88,14 +88,17 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _CAP),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p"), _BELOW_1),
-    **dict.fromkeys(("top_p", "epsilon", "vllm_gpu_memory_utilization"), _SHARE),
+    "temperature": _Kind(
+        "a number of 0.01 or more", lambda value: _is_number(value) and value >= 0.01
+    ),
+    "repetition_penalty": _Kind(
+        "a number from 0.01 to 100", lambda value: _is_number(value) and 0.01 <= value <= 100
+    ),
+    **dict.fromkeys(("top_p", "epsilon", "learning_rate", "vllm_gpu_memory_utilization"), _SHARE),
     **dict.fromkeys(("weight_decay", "beta", "entropy_coef"), _FROM_0),
     **dict.fromkeys(("seed", "data_seed", "max_tool_calling_iterations"), _COUNT_FROM_0),
     **dict.fromkeys(
-        (
-            *("temperature", "repetition_penalty", "learning_rate", "adam_epsilon"),
-            *("epsilon_high", "num_train_epochs"),
-        ),
+        (*("adam_epsilon", "epsilon_high", "num_train_epochs"),),
         _ABOVE_0,
     ),
     **dict.fromkeys(
