@@ -156,6 +156,18 @@ def test_weights_belong_to_the_functions_in_their_order(tmp_path: Path) -> None:
         trainer_of(tmp_path, reward_funcs=[by_answer, brief], args=config([1.0]))
 
 
+def test_nan_in_a_column_is_a_value_that_is_missing(tmp_path: Path) -> None:
+    rows = [{**row, "answer": float("nan")} for row in ROWS]
+    trainer = trainer_of(tmp_path, train_dataset=rows)
+    trainer._write_rows()
+    lines = Path(trainer.run.environment.options["path"]).read_text(encoding="utf-8").splitlines()
+    assert {json.loads(line)["answer"] for line in lines} == {None}
+    rows[3]["answer"] = float("-inf")
+    trainer = trainer_of(tmp_path, train_dataset=rows)
+    with pytest.raises(ConfigError, match=r"row 3 expected .*column 'answer' holds an infinite"):
+        trainer._write_rows()
+
+
 def test_a_row_that_is_no_json_is_named(tmp_path: Path) -> None:
     rows = PromptRows.of([{"prompt": "a"}, {"prompt": "b", "image": object()}], "train_dataset")
     with pytest.raises(ConfigError, match="row 1 expected values that JSON knows"):

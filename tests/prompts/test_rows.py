@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ludus.proto.errors import ConfigError, ExecutionError
@@ -148,6 +150,51 @@ def test_bytes_in_a_column_are_refused_by_its_name(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="column 'picture' is of type"):
         open_rows(tmp_path / "a.parquet", None, check)
+
+
+ODD = [
+    {"prompt": "a", "answer": 1.5, "scores": [1.0, math.nan]},
+    {"prompt": "b", "answer": math.nan, "scores": []},
+]
+
+
+def test_nan_is_a_value_that_is_missing_whatever_it_comes_in(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ODD), tmp_path / "a.parquet")
+    write_rows(ODD, tmp_path / "a.jsonl")
+    arrays = {"prompt": ["a", "b"], "answer": np.array([1.5, math.nan], dtype=np.float32)}
+    write_rows(arrays, tmp_path / "b.jsonl")
+    for name in ("a.parquet", "a.jsonl"):
+        rows = open_rows(tmp_path / name, None, check)
+        assert [rows[place]["answer"] for place in range(2)] == [1.5, None]
+        assert rows[0]["scores"] == [1.0, None]
+    rows = open_rows(tmp_path / "b.jsonl", None, check)
+    assert [rows[place]["answer"] for place in range(2)] == [1.5, None]
+
+
+def test_a_prompt_does_not_show_nan(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ODD), tmp_path / "a.parquet")
+
+    def shown(row: dict[str, Any]) -> None:
+        PromptFormat(template="{prompt} {answer}").messages(row)
+
+    with pytest.raises(ConfigError, match="row 2: expected 'answer' to be filled"):
+        open_rows(tmp_path / "a.parquet", None, shown)
+
+
+def test_an_infinite_number_is_refused_by_row_and_column(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    rows = [{"prompt": "a", "limits": [1.0]}, {"prompt": "b", "limits": [math.inf]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="row 2: column 'limits' holds an infinite number"):
+        open_rows(tmp_path / "a.parquet", None, check)
+    with pytest.raises(ConfigError, match=r"row 2: .* column 'limits' holds an infinite number"):
+        write_rows(rows, tmp_path / "a.jsonl")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.parquet"]
 
 
 def test_long_rows_stay_on_disk(tmp_path: Path) -> None:

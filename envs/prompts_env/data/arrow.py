@@ -4,7 +4,7 @@
     FOLDER/state.json             {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
 
 Arrow files of a folder are mapped: their rows take no memory. Parquet is compressed, so a file is
-read whole.
+read whole. NaN is null, as pandas has it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from ludus.env.encoding import row_without_nan
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 
@@ -41,7 +42,7 @@ class ArrowRows:
 
     def __getitem__(self, index: int) -> JsonObject:
         (row,) = self._table.slice(index, 1).to_pylist()
-        return dict(row)
+        return row_without_nan(row)
 
 
 def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
@@ -69,10 +70,14 @@ def open_arrow(path: Path, split: str | None, check: RowCheck) -> ArrowRows:
         raise ConfigError(f"path = '{path}' cannot be read: {str(error).splitlines()[0]}") from None
     for column in table.schema:
         _check_type(path, pyarrow, column)
+
+    def finite(row: JsonObject) -> None:
+        check(row_without_nan(row))
+
     number = 0
     for batch in table.to_batches(max_chunksize=_NUM_READ_AT_ONCE):
         for row in batch.to_pylist():
-            check_row(path, number, row, check)
+            check_row(path, number, row, finite)
             number += 1
     return ArrowRows(table)
 

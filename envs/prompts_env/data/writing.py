@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from ludus.env.encoding import row_without_nan
 from ludus.proto.errors import ConfigError
 
 from .rows import rows_of_columns
@@ -22,7 +23,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]] | Mapping[str, Any], path: str 
 
     Args:
         rows: mappings, such as a list of dictionaries or a Hugging Face `Dataset`; or columns of
-            equal length by name, {"prompt": [...]}.
+            equal length by name, {"prompt": [...]}. NaN in them is a value that is missing.
 
     Raises:
         ConfigError: the path has another ending, there are no rows, or one is no object of JSON.
@@ -56,6 +57,6 @@ def _line(row: Mapping[str, Any], number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise ConfigError(f"row {number}: expected an object, got {type(row).__name__}")
     try:
-        return orjson.dumps(dict(row), option=_LINE)
-    except TypeError as error:
+        return orjson.dumps(row_without_nan(row), option=_LINE)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"row {number}: expected what JSON can hold, {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,6 +179,44 @@ def unwritable(what: str, error: Exception) -> InvalidCallError:
         f"expected {what} of plain JSON, at most 254 levels deep, with integers of at most 64 bits"
         f" and no keys but strings: {error}; send anything else as a string"
     )
+
+
+def row_without_nan(row: Mapping[str, Any]) -> JsonObject:
+    """The row with None for each NaN, which is how pandas writes that a value is missing.
+
+    Raises:
+        ValueError: a number is infinite. JSON has none, and it would travel as one that is missing.
+    """
+    try:
+        return {name: _without_nan(value) for name, value in row.items()}
+    except OverflowError:
+        found = next(name for name, value in row.items() if _is_infinite(value))
+        raise ValueError(
+            f"column '{found}' holds an infinite number, which JSON cannot hold; leave it out, or "
+            "write a large one"
+        ) from None
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist() if value.dtype.kind == "f" else value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise OverflowError
+        return None if math.isnan(value) else value
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _without_nan(one) for name, one in value.items()}
+    return value
+
+
+def _is_infinite(value: Any) -> bool:
+    try:
+        _without_nan(value)
+    except OverflowError:
+        return True
+    return False
 
 
 def decode_action(action_type: type[Action], action_json: bytes) -> Action:

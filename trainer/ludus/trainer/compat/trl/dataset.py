@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from ludus.env import Message
+from ludus.env.encoding import row_without_nan
 from ludus.proto.errors import ConfigError
 
 PROMPT = "prompt"
@@ -77,8 +78,8 @@ class PromptRows:
         with aside.open("wb") as file:
             for number, row in enumerate(self.rows):
                 try:
-                    file.write(orjson.dumps(dict(row), option=_LINE))
-                except TypeError as error:
+                    file.write(orjson.dumps(row_without_nan(row), option=_LINE))
+                except (TypeError, ValueError) as error:
                     raise ConfigError(
                         f"row {number} expected values that JSON knows, got one it does not "
                         f"({error}); turn it into text, numbers, lists or dictionaries"
