@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ludus.env.client import AsyncEnvClient
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.compat.trl import generate_rollout_completions
@@ -238,11 +239,21 @@ async def test_the_port_answers_as_a_server_of_trl_and_refuses_what_it_does_not_
         )
         too_long = await http.post(url, json={"prompts": [[1] * 64]})
         assert "rollout.max_tokens = 64, got one of 64" in too_long.json()["detail"]
+        endless = (await http.post(url, json={"prompts": [[5, 9]], "max_tokens": 10**9})).json()
+        assert 0 < len(endless["completion_ids"][0]) <= 62
+        too_large = await http.post(url, content=b" " * (MAX_MESSAGE_BYTES + 1))
+        assert (too_large.status_code, too_large.json()["detail"]) == (
+            413,
+            f"expected at most {MAX_MESSAGE_BYTES} bytes",
+        )
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"prompts": ["a", "b"], "n": 8193}, "16384 completions of one request, got 2 prompts"),
+        ({"prompts": ["a"], "n": 10**18}, "1 prompts times n = 1000000000000000000; send several"),
+        ({"prompts": ["a"] * 16_385}, "got 16385 prompts times n = 1; send several requests"),
         ({"prompts": [[5, 10**6]]}, "below 277, the size of the vocabulary, got 1000000 at place"),
         ({"prompts": [[-1]]}, "got -1 at place 0"),
         ({"prompts": ["a"], "temperature": 1e-300}, "temperature = 1e-300 expected 0, or a number"),

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener
 from ludus.proto.errors import LudusError
 from ludus.trainer.rollout.batch.completions import Completions
@@ -28,6 +29,8 @@ from ludus.trainer.types import Sampling
 _log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+MAX_COMPLETIONS = 16_384
+"""Of one request: each is a sequence of the engine, and all are held until the last has ended."""
 _ANY_FREE_PORT = 0
 
 
@@ -45,6 +48,7 @@ class GenerateRequest(BaseModel):
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 16
+    """As many as there is room for, where that is less."""
     images: None = None
     truncate_prompt_tokens: None = None
     guided_decoding_regex: None = None
@@ -100,10 +104,19 @@ class GeneratePort:
         await self._listener.stop()
 
     async def _generate(self, request: Request) -> Response:
+        body = await _body(request)
+        if body is None:
+            return JSONResponse({"detail": f"expected at most {MAX_MESSAGE_BYTES} bytes"}, 413)
         try:
-            asked = GenerateRequest.model_validate_json(await request.body())
+            asked = GenerateRequest.model_validate_json(body)
         except ValidationError as error:
             return JSONResponse({"detail": _faults(error)}, 422)
+        if len(asked.prompts) * asked.n > MAX_COMPLETIONS:
+            detail = (
+                f"expected at most {MAX_COMPLETIONS} completions of one request, got "
+                f"{len(asked.prompts)} prompts times n = {asked.n}; send several requests"
+            )
+            return JSONResponse({"detail": detail}, 422)
         try:
             prompts = [self._completions.prompt_ids(prompt) for prompt in asked.prompts]
             answers = await self._completions.complete(prompts, asked.n, asked.sampling)
@@ -115,6 +128,16 @@ class GeneratePort:
             logprobs=[one.logprobs for one in answers],
         )
         return Response(answer.model_dump_json(), media_type="application/json")
+
+
+async def _body(request: Request) -> bytes | None:
+    """The whole of it; None where it is too large, of which nothing more is read."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_MESSAGE_BYTES:
+            return None
+    return bytes(content)
 
 
 async def _health(request: Request) -> Response:
