@@ -79,7 +79,8 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
     value = dict(leaves(tutorial_config()))[key]
     other = OTHER_OF.get(key, OTHER.get(type(value), lambda _: "something-else")(value))
     try:
-        assert mapped(f"{key}={str(other).lower()}").tree != before.tree
+        after = mapped(f"{key}={str(other).lower()}")
+        assert after.tree != before.tree or key in after.unused
     except ConfigError as error:
         assert key.rpartition(".")[2] in str(error)
 
@@ -116,6 +117,21 @@ def test_what_no_run_does_is_refused_with_key_and_value(override: str, told: str
     with pytest.raises(ConfigError) as refused:
         mapped(override)
     assert told in str(refused.value)
+
+
+def test_checkpoints_are_written_as_the_file_says() -> None:
+    unused = mapped().unused
+    for name in ("enable", "initial_load_in_hf", "last_save_in_hf"):
+        assert f"trainer.checkpoint.{name}" not in unused
+    assert (
+        "trainer.checkpoint.last_save_in_hf"
+        in mapped("trainer.checkpoint.last_save_in_hf=false").unused
+    )
+    off = run_of("trainer.checkpoint.enable=false").training
+    assert off.checkpoint_every_steps > off.num_steps
+    assert run_of("trainer.checkpoint.keep_latest_k=0").training.keep_checkpoints > 1000
+    with pytest.raises(ConfigError, match=r"enable = 'maybe': expected true or false"):
+        mapped("trainer.checkpoint.enable=maybe")
 
 
 def test_more_ranks_and_engines_are_asked_for_as_there() -> None:

@@ -155,6 +155,21 @@ class Leaves:
         except (TypeError, ValueError):
             raise ConfigError(f"{key} = {value!r}: expected a number") from None
 
+    def flag(self, key: str) -> bool | None:
+        """The same of one key as true or false.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        value = self.get(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise ConfigError(f"{key} = {value!r}: expected true or false")
+
+    def take_where_true(self, *keys: str) -> None:
+        """Ask for what is done anyway; a key that says otherwise stays one that nobody asks for."""
+        self._asked.update(key for key in keys if self._values.get(key) is True)
+
     def whole(self, *keys: str) -> int | None:
         """The same as a whole number.
 

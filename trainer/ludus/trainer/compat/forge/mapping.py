@@ -40,6 +40,13 @@ _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Of vLLM's parameters those that rollouts have under the same names."""
 _ALL = -1
 """vLLM's top_k that samples from all tokens."""
+_DONE_ANYWAY = (
+    "trainer.checkpoint.initial_load_in_hf",
+    "trainer.checkpoint.last_save_in_hf",
+    "ref_model.checkpoint.enable",
+    "ref_model.checkpoint.initial_load_in_hf",
+)
+"""Models are read and written in the format of Hugging Face, and the reference is the policy's."""
 _ONE_WAY = "one group of processes shards the model over its ranks (data_parallel_shard_degree)"
 
 
@@ -194,14 +201,23 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     max_age = leaves.whole("replay_buffer.max_policy_age", "off_by_n")
     steps = leaves.whole("trainer.training.steps")
-    training = {
-        "num_steps": _FOREVER if steps is None or steps < 0 else steps,
-        "groups_per_step": groups,
-        "max_staleness": max_age,
-        "checkpoint_every_steps": leaves.whole("trainer.checkpoint.interval"),
-        "keep_checkpoints": leaves.whole("trainer.checkpoint.keep_latest_k"),
+    steps = _FOREVER if steps is None or steps < 0 else steps
+    training = {"num_steps": steps, "groups_per_step": groups, "max_staleness": max_age}
+    return _said(rollout), _said({**training, **_checkpoints(leaves, steps)})
+
+
+def _checkpoints(leaves: Leaves, steps: int) -> dict[str, Any]:
+    """When a run writes checkpoints, which it does at its end in any case."""
+    leaves.take_where_true(*_DONE_ANYWAY)
+    interval, kept = (
+        leaves.whole(f"trainer.checkpoint.{n}") for n in ("interval", "keep_latest_k")
+    )
+    if leaves.flag("trainer.checkpoint.enable") is False:
+        interval = steps + 1
+    return {
+        "checkpoint_every_steps": interval,
+        "keep_checkpoints": _FOREVER if kept == 0 else kept,
     }
-    return _said(rollout), _said(training)
 
 
 def _refuse_other_groups(leaves: Leaves, group_size: int) -> None:
