@@ -4,7 +4,7 @@
             |  in a service, or a program           |                                |
             +---- tools over MCP --> environment    +--> Rollout.sequences ==========+  the same
 
-Used by the conformance tests with few episodes, by bench/agent_frameworks.py with a thousand.
+Used by the conformance tests with few episodes, by bench/agents.py with a thousand.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     parameters --views of--> one tensor for each group and type --> a few kernels a step
 
-torch.optim.Adam computes the same (`tests/classic/test_adam.py`); its first call imports a
+torch.optim.Adam computes the same (`tests/classic/test_classic_ppo.py`); its first call imports a
 compiler, which takes longer than some of these runs.
 """
 

@@ -1,0 +1,30 @@
+"""A file that a docstring or a comment names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("bench", "dev", "envs", "examples", "proto", "services", "tests", "trainer")
+_NAMED = re.compile(
+    r"(?<![\w/.{}$-])((?:bench|charts|dev|docs|examples|tests|envs/sdk/ludus|proto/ludus"
+    r"|services/ludus|trainer/ludus)/[\w./-]+\.(?:ipynb|json|jsonl|md|py|sh|toml|tpl))\b"
+)
+WRITTEN_LATER = {"bench/results/transcripts.json", "tests/charts/crds/KIND.json"}
+"""By the program that names it."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_file_that_is_named_is_there(part: str) -> None:
+    gone = {
+        f"{path.relative_to(ROOT)} names {name}"
+        for path in (ROOT / part).rglob("*.py")
+        # It is about files of a folder that it has made.
+        if path.name != "test_cli_init.py" and ".venv" not in path.parts
+        for name in _NAMED.findall(path.read_text(encoding="utf-8"))
+        if name not in WRITTEN_LATER and not (ROOT / name).exists()
+    }
+    assert not gone
