@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,19 @@ async def trainer(model_path: str) -> AsyncIterator[RLTrainer]:
     )
     yield part
     await part.shutdown()
+
+
+async def test_a_trainer_that_is_shut_down_leaves_no_thread_of_its_group(model_path: str) -> None:
+    def threads() -> list[str]:
+        return [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+
+    part = await RLTrainer.options(procs=1, with_gpus=False).as_actor(
+        model={"hf_assets_path": f"hf://{model_path}"}, training={"steps": 2, "dtype": "float32"}
+    )
+    assert any("gloo" in name for name in threads())
+    await part.push_weights.call_one(1)
+    await part.shutdown()
+    assert not any("gloo" in name for name in threads())
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, ModelCritic, PpoConfig
 from ludus.trainer.actors.learner import LearnerActor
+from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
@@ -72,7 +73,7 @@ def train_two_ranks(rank: int, folder: str) -> None:
     for kind in ALGORITHMS:
         train(2, Path(folder), kind)
         train(2, Path(folder), kind, resume_from=1)
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def outcome_path(num_ranks: int, folder: Path, kind: str, resume_from: int | None) -> Path:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ludus.trainer.learner.learner import Learner
+from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.ragged import Ragged
 from ludus.trainer.types import Batch, Coefficients
@@ -88,7 +89,8 @@ def train_spoilt(rank: int, folder: str) -> None:
     learner = make_learner(f"{folder}/model", max_tokens_per_micro_batch=64)
     metrics = [learner.train_step(b, PLAIN) for b in (spoilt(make_batch()), make_batch())]
     torch.save((metrics, weights_of(learner)), f"{folder}/rank-{rank}.pt")
-    dist.destroy_process_group()
+    del learner
+    leave_process_group()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from ludus.trainer.learner.lora import (
     set_adapters_enabled,
 )
 from ludus.trainer.learner.model import prepare
+from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.weights.adapters import AdapterMerger
 from tests.weights.test_adapters import CONFIG, IDS, make_model
 
@@ -40,10 +41,16 @@ class Scorer(nn.Module):
 
 
 def train_rank(rank: int, folder: str) -> None:
-    """Trains adapters on one rank; rank 0 saves what it would publish, and its answers."""
+    """Trains adapters on one rank, which ends without a thread of its group."""
     torch.set_num_threads(1)
     meeting_place = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=NUM_RANKS)
+    train_adapters(rank, folder)
+    leave_process_group()
+
+
+def train_adapters(rank: int, folder: str) -> None:
+    """Rank 0 saves what it would publish, and its answers."""
     model = Qwen2ForCausalLM.from_pretrained(f"{folder}/base")
     torch.manual_seed(1)
     add_adapters(model, CONFIG)
@@ -60,7 +67,6 @@ def train_rank(rank: int, folder: str) -> None:
         start = policy(IDS)
     if rank == 0:
         torch.save((answers, start, adapters, base), f"{folder}/outcome.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.logits_loss import LogitsLoss
+from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.schedule import coefficients
 from ludus.trainer.types import CanaryPrompt
@@ -102,9 +103,10 @@ class RLTrainer(ForgeActor):
         process_exchange().push(make_manifest(policy_version, state, _CANARY, answers), state)
 
     async def shutdown(self) -> None:
-        """Leave the process group, where the part has made it."""
+        """Let go of the model, and leave the process group, where the part has made it."""
+        del self._learner
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            leave_process_group()
 
 
 def _loss(loss: Callable[..., Tensor], target: Mapping[str, Tensor], logits: Tensor) -> Tensor:
