@@ -20,7 +20,7 @@ from ludus.trainer.weights.folder import FolderFiles
 
 
 class WeightExchange:
-    """The newest versions of one trainer's weights."""
+    """The versions of weights that were pushed last."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ludus-weights-")
@@ -29,9 +29,11 @@ class WeightExchange:
         self._published: dict[int, PublishedWeights] = {}
 
     def push(self, manifest: WeightManifest, state: StateDict) -> None:
-        """Publish a version; of older ones a few stay."""
+        """Publish a version; of those pushed before it a few stay."""
+        # Whoever trains once more in this process begins with small numbers again.
+        self._published.pop(manifest.version, None)
         self._published[manifest.version] = self._store.publish(manifest, state)
-        for version in sorted(self._published)[: -self._config.keep_versions]:
+        for version in list(self._published)[: -self._config.keep_versions]:
             del self._published[version]
 
     def pull(self, version: int) -> tuple[WeightManifest, FetchedWeights]:
