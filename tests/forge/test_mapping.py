@@ -166,6 +166,13 @@ def test_a_file_without_a_server_is_told_so() -> None:
         mapped("blackjack_env.server_url=null")
 
 
+def test_an_engine_that_is_chosen_keeps_what_the_file_says_of_it() -> None:
+    said = ("policy.engine_args.max_num_seqs=7", 'ludus.generator.kind="vllm"')
+    assert run_of(*said, has_gpu=False).generator.model_dump()["max_num_seqs"] == 7
+    chosen = run_of('ludus.generator.kind="transformers"', has_gpu=True)
+    assert chosen.generator.kind == "transformers"
+
+
 def test_a_section_of_which_the_name_alone_is_left_says_nothing() -> None:
     config = tutorial_config()
     config["ref_model"] = config["metric_logging"] = config["ludus"] = None

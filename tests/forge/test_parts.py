@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
+from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.types import CanaryPrompt
 from tests.learner.tiny_policy import make_policy_folder
 
@@ -43,15 +46,29 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_policy_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-async def policy(model_path: str) -> AsyncIterator[Generator]:
-    options = Generator.options(procs=1, num_replicas=1, with_gpus=False, mesh_name="policy")
-    part = await options.as_service(
+@pytest.fixture(
+    params=[
+        "transformers",
+        pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ]
+)
+async def policy(request: pytest.FixtureRequest, model_path: str) -> AsyncIterator[Generator]:
+    if request.param == "vllm" and not has_vllm():
+        pytest.skip("vLLM is not installed")
+    # What the part sets for vLLM in this process is no business of the tests after it.
+    with patch.dict(os.environ):
+        part = await make_generator(model_path, engine=request.param)
+        yield part
+        await part.shutdown()
+
+
+async def make_generator(model_path: str, *, num_replicas: int = 1, **fields: Any) -> Any:
+    options = Generator.options(procs=1, num_replicas=num_replicas, with_gpus=False)
+    return await options.as_service(
         engine_args={"model": model_path, "dtype": "float32", "max_model_len": 64},
         sampling_params={"n": 4, "max_tokens": RESPONSE, "temperature": 1.0, "top_p": 1.0},
+        **fields,
     )
-    yield part
-    await part.shutdown()
 
 
 @pytest.fixture
@@ -227,6 +244,64 @@ async def test_a_loop_of_ones_own_learns_what_it_rewards(
     assert sum(shares[:3]) < 2.1 and sum(shares[-3:]) > 2.7
     with pytest.raises(WeightSyncError, match="weights version 99 is not there"):
         await policy.update_weights.fanout(99)
+    # The cells of a notebook are run again, and count from the beginning.
+    await trainer.push_weights.call(1)
+    await policy.update_weights.fanout(1)
+    assert await policy.get_version.route() == 1
+
+
+async def test_replicas_take_turns_and_sample_what_one_would(model_path: str) -> None:
+    alone = await make_generator(model_path, seed=3)
+    service = await make_generator(model_path, seed=3, num_replicas=2)
+    try:
+        expected = [await alone.generate.route(PROMPT) for _ in range(4)]
+        shared = [await service.generate.route(PROMPT) for _ in range(4)]
+        assert [texts(group) for group in shared] == [texts(group) for group in expected]
+        assert len(set(map(tuple, map(texts, shared)))) > 1
+        first, second = service.replicas
+        assert [texts(await first.generate(PROMPT)), texts(await second.generate(PROMPT))] == [
+            texts(await alone.generate.route(PROMPT)) for _ in range(2)
+        ]
+        with pytest.raises(AttributeError, match="'seed' is none; `replicas` has the parts"):
+            service.seed  # noqa: B018
+    finally:
+        await service.shutdown()
+        await alone.shutdown()
+
+
+async def test_new_weights_reach_every_replica(model_path: str, trainer: RLTrainer) -> None:
+    service = await make_generator(model_path, num_replicas=2)
+    try:
+        tokens = torch.tensor([[5, 6, 7, 8] * 3 + [9, 10, 11, 12]])
+        response = tokens[:, REQUEST:]
+        target = {
+            "response": response,
+            "ref_logprobs": torch.zeros(1, RESPONSE),
+            "advantages": torch.ones(1, 1),
+            "padding_mask": torch.ones_like(response, dtype=torch.bool),
+        }
+        before = await logprobs_of_greedy(service)
+        await trainer.train_step.call([{"tokens": tokens}], [target])
+        await trainer.push_weights.call(7)
+        await service.update_weights.fanout(7)
+        assert await service.get_version.fanout() == [7, 7]
+        after = await logprobs_of_greedy(service)
+        torch.testing.assert_close(after[0], after[1])
+        assert not torch.allclose(after[0], before[0])
+        assert {one.generator_version for one in await service.generate.route(PROMPT)} == {7}
+    finally:
+        await service.shutdown()
+
+
+async def logprobs_of_greedy(service: Any) -> list[Tensor]:
+    """Of the first token that each replica thinks most likely."""
+    greedy = {"n": 1, "temperature": 0.0, "max_tokens": 1}
+    said = await service.generate.fanout(PROMPT, sampling_params=greedy)
+    return [completion.logprobs for [completion] in said]
+
+
+def texts(completions: list[Completion]) -> list[str]:
+    return [one.text for one in completions]
 
 
 async def test_a_part_of_ones_own_is_called_as_there() -> None:
@@ -247,6 +322,12 @@ async def test_a_part_of_ones_own_is_called_as_there() -> None:
         Doubler.options(procs=2)
     with pytest.raises(ConfigError, match="got processes"):
         Doubler.options(processes=1)
+    with pytest.raises(ConfigError, match="num_replicas = -1: expected a whole number from 1"):
+        Doubler.options(num_replicas=-1)
+    with pytest.raises(ConfigError, match="expected 1 for an actor; call as_service"):
+        await Doubler.options(num_replicas=2).as_actor()
+    service = await Doubler.options(num_replicas=3).as_service()
+    assert await service.half.fanout(3) == [1.5] * 3 and await service.double.route(2) == 4
 
 
 async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
@@ -254,6 +335,12 @@ async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
         await RLTrainer.as_actor(
             model={"hf_assets_path": model_path}, parallelism={"tensor_parallel_degree": 2}
         )
+    with pytest.raises(ConfigError, match="shard_degree = 2: expected 1, since this part is one"):
+        await RLTrainer.as_actor(
+            model={"hf_assets_path": model_path}, parallelism={"data_parallel_shard_degree": 2}
+        )
+    with pytest.raises(ConfigError, match="num_replicas = 2: expected 1 with vLLM"):
+        await make_generator(model_path, engine="vllm", num_replicas=2)
     with pytest.raises(ConfigError, match="expected the name of a model"):
         await ReferenceModel.as_service()
     with pytest.raises(ConfigError, match="got top_k; leave those out"):

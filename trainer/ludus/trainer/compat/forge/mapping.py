@@ -65,7 +65,8 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
 
     Args:
         name: of the run.
-        has_gpu: decides for vLLM; on a CPU, transformers is faster for small models.
+        has_gpu: decides for vLLM where section `ludus` does not; on a CPU, transformers is faster
+            for small models.
 
     Raises:
         ConfigError: a key that Forge does not have, or a value that means something which no run
@@ -78,11 +79,12 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
     environment = _environment(leaves)
     rollout, training = _sizes(leaves)
     own = config.get(OWN_SECTION) or {}
+    engine = (own.get("generator") or {}).get("kind") or ("vllm" if has_gpu else "transformers")
     tree: dict[str, Any] = {
         "preset": "torchforge",
         "name": name,
         "model": _model(leaves, rollout["max_tokens"]),
-        "generator": _generator(leaves, has_gpu=has_gpu),
+        "generator": _generator(leaves, engine),
         "rollout": rollout,
         "learner": _learner(leaves),
         "training": training,
@@ -301,9 +303,9 @@ def _path(name: str) -> str:
     return name.removeprefix(_HUB)
 
 
-def _generator(leaves: Leaves, *, has_gpu: bool) -> dict[str, Any]:
-    if not has_gpu:
-        return {"kind": "transformers"}
+def _generator(leaves: Leaves, kind: str) -> dict[str, Any]:
+    if kind != "vllm":
+        return {"kind": kind}
 
     def engine(name: str) -> Any:
         return leaves.get(f"policy.engine_args.{name}", f"policy.engine_config.{name}")

@@ -19,11 +19,14 @@ _OF_THE_LOOP = {"training": ("local_batch_size", "global_batch_size"), "sampling
 """By section, what the loop around the parts decides."""
 
 
-def settings_of(section: str, fields: Mapping[str, Any], *, longest: int | None) -> RunConfig:
+def settings_of(
+    section: str, fields: Mapping[str, Any], *, longest: int | None, engine: str | None = None
+) -> RunConfig:
     """The run that the fields of a section of Forge's file belong to.
 
     Args:
         longest: tokens of a sequence.
+        engine: generator.kind, where the machine is not to decide it.
 
     Raises:
         ConfigError: fields that Forge does not have, or that mean what nothing here does.
@@ -33,6 +36,8 @@ def settings_of(section: str, fields: Mapping[str, Any], *, longest: int | None)
         section: {name: _without_the_loop(name, value) for name, value in fields.items()},
         OWN_SECTION: {"environment": {"kind": "local"}},
     }
+    if engine is not None:
+        tree[OWN_SECTION]["generator"] = {"kind": engine}
     mapped = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
     if mapped.unused:
         _log.warning("not honoured: %s", ", ".join(mapped.unused))

@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ludus.proto.config import VllmGenerator
+from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
@@ -18,6 +22,7 @@ from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.policy import Answer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator as EngineGenerator
+from ludus.trainer.rollout.vllm_environment import prepare_process
 from ludus.trainer.streams import Stream, key_of
 from ludus.trainer.types import Sampling
 from ludus.trainer.weights import CanaryJudge, check_canary
@@ -27,7 +32,7 @@ _LONGEST = 2048
 
 @dataclass
 class Generator(ForgeActor):
-    """Samples with vLLM on a GPU, and with transformers on a CPU."""
+    """An engine; which one, `engine` says, or whether there is a GPU."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's: model, and what else there is (`known_keys`)."""
@@ -35,6 +40,8 @@ class Generator(ForgeActor):
     """vLLM's: n, max_tokens, temperature, top_p."""
     seed: int = 0
     """Decides, with the number of the call, what is sampled."""
+    engine: str | None = None
+    """"vllm" or "transformers"; None takes vLLM on a GPU and transformers on a CPU."""
 
     def setup(self) -> None:
         """Load the model.
@@ -44,13 +51,16 @@ class Generator(ForgeActor):
         """
         fields = {"engine_args": self.engine_args, "sampling_params": self.sampling_params}
         longest = self.engine_args.get("max_model_len", _LONGEST)
-        self._run = settings_of("policy", fields, longest=longest)
+        self._run = settings_of("policy", fields, longest=longest, engine=self.engine)
+        if isinstance(self._run.generator, VllmGenerator):
+            self._prepare_for_vllm()
         path = path_of_model(self._run)
         self._chat = ChatTokenizer.load(path, self._run.model)
         self._generator = EngineGenerator(make_engine(self._run, path, self._chat))
         self._judge = CanaryJudge(self._run.weights.canary)
         self._version = 0
-        self._num_calls = itertools.count()
+        # Replicas that take turns sample what one would.
+        self._calls = itertools.count(self.replica, self.num_replicas)
 
     @endpoint
     async def generate(
@@ -66,7 +76,7 @@ class Generator(ForgeActor):
         """
         asked = {**self.sampling_params, **(sampling_params or {})}
         words = own_words(asked)
-        rollout, call = self._run.rollout, next(self._num_calls)
+        rollout, call = self._run.rollout, next(self._calls)
         sampling = Sampling(
             temperature=words.get("temperature", rollout.temperature),
             max_tokens=words.get("max_tokens", rollout.max_completion_tokens),
@@ -100,5 +110,15 @@ class Generator(ForgeActor):
         return self._version
 
     async def shutdown(self) -> None:
-        """End the engine."""
+        """End the engine; vLLM's takes the process group with it, so RLTrainers end before it."""
         self._generator.close()
+
+    def _prepare_for_vllm(self) -> None:
+        if self.num_replicas > 1:
+            raise ConfigError(
+                f"num_replicas = {self.num_replicas}: expected 1 with vLLM, whose engines would "
+                "meet in this process; set engine='transformers', or let setup_forge_training "
+                "spread a run over processes"
+            )
+        # vLLM reads them when the engine's module imports it, which has not happened yet.
+        prepare_process(torch.get_num_threads(), on_gpu=torch.cuda.is_available())

@@ -60,6 +60,11 @@ class RLTrainer(ForgeActor):
             if isinstance(value := getattr(self, name), Mapping)
         }
         self._run = settings_of("trainer", fields, longest=self.training.get("seq_len"))
+        if self._run.learner.num_ranks > 1:
+            raise ConfigError(
+                f"parallelism.data_parallel_shard_degree = {self._run.learner.num_ranks}: expected "
+                "1, since this part is one rank; setup_forge_training trains on several"
+            )
         path = path_of_model(self._run)
         self._pad_id = load_tokenizer(path).pad_token_id
         self._owns_group = not dist.is_initialized()
