@@ -12,6 +12,7 @@ from ludus.proto.errors import ConfigError, ExecutionError
 
 from .games import LoadedGame
 from .policies import Policy, seat_policies
+from .search import search_move
 from .seat_view import SeatView
 
 Opponent = Callable[[pyspiel.State, random.Random], int]
@@ -39,8 +40,6 @@ def _play_middle(state: pyspiel.State, rng: random.Random) -> int:
 _SEARCH = "mcts"
 _NUM_SIMULATIONS = 100
 _MAX_SIMULATIONS = 100_000
-_EXPLORATION = 2.0
-_MAX_TREE_MB = 64
 
 _BY_LEGAL_ACTIONS: dict[str, Opponent] = {
     "random": _play_random,
@@ -78,10 +77,7 @@ def searches(opponent: str | Policy) -> bool:
 
 
 def _searching(opponent: str, loaded: LoadedGame) -> Opponent:
-    """Monte Carlo tree search (UCT, random rollouts), which plays better the longer it looks.
-
-    Kocsis and Szepesvari, Bandit based Monte-Carlo planning (2006); OpenSpiel's implementation,
-    which also proves wins and losses. A new tree for each move, seeded by the generator.
+    """Tree search (`search.py`), with the number of simulations that the name says.
 
     Raises:
         ConfigError: its number is out of range, or the game hides something or draws lots.
@@ -100,18 +96,7 @@ def _searching(opponent: str, loaded: LoadedGame) -> Opponent:
         )
 
     def play(state: pyspiel.State, rng: random.Random) -> int:
-        seed = rng.getrandbits(31)
-        bot = pyspiel.MCTSBot(
-            loaded.game,
-            pyspiel.RandomRolloutEvaluator(1, seed),
-            _EXPLORATION,
-            num_simulations,
-            _MAX_TREE_MB,
-            True,  # solve: proven wins are played
-            seed,
-            False,
-        )
-        return int(bot.step(state))
+        return search_move(loaded.game, state, rng, num_simulations)
 
     return play
 

@@ -6,6 +6,7 @@ Each looks at one observation, so a policy can sit at any seat, here or across a
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +18,12 @@ from .best_response import GAMES as SMALL_POKER
 from .best_response import best_response
 from .games import LoadedGame, load_game
 from .models import OpenSpielObservation
+from .search import search_move
 from .solutions import basic_strategy
 from .text.blackjack import BlackjackRenderer, hand_and_up_card
+from .text.boards import cells, rows
 from .text.catch import ball_and_paddle
+from .text.connect_four import PIECES
 from .text.tic_tac_toe import board_of
 
 Policy = Callable[[OpenSpielObservation, random.Random], int]
@@ -27,6 +31,7 @@ Policy = Callable[[OpenSpielObservation, random.Random], int]
 
 _HIT, _STAND = (BlackjackRenderer.words.index(word) for word in ("HIT", "STAND"))
 _DEALER_STANDS_AT = 17
+_NUM_SIMULATIONS = 100
 
 
 def fixed_policies(game: str | Mapping[str, Any]) -> dict[str, FixedPolicy]:
@@ -57,6 +62,8 @@ def seat_policies(loaded: LoadedGame) -> dict[str, Policy]:
         policies["follow_ball"] = functools.partial(follow_ball, num_columns=num_columns)
     elif loaded.short_name == "tic_tac_toe":
         policies["minimax"] = minimax
+    elif loaded.short_name == "connect_four":
+        policies["mcts"] = functools.partial(search_connect_four, loaded=loaded)
     elif loaded.short_name in SMALL_POKER and loaded.num_players == 2:
         policies["best_response"] = best_response(loaded)
     return policies
@@ -100,6 +107,23 @@ def minimax(observation: OpenSpielObservation, rng: random.Random) -> int:
         observation.legal_actions,
         key=lambda cell: _board_value(_marked(board, cell, me), me),
     )
+
+
+def search_connect_four(
+    observation: OpenSpielObservation, rng: random.Random, *, loaded: LoadedGame
+) -> int:
+    """Tree search of 100 simulations, from the board alone."""
+    game = loaded.game
+    _, _, num_columns = game.observation_tensor_shape()
+    board = cells(observation.info_state, PIECES)
+    shown = {
+        "board": [list(row) for row in rows(board, num_columns)],
+        "current_player": "o" if board.count("x") > board.count("o") else "x",
+        "is_terminal": False,
+        "winner": "",
+    }
+    state = game.new_initial_state(json.dumps(shown))
+    return search_move(game, state, rng, _NUM_SIMULATIONS)
 
 
 @functools.cache

@@ -19,13 +19,14 @@ from openspiel_env.policies import (
     minimax,
     play_basic_strategy,
     play_random,
+    seat_policies,
 )
 from openspiel_env.policy_chart import blackjack_chart, blackjack_rules_chart
 from openspiel_env.seat_view import SeatView
 from openspiel_env.solutions import blackjack_states, reference_returns
 from openspiel_env.solving import blackjack
 from openspiel_env.solving.small_games import solve_hidden_information, solve_perfect_information
-from tests.openspiel.seats import HIT, STAND, episode, final_returns
+from tests.openspiel.seats import HIT, STAND, episode, final_returns, random_states
 
 NUM_GAMES = 4000
 BLACKJACK = {
@@ -192,6 +193,21 @@ def test_fixed_policies_can_play_the_other_seat() -> None:
     options = {"game": "tic_tac_toe", "opponent": "minimax"}
     assert set(final_returns(options, 5, minimax)) == {0.0}
     assert statistics.mean(final_returns(options, 60, play_random)) < -0.5
+
+
+@pytest.mark.parametrize("game", ["connect_four", "connect_four(rows=5,columns=6)"])
+def test_a_search_from_the_board_alone_wins_from_random_moves_and_follows_the_seed(game) -> None:
+    loaded = load_game(game)
+    search = seat_policies(loaded)["mcts"]
+    assert final_returns({"game": game, "opponent": "mcts(5)"}, 10, search) == [1.0] * 10
+    assert final_returns({"game": game, "opponent": search}, 10, play_random) == [-1.0] * 10
+    for seat, view in enumerate([SeatView(loaded, 0), SeatView(loaded, 1)]):
+        for state in random_states(game, 3, lambda s, seat=seat: s.current_player() == seat):
+            observation = view.observe(state)
+            moves = [search(observation, random.Random(seed)) for seed in (1, 1)]
+            assert moves[0] == moves[1] and moves[0] in state.legal_actions()
+            winning = [a for a in state.legal_actions() if state.child(a).player_return(seat) > 0]
+            assert not winning or moves[0] in winning
 
 
 @pytest.mark.parametrize(("game", "at_best"), [("kuhn_poker", 0.5), ("leduc_poker", 2.0875)])

@@ -7,7 +7,8 @@ from ..models import OpenSpielObservation
 from .boards import cells, rows
 from .renderer import GameRenderer, TextStyle
 
-_PIECES = "xo."  # the order of the tensor's planes
+PIECES = "xo."
+"""In the order of the tensor's planes; a dot for a free cell."""
 _MARKS = "xo"  # by seat
 
 
@@ -43,4 +44,4 @@ class ConnectFourRenderer(GameRenderer):
 
     def _rows(self, observation: OpenSpielObservation) -> list[str]:
         # OpenSpiel counts rows from the bottom.
-        return rows(cells(observation.info_state, _PIECES), self._num_columns)[::-1]
+        return rows(cells(observation.info_state, PIECES), self._num_columns)[::-1]
