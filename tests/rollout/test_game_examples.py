@@ -1,0 +1,73 @@
+"""The examples of board games: episodes of legal moves reach their end within the limits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.rollout.player import limits_of, make_player, sampling_of
+from ludus.trainer.types import RolloutStatus
+from openspiel_env import make_environment
+from tests.rollout.scripted_policy import ScriptedPolicy
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUM_GAMES = {"connect_four/mcts.toml": 40, "go/tiny.toml": 20, "chess/qwen3-1.7b.toml": 3}
+VOCAB_SIZE = 512
+
+Played = tuple[list[str], list[str]]
+"""What was shown, and the answers."""
+
+
+async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Played:
+    """An episode of random legal answers."""
+    choose, shown, answers = random.Random(f"answers {seed}"), [], []
+    session, result = await client.open(seed=seed, close_when_done=True)
+    while not result.done and len(answers) < max_turns:
+        assert result.text is not None
+        shown += [message["content"] for message in result.text.messages]
+        answers.append(choose.choice(result.text.legal_answers))
+        result = await session.step(text=answers[-1])
+    if not result.done:
+        await session.close()
+    return shown, answers
+
+
+def tokenizer_of(run: RunConfig, texts: list[str]) -> ChatTokenizer:
+    """The example's own; in place of one that would be downloaded, one of more, shorter tokens."""
+    size = run.model.vocab_size if isinstance(run.model, TinyModel) else VOCAB_SIZE
+    return ChatTokenizer(make_tokenizer(texts, size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", NUM_GAMES)
+async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
+    run = load_run_config(EXAMPLES / example)
+    [(name, environment)] = run.environments.items()
+    limits = limits_of(run, name)
+    options = environment.model_dump()["options"]
+    async with (
+        EnvServer(lambda: make_environment(**options), ServerOptions(port=0)) as server,
+        await AsyncEnvClient.connect(server.grpc_address) as client,
+    ):
+        games = [
+            await random_game(client, seed, limits.max_turns) for seed in range(NUM_GAMES[example])
+        ]
+        chat = tokenizer_of(run, [text for shown, answers in games for text in shown + answers])
+        for seed, (_, answers) in enumerate(games):
+            policy = ScriptedPolicy(chat, iter(answers))
+            player = make_player(run, name, client, policy, chat, max_sessions=0)
+            rollout = await player.play(seed, sampling_of(limits))
+            [sequence] = rollout.sequences
+            assert len(sequence.token_ids) <= limits.max_tokens
+            assert all(len(chat.answer_ids(one)) <= limits.max_completion_tokens for one in answers)
+            assert len(rollout.turns) == len(answers)
+            if rollout.status is not RolloutStatus.TERMINATED:
+                assert example.startswith("chess"), "only chess is cut off"
+                assert len(answers) == limits.max_turns
