@@ -145,11 +145,11 @@ def our_gateway(folder: Path, server: OurServer, token: str = "") -> Iterator[st
 
 
 @contextmanager
-def upstream_server(version: str, max_sessions: int = 512) -> Iterator[str]:
+def upstream_server(version: str, max_sessions: int = 512, game: str = GAME) -> Iterator[str]:
     """The address of OpenEnv's own server of that version; before 0.2 it holds one session."""
     requirement, program = SERVERS[version]
     [port] = quiet_ports(1)
-    arguments = [GAME, str(port), str(FIRST_SEED), str(max_sessions)]
+    arguments = [game, str(port), str(FIRST_SEED), str(max_sessions)]
     with process(
         [str(upstream_python(requirement)), "-I", str(UPSTREAM / program), *arguments]
     ) as own:

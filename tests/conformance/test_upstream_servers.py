@@ -4,7 +4,7 @@ import pytest
 
 from ludus.env.check import check_server
 from ludus.env.client import AsyncEnvClient, EnvClient
-from ludus.proto.errors import CapacityError, InvalidCallError
+from ludus.proto.errors import ActionParseError, CapacityError, InvalidCallError
 from tests.conformance.parties import (
     FIRST_SEED,
     NUM_GAMES,
@@ -37,11 +37,13 @@ def test_our_client_says_what_an_upstream_server_refuses_and_does_not_offer():
     ):
         assert "action_id" in client.describe().action_schema["properties"]
         session, first = client.open(seed=FIRST_SEED, episode_id="E", close_when_done=True)
-        assert (first.reward, first.text) == (None, None)
+        assert (first.reward, first.text.legal_answers) == (None, ["0", "1"])
         with pytest.raises(InvalidCallError, match="Invalid message"):
             session.step({"action_id": "x"})
-        with pytest.raises(InvalidCallError, match="reads no text"):
+        with pytest.raises(ActionParseError, match="expected JSON, got 'HIT'"):
             session.step(text="HIT")
+        with pytest.raises(ActionParseError, match=r"Invalid message.*from the text"):
+            session.step(text='{"action_id": 1, "card": "ace"}')
         assert session.state()["step_count"] == 0
         other, seen = client.open(seed=FIRST_SEED)
         assert seen == first

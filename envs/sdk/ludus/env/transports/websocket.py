@@ -2,14 +2,15 @@
 
 Drives any OpenEnv server from 0.2 on. Extras (text, step numbers, `terminated` apart from
 `truncated`) are asked for only when the server's /metadata advertises `ludus`: upstream
-servers refuse unknown keys. A session ends with its connection.
+servers refuse unknown keys. Their text is made here, of the fields, as for classes of OpenEnv's
+that we serve. A session ends with its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
 from ludus.env.sessions.interface import OpenArgs
+from ludus.env.text.fields import FieldsText
 from ludus.env.transports.call_connection import CallConnection, OnReply
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
@@ -35,6 +37,7 @@ from ludus.env.transports.interface import (
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
 from ludus.proto.errors import (
+    ActionParseError,
     CallTimeoutError,
     ConfigError,
     EnvError,
@@ -146,6 +149,15 @@ class WebSocketTransport:
         """True when the server understands our extras."""
         return "ludus" in self._server.metadata
 
+    @property
+    def fields_text(self) -> FieldsText | None:
+        """The text of a server that has none; None where it has, or its actions call tools."""
+        schema = self._server.schema.get("action") or {}
+        fields = schema.get("properties", {}).keys() - {"metadata"}
+        if self.has_extras or not fields or "tool_name" in fields:
+            return None
+        return FieldsText(self._server.metadata.get("name") or "", schema)
+
     def forget(self, session: WebSocketSession, socket: CallConnection) -> None:
         """Close a session's connection in the background."""
         if session in self._sessions:
@@ -209,6 +221,8 @@ class WebSocketSession:
         self._options = options
         self._close_when_done = args.close_when_done
         self._with_text = args.with_text
+        self._fields_text = transport.fields_text if args.with_text else None
+        self._observation: JsonObject = {}  # the newest, for an answer that is read here
 
     async def reset(self, args: ResetArgs) -> StepResult:
         """The first result of a new episode."""
@@ -216,7 +230,8 @@ class WebSocketSession:
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
         """The result of an action: bytes are JSON, a str is text."""
-        data = await self._call(self._step_message(action, step_index))
+        with self._reading(action):
+            data = await self._call(self._step_message(action, step_index))
         return self._result_of(data, step_index)
 
     def begin(self, call: StepCall, on_reply: OnReply) -> bool:
@@ -235,9 +250,10 @@ class WebSocketSession:
 
     def outcome(self, call: StepCall, reply: str | bytes) -> StepResult:
         """What the reply to a call says; raises the error that it says."""
-        data = _read_reply(reply)
         if isinstance(call.action, ResetArgs):
-            return self._first_of(data)
+            return self._first_of(_read_reply(reply))
+        with self._reading(call.action):
+            data = _read_reply(reply)
         return self._result_of(data, call.step_index)
 
     async def outcome_or_error(self, call: StepCall, deadline_s: float) -> StepResult | EnvError:
@@ -320,18 +336,18 @@ class WebSocketSession:
 
     def _step_message(self, action: bytes | str, step_index: int) -> JsonObject:
         message: JsonObject = {"type": "step"}
+        if isinstance(action, str) and self._fields_text is not None:
+            return {**message, "data": self._fields_text.action(action, self._observation)}
         if isinstance(action, bytes):
             message["data"] = orjson.Fragment(action)
         if self._transport.has_extras:
             message["step_index"] = step_index
-        if isinstance(action, str):
-            if not self._transport.has_extras:
-                raise InvalidCallError(
-                    f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
-                    " and reads no text"
-                )
-            message["text"] = action
-        return message
+        if isinstance(action, str) and not self._transport.has_extras:
+            raise InvalidCallError(
+                f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
+                " and reads no text"
+            )
+        return {**message, "text": action} if isinstance(action, str) else message
 
     def _first_of(self, data: JsonObject) -> StepResult:
         self.tools_session_id = data.get("tools_session_id", self.tools_session_id)
@@ -346,7 +362,6 @@ class WebSocketSession:
     def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
         """The result in a payload; upstream servers send neither flags nor numbers."""
         reward: Any = data.get("reward")
-        text = data.get("text") if self._with_text else None
         is_done = bool(data.get("done"))
         if self._transport.has_extras:
             info, success = data.get("info", {}), data.get("success")
@@ -360,10 +375,29 @@ class WebSocketSession:
             truncated=data.get("truncated", False),
             info=info,
             step_index=data.get("step_index", step_index),
-            text=TextView(text["messages"], text["legal_answers"]) if text else None,
+            text=self._text_of(data, is_first=step_index == 0),
             tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
             success=success,
         )
+
+    @contextlib.contextmanager
+    def _reading(self, action: bytes | str) -> Iterator[None]:
+        """What an upstream server refuses of an action that was read here is the text's fault."""
+        try:
+            yield
+        except InvalidCallError as error:
+            if isinstance(action, bytes) or self._fields_text is None:
+                raise
+            raise ActionParseError(f"{error.message}, from the text {action[-200:]!r}") from None
+
+    def _text_of(self, data: JsonObject, *, is_first: bool) -> TextView | None:
+        if self._fields_text is not None:
+            seen = self._observation = data["observation"]
+            shown = self._fields_text.content(seen, first=is_first)
+            answers = self._fields_text.legal_answers(seen)
+            return TextView([{"role": "user", "content": shown}], answers)
+        text = data.get("text") if self._with_text else None
+        return TextView(text["messages"], text["legal_answers"]) if text else None
 
 
 class _Round:

@@ -1,0 +1,96 @@
+"""Text for environments that have none of their own: fields to read, and an action to answer.
+
+A language model is shown the observation's fields. It answers with the action's only required
+field as text, or with the whole action as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ludus.proto.errors import ActionParseError
+
+JsonObject = dict[str, Any]
+
+_BESIDE = ("metadata", "legal_actions")
+_MAX_SHOWN = 4000
+"""Characters of one field; pixels as numbers say nothing to a reader."""
+
+
+class FieldsText:
+    """One environment as text, by its name and the JSON schema of its actions."""
+
+    def __init__(self, name: str, schema: JsonObject) -> None:
+        self._name = name
+        self._schema = schema
+        required = schema.get("required", [])
+        self._field = required[0] if len(required) == 1 else ""
+        properties = schema.get("properties", {})
+        self._kind = properties.get(self._field, {}).get("type") if self._field else None
+
+    def content(self, observation: JsonObject, *, first: bool) -> str:
+        """What one message shows: the fields, one a line, and after a reset what to answer."""
+        lines = [self._ask()] if first else []
+        lines += [
+            f"{name}: {_shortened(item if isinstance(item, str) else json.dumps(item))}"
+            for name, item in observation.items()
+            if name not in _BESIDE and item is not None
+        ]
+        return "\n".join(lines) or "Nothing to see."
+
+    def action(self, text: str, observation: JsonObject) -> JsonObject:
+        """The action's JSON that the text means.
+
+        Raises:
+            ActionParseError: it means none, or one that is not legal.
+        """
+        data = self._read(text)
+        legal = self._legal(observation)
+        if legal and data.get(self._field) not in legal:
+            raise ActionParseError(f"expected one of {legal}, got {text[-200:]!r}")
+        return data
+
+    def legal_answers(self, observation: JsonObject) -> list[str]:
+        """The observation's `legal_actions` as text, or the values of an enum."""
+        return [
+            one if isinstance(one, str) else json.dumps(one) for one in self._legal(observation)
+        ]
+
+    def _legal(self, observation: JsonObject) -> list[Any]:
+        if not self._field:
+            return []
+        listed = observation.get("legal_actions")
+        if isinstance(listed, list):
+            return listed
+        enum: list[Any] = self._schema["properties"][self._field].get("enum", [])
+        return enum
+
+    def _read(self, text: str) -> JsonObject:
+        if self._kind == "string" and not text.lstrip().startswith("{"):
+            if "\x00" in text or not text.strip():
+                raise ActionParseError(f"expected some text, got {text!r}")
+            return {self._field: text}
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ActionParseError(f"expected JSON, got {text[-200:]!r}; {self._ask()}") from None
+        if isinstance(data, dict):
+            return data
+        if not self._field:
+            raise ActionParseError(f"expected a JSON object, got {text[-200:]!r}")
+        return {self._field: data}
+
+    def _ask(self) -> str:
+        if self._kind == "string":
+            return f"You play {self._name}. Answer with the {self._field}."
+        if self._field:
+            described = json.dumps(self._schema["properties"][self._field])
+            return f"You play {self._name}. Answer with the {self._field}, JSON like {described}."
+        properties = json.dumps(self._schema.get("properties", {}))
+        return f"You play {self._name}. Answer with a JSON object of these fields: {properties}."
+
+
+def _shortened(text: str) -> str:
+    rest = len(text) - _MAX_SHOWN
+    return text if rest <= 0 else f"{text[:_MAX_SHOWN]}... ({rest} more characters)"

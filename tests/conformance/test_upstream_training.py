@@ -1,0 +1,82 @@
+"""A run trains on OpenEnv's own servers: between two games nothing but the address changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ludus.env.client import AsyncEnvClient
+from ludus.proto.metrics import TrainMetric
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.models.tiny import make_tokenizer
+from ludus.trainer.types import RolloutStatus
+from tests.conformance.parties import upstream_server
+from tests.e2e.runs import start_run
+from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
+
+pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
+
+GAMES = ["tic_tac_toe", "catch(rows=5,columns=3)"]
+NUM_STEPS = 3
+RUN = {
+    "model": {
+        "width": 64,
+        "num_heads": 2,
+        "max_tokens": 4096,
+        "warm_start_games": 128,
+        "warm_start_epochs": 4,
+        "warm_start_layers": "all",
+        "warm_start_learning_rate": 3e-3,
+    },
+    "rollout": {
+        "group_size": 4,
+        "num_groups_in_flight": 8,
+        "max_completion_tokens": 4,
+        "max_tokens": 4096,
+    },
+    "algorithm": {"zero_variance_groups": "keep"},
+    "training": {"num_steps": NUM_STEPS, "groups_per_step": 8},
+    "eval": {"num_games": 20, "num_games_during": 0},
+}
+
+
+@pytest.mark.parametrize("game", GAMES)
+async def test_its_fields_are_what_the_policy_sees_and_its_numbers_what_it_answers(
+    game: str,
+) -> None:
+    limits = LIMITS.model_copy(update={"max_tokens": 8192})
+    with upstream_server("0.10.0", game=game) as address:
+        async with await AsyncEnvClient.connect(address) as client:
+            session, result = await client.open(seed=3)
+            shown, answers = [result.text.messages[0]["content"]], []
+            while not result.done:
+                answers.append(result.text.legal_answers[0])
+                result = await session.step(text=answers[-1])
+                shown.append(result.text.messages[0]["content"])
+            paid = result.reward
+            chat = ChatTokenizer(make_tokenizer(shown + answers, 400))
+            player, policy = make_player(client, chat, iter(answers), limits)
+            rollout = await player.play(3, SAMPLING)
+            assert (rollout.status, rollout.reward) == (RolloutStatus.TERMINATED, paid)
+            assert len(rollout.turns) == len(answers)
+            first = chat.decode_prompt(policy.prompts[0])
+            assert "You play" in first and "action_id" in first and "info_state: [" in first
+            assert "You play" not in shown[1]
+            player, _ = make_player(client, chat, iter(["left"]), limits)
+            assert (await player.play(3, SAMPLING)).status is RolloutStatus.INVALID_ACTION
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_only_the_address_changes_from_one_game_to_the_next(game: str, tmp_path: Path) -> None:
+    with upstream_server("0.10.0", game=game) as address:
+        config = tmp_path / "run.json"
+        tree = {"environment": {"kind": "remote", "address": address}, **RUN}
+        config.write_text(json.dumps(tree))
+        with start_run(tmp_path, config=config) as run:
+            summary = run.finish()
+        trained = [row for row in run.rows if row.kind == "train"]
+    assert summary.finished and len(trained) == NUM_STEPS
+    assert trained[0].values[TrainMetric.NUM_TURNS_MEAN] > 1.5, "it plays"
+    assert any(row.values[TrainMetric.GRAD_NORM] > 0 for row in trained), "it learns"

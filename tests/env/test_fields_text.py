@@ -1,0 +1,61 @@
+"""Text for environments that have none: what is shown of fields, and what is read as an action."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ludus.env.text.fields import FieldsText
+from ludus.proto.errors import ActionParseError
+
+MOVE = {
+    "properties": {"action_id": {"type": "integer"}, "metadata": {"type": "object"}},
+    "required": ["action_id"],
+}
+SEEN = {"board": "x.o", "turn": 3, "note": None, "legal_actions": [1, 4], "metadata": {"a": 1}}
+
+
+def text_of(kind: str, **field: Any) -> FieldsText:
+    schema = {"properties": {"said": {"type": kind, **field}}, "required": ["said"]}
+    return FieldsText("talk", schema)
+
+
+def test_fields_are_shown_one_a_line_and_the_question_once() -> None:
+    text = FieldsText("Row", MOVE)
+    assert text.content(SEEN, first=False) == "board: x.o\nturn: 3"
+    first, *rest = text.content(SEEN, first=True).splitlines()
+    assert first.startswith("You play Row. Answer with the action_id, JSON like")
+    assert rest == ["board: x.o", "turn: 3"]
+    assert text.content({}, first=False) == "Nothing to see."
+    assert text.content({"pixels": "0" * 5000}, first=False).endswith("... (1000 more characters)")
+
+
+def test_legal_actions_are_the_answers_and_others_are_none() -> None:
+    text = FieldsText("Row", MOVE)
+    assert text.legal_answers(SEEN) == ["1", "4"]
+    assert text.action(" 4 ", SEEN) == text.action('{"action_id": 4}', SEEN) == {"action_id": 4}
+    for said in ("2", "four", '{"action": 4}', "[" * 100_000):
+        with pytest.raises(ActionParseError):
+            text.action(said, SEEN)
+    assert text.action("2", {}) == {"action_id": 2}, "where none are listed, all may be tried"
+
+
+def test_a_field_of_text_takes_any_words_and_one_of_few_values_those() -> None:
+    talk = text_of("string")
+    assert talk.action("Hello, 4!", {}) == {"said": "Hello, 4!"}
+    assert talk.legal_answers({}) == []
+    with pytest.raises(ActionParseError, match="expected some text"):
+        talk.action(" ", {})
+    few = text_of("string", enum=["left", "right"])
+    assert few.legal_answers({}) == ["left", "right"]
+    with pytest.raises(ActionParseError, match=r"expected one of \['left', 'right'\]"):
+        few.action("up", {})
+
+
+def test_an_action_of_several_fields_is_an_object() -> None:
+    schema = {"properties": {"x": {}, "y": {}}, "required": ["x", "y"]}
+    text = FieldsText("Grid", schema)
+    assert text.action('{"x": 1, "y": 2}', {}) == {"x": 1, "y": 2}
+    with pytest.raises(ActionParseError, match="expected a JSON object, got '3'"):
+        text.action("3", {})
