@@ -29,6 +29,9 @@ from typing import Any
 
 from machine import setting
 
+# The agents' example names a module of the repository.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from ludus.proto.runs import TRANSCRIPTS_FILE, read_transcripts
 from ludus.trainer import Trainer
 
