@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import random
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,6 +153,32 @@ def test_what_is_printed_raised_and_returned_is_told_apart() -> None:
     broken = ran("def solve(x:\n")
     assert broken.exit_code == 1 and "SyntaxError" in broken.stderr and not broken.outcomes
     assert ran("x = 1").outcomes[0].error == "NameError: there is no function solve"
+
+
+def test_a_program_leaves_nothing_for_the_next_one() -> None:
+    ran("import builtins, math\nbuiltins.left = math.left = 1\nimport sys\nsys.path.clear()\n")
+    ended = ran("import fractions, math\ndef solve(x):\n    return math.left if x else left\n")
+    assert not any(outcome.has_returned for outcome in ended.outcomes)
+    assert ended.outcomes[0].error.startswith("NameError")
+
+
+def test_a_runner_that_was_killed_is_started_again() -> None:
+    parent = "open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1]"
+    code = f"import os\ndef solve(x):\n    pid = os.getppid()\n    return int({parent})\n"
+    first, second = ran(code), ran(code)
+    assert values(first) == values(second)
+    runner = first.outcomes[0].value
+    assert isinstance(runner, int) and runner != os.getpid()
+    os.kill(runner, signal.SIGKILL)
+    os.waitpid(runner, 0)
+    third = ran(code)
+    assert runner != third.outcomes[0].value and third.outcomes[0].has_returned
+
+
+def test_programs_of_several_threads_are_told_apart() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        ended = list(threads.map(lambda n: ran(f"def solve(x):\n    return {n}\n"), range(24)))
+    assert [values(one) for one in ended] == [[n, n] for n in range(24)]
 
 
 def test_the_same_program_says_the_same_twice() -> None:

@@ -1,8 +1,13 @@
-"""`python runner.py DESCRIPTOR`: runs one program in this process, which ends with it.
+"""`python runner.py DESCRIPTOR`: runs programs, each in a copy of this process that ends with it.
 
-    stdin         {"code", "function", "calls", "cpu_s", "memory_bytes"}, JSON, read to its end
-    DESCRIPTOR    a line of JSON before the program: {} or {"refused": why}
-                  then one per call, as it ends: {"value": ...} or {"error": "..."}
+DESCRIPTOR is a socket. Each message brings the descriptors of one program:
+
+    job         {"code", "function", "calls", "cpu_s", "memory_bytes"}, JSON, read to its end
+    stdout      what it writes
+    stderr
+    outcomes    a line of JSON before the program: {"pid": its process} or {"refused": why}
+                then one per call, as it ends: {"value": ...} or {"error": "..."}
+    end         its exit code, once it has ended
 
 The program never learns what a call should return. It may compute, read the system's libraries
 and write to stdout and stderr; files, processes, threads, signals and sockets are refused by the
@@ -16,6 +21,8 @@ import json
 import math
 import os
 import resource
+import signal
+import socket
 import sys
 import sysconfig
 import traceback
@@ -30,21 +37,55 @@ from ludus.env.sandbox.seccomp import refuse_system_calls
 from ludus.env.sandbox.surroundings import device_paths, system_paths
 
 _FILE = "answer.py"
+_NUM_DESCRIPTORS = 5
 _MAX_ERROR_CHARS = 500
 _MAX_OPEN_FILES = 64
 
 
 def main(descriptor: int) -> int:
     """The exit code: 0, or 1 after an exception; the program may end it with another one."""
+    _use_standard_library_only()
+    outcomes = _copied(descriptor)
+    return 0 if outcomes is None else _run(outcomes)
+
+
+def _copied(descriptor: int) -> int | None:
+    """Where to write outcomes, in a copy that has a program to run; None when no more come."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+    with socket.socket(fileno=descriptor) as requests:
+        while found := socket.recv_fds(requests, 1, _NUM_DESCRIPTORS)[1]:
+            if not os.fork():
+                return _watched(found)
+            for one in found:
+                os.close(one)
+    return None
+
+
+def _watched(descriptors: list[int]) -> int:
+    """Where to write outcomes, in a copy whose parent waits for it and says how it ended."""
+    *streams, outcomes, end = descriptors
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if pid := os.fork():
+        status = os.waitpid(pid, 0)[1]
+        os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
+        os._exit(0)
+    os.setsid()
+    os.close(end)
+    for place, one in enumerate(streams):
+        os.dup2(one, place)
+        os.close(one)
+    return outcomes
+
+
+def _run(outcomes: int) -> int:
     job = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _use_standard_library_only()
     try:
         _confine(job["cpu_s"], job["memory_bytes"])
     except (NotOfferedError, OSError) as error:
-        _tell(descriptor, {"refused": str(error)})
+        _tell(outcomes, {"refused": str(error)})
         return 1
-    _tell(descriptor, {})
+    _tell(outcomes, {"pid": os.getpid()})
     names: dict[str, Any] = {"__name__": "__main__", "__file__": _FILE}
     try:
         exec(compile(job["code"], _FILE, "exec"), names)
@@ -52,7 +93,7 @@ def main(descriptor: int) -> int:
         _print_error(error)
         return 1
     for arguments in job["calls"]:
-        _tell(descriptor, _outcome(names.get(job["function"]), job["function"], arguments))
+        _tell(outcomes, _outcome(names.get(job["function"]), job["function"], arguments))
     return 0
 
 
