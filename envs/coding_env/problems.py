@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 FUNCTION = "solve"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MAX_EXAMPLES = 32
 
 Arguments = list[Any]
 """Of one call, as JSON."""
@@ -124,12 +126,31 @@ _PROBLEMS = (
         _word,
     ),
 )
-_BY_NAME = {problem.name: problem for problem in _PROBLEMS}
+_ONE_LINE = tuple(
+    Problem(
+        name,
+        f"the {result} of n, a whole number, and $k",
+        f"def solve(n):\n    return n {sign} $k\n",
+        {"k": (1, 9)},
+        _count,
+    )
+    for name, result, sign in (
+        ("add", "sum", "+"),
+        ("subtract", "difference", "-"),
+        ("multiply", "product", "*"),
+    )
+)
+"""So little to say that a model made from nothing learns it."""
+_BY_NAME = {problem.name: problem for problem in (*_PROBLEMS, *_ONE_LINE)}
+KINDS = tuple(_BY_NAME)
+"""Names of all kinds of tasks."""
+DEFAULT_KINDS = tuple(problem.name for problem in _PROBLEMS)
+"""All but those of one line."""
 
 
-def draw_task(rng: random.Random, num_tests: int) -> Task:
-    """A task with that many tests."""
-    problem = rng.choice(_PROBLEMS)
+def draw_task(rng: random.Random, num_tests: int, kinds: Sequence[str] = DEFAULT_KINDS) -> Task:
+    """A task of one of the kinds, with that many tests."""
+    problem = _BY_NAME[rng.choice(kinds)]
     parameters = {name: rng.randint(*ends) for name, ends in problem.ranges.items()}
     solve = _function_of(solution_of(problem.name, parameters))
     calls = [problem.draw_arguments(rng) for _ in range(num_tests)]
@@ -140,6 +161,18 @@ def draw_task(rng: random.Random, num_tests: int) -> Task:
 def solution_of(problem: str, parameters: Mapping[str, int]) -> str:
     """A program that passes every test of such a task."""
     return _filled(_BY_NAME[problem].solution, parameters)
+
+
+def example_programs(kinds: Sequence[str]) -> list[str]:
+    """Solutions of tasks of these kinds: all of them, or some where there are many."""
+    programs = []
+    for kind in dict.fromkeys(kinds):
+        ranges = _BY_NAME[kind].ranges
+        for numbers in product(*(range(low, high + 1) for low, high in ranges.values())):
+            programs.append(solution_of(kind, dict(zip(ranges, numbers, strict=True))))
+    if len(programs) <= _MAX_EXAMPLES:
+        return programs
+    return random.Random("coding_env examples").sample(programs, _MAX_EXAMPLES)
 
 
 def _filled(text: str, parameters: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ludus.env import Message
 from ludus.proto.errors import ActionParseError
@@ -15,6 +16,10 @@ _MAX_QUOTED_CHARS = 200
 
 class CodingRenderer:
     """Shows the task, then how the program did; takes a text for a program, right or wrong."""
+
+    def __init__(self, example_programs: Sequence[str] = ()) -> None:
+        """`example_programs` are what an answer may look like."""
+        self._example_programs = example_programs
 
     def render(self, observation: CodeObservation, *, first: bool) -> list[Message]:
         """The task; after a program, what is said of it."""
@@ -37,5 +42,5 @@ class CodingRenderer:
         return CodeAction(code=code)
 
     def legal_answers(self, observation: CodeObservation) -> list[str]:
-        """None: programs cannot be listed."""
-        return []
+        """Some of the programs that there may be, each right for some task and wrong for others."""
+        return list(self._example_programs)

@@ -10,12 +10,13 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coding_env import CodeAction, CodeObservation, CodingEnv, make_environment
 from coding_env.policies import fixed_policies
-from coding_env.problems import draw_task
+from coding_env.problems import draw_task, solution_of
 from coding_env.server.programs import Ended, Limits, run_program
 from coding_env.text import CodingRenderer
 from ludus.env.check import check_environment
@@ -116,6 +117,49 @@ def test_a_program_before_the_reset_and_after_the_end_is_refused() -> None:
     with pytest.raises(EpisodeStateError) as refused:
         environment.step(CodeAction(code=""))
     assert refused.value.code == ErrorCode.EPISODE_OVER
+
+
+def test_kinds_say_which_tasks_are_drawn_and_how_programs_look() -> None:
+    environment = make_environment(kinds=["multiply", "add"])
+    shown = [environment.reset(seed=seed).observation for seed in range(50)]
+    assert {one.problem for one in shown} == {"multiply", "add"}
+    assert all(f"and {one.parameters['k']}." in one.prompt for one in shown)
+    answers = environment.text_renderer.legal_answers(shown[0])
+    assert len(set(answers)) == 18
+    assert {solution_of(one.problem, one.parameters) for one in shown} <= set(answers)
+    assert environment.options["kinds"] == ["multiply", "add"]
+
+
+def test_of_many_programs_that_there_may_be_the_same_few_are_listed() -> None:
+    answers = [
+        environment.text_renderer.legal_answers(environment.reset(seed=seed).observation)
+        for seed, environment in enumerate([make_environment(), make_environment()])
+    ]
+    assert answers[0] == answers[1] and len(set(answers[0])) == 32
+
+
+@pytest.mark.parametrize("kind", ["add", "subtract", "multiply"])
+def test_a_program_of_one_line_is_right_for_its_own_number_only(kind: str) -> None:
+    environment = make_environment(kinds=[kind], max_turns=1, num_shown=0)
+    asked = environment.reset(seed=1).observation.parameters["k"]
+    for given in (asked, asked % 9 + 1):
+        environment.reset(seed=1)
+        code = solution_of(kind, {"k": given})
+        assert environment.step(CodeAction(code=code)).success is (given == asked)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        (["add", "divide"], "where 'divide' is none of them"),
+        ([], "got \\[\\]"),
+        ("add", "multiply; got 'add'"),
+        ([["add"]], "where \\['add'\\] is none of them"),
+    ],
+)
+def test_kinds_that_are_not_known_are_refused_with_those_that_are(kinds: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected kinds as a list of .*digit_sum.*{why}"):
+        make_environment(kinds=kinds)
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"num_tests": True}, {"memory_mb": 1}])

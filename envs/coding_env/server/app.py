@@ -58,6 +58,9 @@ def _parse(argv: Sequence[str] | None) -> tuple[Factory, dict[str, Any]]:
         default=default("CODING_TIME_LIMIT_S", "2"),
         help="of computing for one program, in seconds",
     )
+    parser.add_argument(
+        "--kinds", nargs="+", help="of tasks to draw from; without it, all but those of one line"
+    )
     options, server_options = parse_package_arguments(parser, DEFAULT_PORT, argv)
     return functools.partial(CodingEnvironment, **options), server_options
 

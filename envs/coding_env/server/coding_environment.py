@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import secrets
+from typing import Any
 
 from ludus.env import Environment, Transition
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode
 
 from ..models import CodeAction, CodeObservation, CodeState
-from ..problems import FUNCTION, Task, draw_task
+from ..problems import DEFAULT_KINDS, FUNCTION, KINDS, Task, draw_task, example_programs
 from ..text import CodingRenderer
 from .grading import feedback_on, passed_tests, shown_call
 from .programs import Limits, run_program
@@ -33,6 +34,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
     expect never reaches the program's process.
 
     Args:
+        kinds: of tasks to draw from, by name; without it, all but those of one line.
         max_turns: how many programs may be tried; the first that passes all ends the episode.
         num_tests: how many calls a program is tested with.
         num_shown: how many of them the task shows.
@@ -41,7 +43,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         output_kb: how much of its stdout, and of its stderr, is kept.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: an option is out of range, or a kind is unknown.
     """
 
     action_type = CodeAction
@@ -58,6 +60,8 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         time_limit_s: int = 2,
         memory_mb: int = 512,
         output_kb: int = 16,
+        *,
+        kinds: list[str] | None = None,
     ) -> None:
         self._options = {
             "max_turns": max_turns,
@@ -68,16 +72,17 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
             "output_kb": output_kb,
         }
         _check(self._options)
+        self._kinds = _checked_kinds(kinds)
         self._limits = Limits(time_limit_s, memory_mb << 20, output_kb << 10)
         self._task: Task | None = None
         self._is_asked = False
         self._state = CodeState()
-        self.text_renderer = CodingRenderer()
+        self.text_renderer = CodingRenderer(example_programs(self._kinds))
 
     @property
     def options(self) -> JsonObject:
         """What it was built with."""
-        return dict(self._options)
+        return {**self._options, "kinds": list(self._kinds)}
 
     def reset(  # type: ignore[override]  # names its options, so that others are refused
         self, *, seed: int | None = None, episode_id: str | None = None
@@ -85,7 +90,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         """A new task, which follows from the seed."""
         # A text of its own: players draw from random.Random(seed), too.
         rng = random.Random(f"coding_env {secrets.randbits(63) if seed is None else seed}")
-        self._task = draw_task(rng, self._options["num_tests"])
+        self._task = draw_task(rng, self._options["num_tests"], self._kinds)
         self._state = CodeState(episode_id=episode_id, problem=self._task.problem)
         self._is_asked = True
         return Transition(self._shown(self._task))
@@ -154,3 +159,16 @@ def _check(options: dict[str, int]) -> None:
             raise ConfigError(
                 f"expected {name} as a whole number from {lowest} to {highest}, got {value!r}"
             )
+
+
+def _checked_kinds(kinds: Any) -> tuple[str, ...]:
+    if kinds is None:
+        return DEFAULT_KINDS
+    listed = kinds if isinstance(kinds, (list, tuple)) else [kinds]
+    unknown = [one for one in listed if one not in KINDS]
+    if unknown or not listed or listed is not kinds:
+        raise ConfigError(
+            f"expected kinds as a list of one or more of {', '.join(KINDS)}; got {kinds!r}"
+            + (f", where {unknown[0]!r} is none of them" if unknown else "")
+        )
+    return tuple(kinds)
