@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import learn
 import pytest
 
 from coding_env import CodeAction, CodeObservation, CodingEnv, make_environment
@@ -21,11 +22,14 @@ from coding_env.server.programs import Ended, Limits, run_program
 from coding_env.text import CodingRenderer
 from ludus.env.check import check_environment
 from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.proto.config import LocalEnvironment, load_run_config
 from ludus.proto.errors import ActionParseError, ConfigError, EpisodeStateError, ErrorCode
+from ludus.trainer.models.tiny import make_tokenizer
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux confines programs"
 )
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(cpu_s=1, memory_bytes=256 << 20, output_bytes=1000)
 IDENTITY = "def solve(x):\n    return x\n"
 
@@ -146,6 +150,26 @@ def test_a_program_of_one_line_is_right_for_its_own_number_only(kind: str) -> No
         environment.reset(seed=1)
         code = solution_of(kind, {"k": given})
         assert environment.step(CodeAction(code=code)).success is (given == asked)
+
+
+def test_the_example_plays_and_its_answers_are_programs_that_it_may_say_whole() -> None:
+    run = load_run_config(ROOT / "examples" / "coding" / "tiny.toml")
+    (configured,) = run.environments.values()
+    assert isinstance(configured, LocalEnvironment)
+    environment = make_environment(**configured.options)
+    observation = environment.reset(seed=5).observation
+    (asked,) = environment.text_renderer.render(observation, first=True)
+    answers = environment.text_renderer.legal_answers(observation)
+    tokenizer = make_tokenizer([asked["content"], *answers], 512)
+    assert len(answers) == round(1 / learn.ONE_PROGRAM)
+    rewards = []
+    for answer in answers:
+        assert len(tokenizer.encode(answer)) < run.rollout.max_completion_tokens
+        environment.reset(seed=5)
+        result = environment.step(environment.text_renderer.parse(answer, observation))
+        rewards.append(result.reward)
+        assert result.terminated
+    assert sorted(rewards)[-2:] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
