@@ -15,7 +15,7 @@ from typing import Any
 
 FUNCTION = "solve"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_MAX_EXAMPLES = 32
+_MAX_LISTED = 32
 
 Arguments = list[Any]
 """Of one call, as JSON."""
@@ -163,16 +163,14 @@ def solution_of(problem: str, parameters: Mapping[str, int]) -> str:
     return _filled(_BY_NAME[problem].solution, parameters)
 
 
-def example_programs(kinds: Sequence[str]) -> list[str]:
-    """Solutions of tasks of these kinds: all of them, or some where there are many."""
+def all_programs(kinds: Sequence[str]) -> list[str]:
+    """Solutions of every task of these kinds; empty where they are too many to list."""
     programs = []
     for kind in dict.fromkeys(kinds):
         ranges = _BY_NAME[kind].ranges
         for numbers in product(*(range(low, high + 1) for low, high in ranges.values())):
             programs.append(solution_of(kind, dict(zip(ranges, numbers, strict=True))))
-    if len(programs) <= _MAX_EXAMPLES:
-        return programs
-    return random.Random("coding_env examples").sample(programs, _MAX_EXAMPLES)
+    return programs if len(programs) <= _MAX_LISTED else []
 
 
 def _filled(text: str, parameters: Mapping[str, int]) -> str:

@@ -17,9 +17,9 @@ _MAX_QUOTED_CHARS = 200
 class CodingRenderer:
     """Shows the task, then how the program did; takes a text for a program, right or wrong."""
 
-    def __init__(self, example_programs: Sequence[str] = ()) -> None:
-        """`example_programs` are what an answer may look like."""
-        self._example_programs = example_programs
+    def __init__(self, programs: Sequence[str] = ()) -> None:
+        """`programs` are all that answer some task, where they can be listed."""
+        self._programs = programs
 
     def render(self, observation: CodeObservation, *, first: bool) -> list[Message]:
         """The task; after a program, what is said of it."""
@@ -42,5 +42,5 @@ class CodingRenderer:
         return CodeAction(code=code)
 
     def legal_answers(self, observation: CodeObservation) -> list[str]:
-        """Some of the programs that there may be, each right for some task and wrong for others."""
-        return list(self._example_programs)
+        """Programs that are right for some task, and wrong for others, where they can be listed."""
+        return list(self._programs)

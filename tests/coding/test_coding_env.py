@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ LIMITS = Limits(cpu_s=1, memory_bytes=256 << 20, output_bytes=1000)
 IDENTITY = "def solve(x):\n    return x\n"
 
 
-def ran(code: str, calls: int = 2) -> Ended:
-    return run_program(code, [[number] for number in range(calls)], LIMITS)
+def ran(code: str, calls: int = 2, cpu_s: int = LIMITS.cpu_s) -> Ended:
+    limits = replace(LIMITS, cpu_s=cpu_s)
+    return run_program(code, [[number] for number in range(calls)], limits)
 
 
 def values(ended: Ended) -> list[object]:
@@ -134,12 +136,10 @@ def test_kinds_say_which_tasks_are_drawn_and_how_programs_look() -> None:
     assert environment.options["kinds"] == ["multiply", "add"]
 
 
-def test_of_many_programs_that_there_may_be_the_same_few_are_listed() -> None:
-    answers = [
-        environment.text_renderer.legal_answers(environment.reset(seed=seed).observation)
-        for seed, environment in enumerate([make_environment(), make_environment()])
-    ]
-    assert answers[0] == answers[1] and len(set(answers[0])) == 32
+def test_programs_of_kinds_that_have_many_are_not_listed() -> None:
+    environment = make_environment()
+    shown = environment.reset(seed=1).observation
+    assert environment.text_renderer.legal_answers(shown) == []
 
 
 @pytest.mark.parametrize("kind", ["add", "subtract", "multiply"])
@@ -245,7 +245,8 @@ def test_a_runner_that_was_killed_is_started_again() -> None:
 
 def test_programs_of_several_threads_are_told_apart() -> None:
     with ThreadPoolExecutor(8) as threads:
-        ended = list(threads.map(lambda n: ran(f"def solve(x):\n    return {n}\n"), range(24)))
+        codes = [f"def solve(x):\n    return {number}\n" for number in range(24)]
+        ended = list(threads.map(lambda code: ran(code, cpu_s=60), codes))  # beside each other
     assert [values(one) for one in ended] == [[n, n] for n in range(24)]
 
 

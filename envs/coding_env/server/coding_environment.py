@@ -11,7 +11,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError, EpisodeStateError, ErrorCode
 
 from ..models import CodeAction, CodeObservation, CodeState
-from ..problems import DEFAULT_KINDS, FUNCTION, KINDS, Task, draw_task, example_programs
+from ..problems import DEFAULT_KINDS, FUNCTION, KINDS, Task, all_programs, draw_task
 from ..text import CodingRenderer
 from .grading import feedback_on, passed_tests, shown_call
 from .programs import Limits, run_program
@@ -77,7 +77,7 @@ class CodingEnvironment(Environment[CodeAction, CodeObservation, CodeState]):
         self._task: Task | None = None
         self._is_asked = False
         self._state = CodeState()
-        self.text_renderer = CodingRenderer(example_programs(self._kinds))
+        self.text_renderer = CodingRenderer(all_programs(self._kinds))
 
     @property
     def options(self) -> JsonObject:
