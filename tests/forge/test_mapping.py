@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from ludus.proto.config import RunConfig, run_config_from
@@ -12,6 +15,7 @@ from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge import load_forge_config
 from ludus.trainer.compat.forge.known_keys import known_keys
 from ludus.trainer.compat.forge.mapping import Mapped, run_tree
+from ludus.trainer.compat.forge.values import KINDS
 from tests.forge.tutorial_config import tutorial_config
 
 
@@ -94,20 +98,33 @@ def test_a_key_that_is_not_named_as_unused_changes_the_run_or_is_refused(key: st
         ("rollout.temperature=1", "fields of Ludus stand in section ludus"),
         ("local_batch_size=6", "local_batch_size = 6 on 1 ranks is no multiple of group_size = 4"),
         ("trainer.optimizer.name=Adam", "trainer.optimizer.name = 'Adam': expected AdamW"),
-        ("trainer.activation_checkpoint.mode=half", "expected none, selective or full"),
+        ("trainer.activation_checkpoint.mode=half", "expected one of none, selective, full"),
         ("trainer.parallelism.tensor_parallel_degree=2", "data_parallel_shard_degree"),
         ("replay_buffer.max_policy_age=3", "these mean one thing here; make them equal"),
         ("replay_buffer.dp_size=2", "but the trainer has 1 data-parallel ranks"),
         ("policy.engine_args.model=other/model", "expected one model, got several"),
         ("policy.sampling_params.n=3", "expected 1, or group_size = 4"),
-        ("policy.engine_args.dtype=float16", "log-probs of the two are compared"),
+        ("policy.engine_args.dtype=float32", "log-probs of the two are compared"),
+        ("policy.engine_args.dtype=float16", "expected one of auto, bfloat16, float32"),
         ("trainer.training.seq_len=100", "is less than the 544 tokens"),
         ("group_size=four", "group_size = 'four': expected a whole number"),
-        ("group_size=0", "group_size = 0: expected a whole number of 1 or more"),
+        ("group_size=0", "group_size = 0: expected a whole number of 2 or more"),
         ("max_res_tokens=0", "max_res_tokens = 0: expected a whole number of 1 or more"),
         ("rollout_threads=-1", "rollout_threads = -1: expected a whole number of 1 or more"),
         ("actors.trainer.procs=0", "actors.trainer.procs = 0: expected a whole number of 1"),
         ("trainer.lr_scheduler.min_lr_factor=low", "min_lr_factor = 'low': expected a number"),
+        ("trainer.optimizer.lr=-1", "optimizer.lr = -1: expected a number above 0, at most 1"),
+        ("trainer.optimizer.lr=nan", "trainer.optimizer.lr = 'nan': expected a number above 0"),
+        ("trainer.optimizer.beta2=1", "beta2 = 1: expected a number of 0 or more, below 1"),
+        ("trainer.training.steps=0", "steps = 0: expected a whole number of 1 or more, or -1"),
+        ("trainer.optimizer.weight_decay=1e6", "weight_decay = 1e+06 times trainer.optimizer.lr"),
+        ("trainer.lr_scheduler.decay_type=sqrt", "expected one of constant, linear, cosine"),
+        ("trainer.compile.enable=1", "trainer.compile.enable = 1: expected true or false"),
+        ("policy.sampling_params.temperature=3", "sampling_params.temperature = 3, but vLLM"),
+        ("policy.engine_args.max_model_len=99", "max_model_len = 99 is less than the 544 tokens"),
+        ("max_seq_len=32", "max_res_tokens = 32 leaves no room for a prompt in max_seq_len = 32"),
+        ("model=5", "model = 5: expected a text: a folder, or the id of a model"),
+        ("blackjack_env.server_url=5", "blackjack_env.server_url = 5: expected a text"),
         ("policy=5", "policy: expected a section with keys of its own, got a value"),
         ("model=${modell}", "refers to a key that is not there"),
         ("model=${model}", "refers to itself"),
@@ -117,6 +134,42 @@ def test_what_no_run_does_is_refused_with_key_and_value(override: str, told: str
     with pytest.raises(ConfigError) as refused:
         mapped(override)
     assert told in str(refused.value)
+
+
+NUMBERS = [
+    key
+    for key, kind in KINDS.items()
+    if kind is not bool and (get_args(kind) or (str,))[0] in (int, float)
+]
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_is_taken_or_refused_by_the_key_that_was_typed(key: str, has_gpu: bool) -> None:
+    refused = False
+    for value in (-2, -1, -0.5, 0, 1e-9, 0.5, 1, 1.5, 2, 3.5, 8, 70_000, 2**40, 1e30, True, "abc"):
+        try:
+            run_of(f"{key}={json.dumps(value)}", has_gpu=has_gpu)
+        except ConfigError as error:
+            refused = True
+            assert "is not a valid run" not in str(error), (value, str(error))
+            assert key.rpartition(".")[2] in str(error), (value, str(error))
+    assert refused or not has_gpu
+
+
+def test_a_program_may_give_paths_and_numpys_numbers(tmp_path: Path) -> None:
+    config = tutorial_config()
+    config["group_size"], config["trainer"]["optimizer"]["lr"] = np.int64(8), np.float32(0.5)
+    config["trainer"]["optimizer"]["weight_decay"] = np.float64(0.25)
+    config["model"] = tmp_path
+    run = run_config_from(run_tree(load_forge_config(config), name="x", has_gpu=False).tree)
+    assert (run.rollout.group_size, run.learner.learning_rate) == (8, 0.5)
+    assert run.model.model_dump()["path"] == str(tmp_path)
+
+
+def test_what_is_no_configuration_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected the path of a YAML file, .*, got 5"):
+        load_forge_config(5)  # type: ignore[arg-type]
 
 
 def test_checkpoints_are_written_as_the_file_says() -> None:

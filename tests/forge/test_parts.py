@@ -25,6 +25,7 @@ from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
+from ludus.trainer.compat.forge.part_settings import settings_of
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.types import CanaryPrompt
 from tests.learner.tiny_policy import make_policy_folder
@@ -349,3 +350,19 @@ async def test_what_a_part_cannot_do_is_refused(model_path: str) -> None:
             await policy.generate.route(PROMPT, sampling_params={"top_k": 3})
         finally:
             await policy.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "told"),
+    [
+        ("trainer", {"optimizer": {"lr": -1}}, r"^optimizer\.lr = -1: expected a number above 0"),
+        ("trainer", {"training": {"seq_len": 1}}, r"^training\.seq_len = 1: expected a whole"),
+        ("policy", {"engine_args": {"max_model_len": -4}}, r"^engine_args\.max_model_len = -4"),
+    ],
+)
+def test_a_parts_value_is_refused_by_the_name_of_its_field(
+    section: str, fields: dict[str, dict[str, Any]], told: str
+) -> None:
+    longest = next(iter(next(iter(fields.values())).values()))
+    with pytest.raises(ConfigError, match=told):
+        settings_of(section, fields, longest=longest)

@@ -15,7 +15,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.compat.forge import GRPOTrainer
 from ludus.trainer.compat.forge.server import with_comparisons
-from ludus.trainer.compat.forge.training import run_of
+from ludus.trainer.compat.forge.training import _name_of, run_of
 from ludus.trainer.parts import Step
 from tests.forge.tutorial_config import tutorial_config
 from tests.openspiel.test_server import Server, serving
@@ -130,3 +130,8 @@ async def test_the_server_says_which_game_and_which_policies_there_are(server: S
     assert own["tic_tac_toe"]["baselines"] == ["random"]
     with pytest.raises(ConfigError, match=r"game_name = 'blackjack', but .* plays 'tic_tac_toe'"):
         await with_comparisons(dict(section), "blackjack")
+
+
+@pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
+def test_a_run_has_a_name_whatever_its_file_is_called(file: str) -> None:
+    assert RunConfig(name=_name_of(Path(file))).name

@@ -18,6 +18,7 @@ import yaml
 
 from ludus.proto.config import apply_overrides
 from ludus.proto.errors import ConfigError, NotFoundError
+from ludus.trainer.compat.forge.values import checked
 
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _VARIABLE = "oc.env:"
@@ -64,6 +65,11 @@ def load_forge_config(
         NotFoundError: the file is not there.
         ConfigError: it cannot be read, or holds no sections.
     """
+    if not isinstance(source, (str, Path, Mapping)):
+        raise ConfigError(
+            "the configuration expected the path of a YAML file, or a mapping of its sections, got "
+            f"{source!r:.80}"
+        )
     tree = source if isinstance(source, Mapping) else _read(Path(source))
     config = _copied(tree)
     apply_overrides(config, overrides)
@@ -119,70 +125,45 @@ class Leaves:
         """The value that these keys have, all of them asked for; None where none is set.
 
         Raises:
-            ConfigError: they have several, or one refers to what is not there.
+            ConfigError: they have several, one refers to what is not there, or one is none that
+                the key can have (`values`).
         """
         self._asked.update(keys)
-        named = {key: self._resolved(key) for key in keys if self._values.get(key) is not None}
+        set_ = [key for key in keys if self._values.get(key) is not None]
+        named = {key: checked(key, self._resolved(key), typed=self._typed(key)) for key in set_}
         values = list(named.values())
         if any(value != values[0] for value in values[1:]):
             said = ", ".join(f"{key} = {value!r}" for key, value in named.items())
             raise ConfigError(f"{said}: these mean one thing here; make them equal")
         return values[0] if values else None
 
-    def count(self, *keys: str, default: int) -> int:
-        """The same as a whole number of 1 or more; `default` where none is set.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        value = self.whole(*keys)
-        if value is None:
-            return default
-        if value < 1:
-            said = next(key for key in keys if self._values.get(key) is not None)
-            raise ConfigError(f"{said} = {value}: expected a whole number of 1 or more")
+    def whole(self, *keys: str) -> int | None:
+        """The same of keys whose values are whole numbers."""
+        value: int | None = self.get(*keys)
         return value
 
+    def count(self, *keys: str, default: int) -> int:
+        """The same; `default` where none is set."""
+        value = self.whole(*keys)
+        return default if value is None else value
+
     def number(self, key: str) -> float | None:
-        """The same of one key as a number.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        value = self.get(key)
-        try:
-            return None if value is None else float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{key} = {value!r}: expected a number") from None
-
-    def flag(self, key: str) -> bool | None:
-        """The same of one key as true or false.
-
-        Raises:
-            ConfigError: it is neither.
-        """
-        value = self.get(key)
-        if value is None or isinstance(value, bool):
-            return value
-        raise ConfigError(f"{key} = {value!r}: expected true or false")
+        """The same of one key whose value is a number."""
+        value: float | None = self.get(key)
+        return value
 
     def take_where_true(self, *keys: str) -> None:
         """Ask for what is done anyway; a key that says otherwise stays one that nobody asks for."""
         self._asked.update(key for key in keys if self._values.get(key) is True)
 
-    def whole(self, *keys: str) -> int | None:
-        """The same as a whole number.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        value = self.get(*keys)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        try:
-            return int(str(value))
-        except ValueError:
-            raise ConfigError(f"{keys[0]} = {value!r}: expected a whole number") from None
+    def _typed(self, key: str) -> str:
+        """The key at which the value stands that this one refers to."""
+        for _ in range(_MAX_DEPTH):
+            alone = _REFERENCE.fullmatch(str(self._values[key]))
+            if alone is None or alone[1] not in self._values:
+                break
+            key = alone[1]
+        return key
 
     def _resolved(self, key: str) -> Any:
         return _looked_up(self._values[key], self._config, key, 0)

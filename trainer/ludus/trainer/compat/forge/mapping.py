@@ -23,8 +23,10 @@ from typing import Any
 
 from ludus.proto.config.presets import merge_sections
 from ludus.proto.errors import ConfigError, did_you_mean
+from ludus.trainer.compat.forge.combinations import check_together
 from ludus.trainer.compat.forge.configuration import ForgeConfig, Leaves
 from ludus.trainer.compat.forge.known_keys import known_keys
+from ludus.trainer.compat.forge.values import ALL, ONE_WAY_DEGREES
 
 OWN_SECTION = "ludus"
 """Fields of a run of Ludus, which stand wherever both say something."""
@@ -38,8 +40,6 @@ _NUM_GAMES = 1_000
 """Of the evaluation after the last step, of which Forge has none."""
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Of vLLM's parameters those that rollouts have under the same names."""
-_ALL = -1
-"""vLLM's top_k that samples from all tokens."""
 _DONE_ANYWAY = (
     "trainer.checkpoint.initial_load_in_hf",
     "trainer.checkpoint.last_save_in_hf",
@@ -92,6 +92,7 @@ def run_tree(config: ForgeConfig, *, name: str, has_gpu: bool) -> Mapped:
         "eval": {"num_games": _NUM_GAMES, "num_games_during": 0},
     }
     _add_gpus(tree, leaves, has_gpu=has_gpu)
+    check_together(tree, own)
     if "environments" not in own:
         tree["environment"] = environment
         if "address" not in environment and "environment" not in own:
@@ -130,11 +131,8 @@ def _hint(key: str, known: frozenset[str]) -> str:
 
 
 def _refuse_other_parallelism(leaves: Leaves) -> None:
-    for part in ("trainer", "ref_model"):
-        for kind in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel"):
-            _must_be_one(leaves, f"{part}.parallelism.{kind}_degree", _ONE_WAY)
-        for kind in ("context_parallel", "expert_parallel", "expert_tensor_parallel"):
-            _must_be_one(leaves, f"{part}.parallelism.{kind}_degree", _ONE_WAY)
+    for degree in ONE_WAY_DEGREES:
+        _must_be_one(leaves, degree, _ONE_WAY)
     for name in ("engine_args", "engine_config"):
         way = "an engine spreads over GPUs by tensor_parallel_size"
         _must_be_one(leaves, f"policy.{name}.pipeline_parallel_size", way)
@@ -174,7 +172,7 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     num_ranks = _num_ranks(leaves)
     dp_size = leaves.whole("replay_buffer.dp_size")
-    if dp_size not in (None, num_ranks):
+    if dp_size not in (None, ALL, num_ranks):
         raise ConfigError(
             f"replay_buffer.dp_size = {dp_size}, but the trainer has {num_ranks} data-parallel "
             "ranks; make them equal"
@@ -186,7 +184,7 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{group_size}: a step trains on whole groups; set it to one, for example "
             f"{max(1, groups) * group_size}"
         )
-    answer = leaves.count("max_res_tokens", default=0) or None
+    answer = leaves.whole("max_res_tokens")
     longest = leaves.whole("blackjack_env.max_seq_len", "max_seq_len")
     if longest is None:
         asked = leaves.count("max_req_tokens", default=_MAX_REQUEST)
@@ -203,7 +201,7 @@ def _sizes(leaves: Leaves) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     max_age = leaves.whole("replay_buffer.max_policy_age", "off_by_n")
     steps = leaves.whole("trainer.training.steps")
-    steps = _FOREVER if steps is None or steps < 0 else steps
+    steps = _FOREVER if steps in (None, ALL) else steps
     training = {"num_steps": steps, "groups_per_step": groups, "max_staleness": max_age}
     return _said(rollout), _said({**training, **_checkpoints(leaves, steps)})
 
@@ -214,7 +212,7 @@ def _checkpoints(leaves: Leaves, steps: int) -> dict[str, Any]:
     interval, kept = (
         leaves.whole(f"trainer.checkpoint.{n}") for n in ("interval", "keep_latest_k")
     )
-    if leaves.flag("trainer.checkpoint.enable") is False:
+    if leaves.get("trainer.checkpoint.enable") is False:
         interval = steps + 1
     return {
         "checkpoint_every_steps": interval,
@@ -245,7 +243,7 @@ def _sampling(leaves: Leaves, answer: int | None, longest: int) -> dict[str, Any
     top_k = leaves.whole(*(f"{name}.top_k" for name in names))
     return {
         "max_completion_tokens": answer or most or longest // 2,
-        "top_k": 0 if top_k == _ALL else top_k,
+        "top_k": 0 if top_k == ALL else top_k,
         **{key: leaves.get(*(f"{name}.{key}" for name in names)) for key in _SAMPLING},
     }
 
@@ -256,7 +254,8 @@ def _fitting(longest: int, leaves: Leaves) -> int:
     if limit is not None and limit < longest:
         raise ConfigError(
             f"trainer.training.seq_len = {limit} is less than the {longest} tokens of "
-            "max_req_tokens and max_res_tokens; raise the one or lower the others"
+            "max_seq_len, or of max_req_tokens and max_res_tokens; raise the one or lower the "
+            "others"
         )
     return longest
 
@@ -264,7 +263,7 @@ def _fitting(longest: int, leaves: Leaves) -> int:
 def _num_ranks(leaves: Leaves) -> int:
     shards = leaves.whole("trainer.parallelism.data_parallel_shard_degree")
     processes = leaves.count("actors.trainer.procs", default=1)
-    if shards is None or shards == -1:
+    if shards is None or shards == ALL:
         return processes
     if "actors.trainer.procs" in leaves and processes != shards:
         raise ConfigError(
@@ -286,7 +285,7 @@ def _model(leaves: Leaves, longest: int) -> dict[str, Any]:
         "blackjack_env.model",
         "dataset.model",
     )
-    named = {key: _path(str(leaves.get(key))) for key in keys if leaves.get(key) is not None}
+    named = {key: _path(leaves.get(key)) for key in keys if leaves.get(key) is not None}
     if len(set(named.values())) > 1:
         said = ", ".join(f"{key} = '{path}'" for key, path in named.items())
         raise ConfigError(
@@ -330,10 +329,6 @@ def _learner(leaves: Leaves) -> dict[str, Any]:
     )
     first, second = (leaves.number(f"trainer.optimizer.{name}") for name in ("beta1", "beta2"))
     mode = said("activation_checkpoint.mode")
-    if mode not in (None, "none", "selective", "full"):
-        raise ConfigError(
-            f"trainer.activation_checkpoint.mode = '{mode}': expected none, selective or full"
-        )
     return _said(
         {
             "num_ranks": _num_ranks(leaves),

@@ -12,6 +12,7 @@ from ludus.proto.config import PretrainedModel, RunConfig, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.configuration import ForgeConfig
 from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
+from ludus.trainer.compat.forge.values import checked
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ def settings_of(
     }
     if engine is not None:
         tree[OWN_SECTION]["generator"] = {"kind": engine}
+    for name, value in fields.items():
+        for field, one in value.items() if isinstance(value, Mapping) else ():
+            checked(f"{section}.{name}.{field}", one, typed=f"{name}.{field}")
     mapped = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
     if mapped.unused:
         _log.warning("not honoured: %s", ", ".join(mapped.unused))

@@ -33,8 +33,9 @@ from ludus.trainer.trainer import Trainer
 
 _TOML = ".toml"
 _NAME = "forge"
-_NO_NAME = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+")
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 """What the name of a run cannot have."""
+_MAX_NAME = 40
 _NUM_TOLD, _MAX_TURNS, _MAX_SHOWN = 20, 6, 60
 
 
@@ -213,10 +214,10 @@ async def _run_tree(
     """The sections of the run."""
     if isinstance(config, RunConfig):
         return Trainer(config, overrides=overrides).run.model_dump(mode="json")
-    if not isinstance(config, Mapping) and Path(config).suffix == _TOML:
+    if isinstance(config, (str, Path)) and Path(config).suffix == _TOML:
         return load_run_config(Path(config), overrides).model_dump(mode="json")
     cfg = load_forge_config(config, overrides)
-    name = _NAME if isinstance(config, Mapping) else _NO_NAME.sub("-", Path(config).stem)
+    name = _NAME if isinstance(config, Mapping) else _name_of(Path(config))
     mapped = run_tree(cfg, name=name, has_gpu=torch.cuda.is_available())
     _tell_unused(mapped.unused)
     tree = mapped.tree
@@ -234,6 +235,11 @@ def _tell_unused(keys: Sequence[str]) -> None:
             "warning: these keys of Forge's configuration mean nothing here, and are not honoured: "
             f"{', '.join(keys)}\n"
         )
+
+
+def _name_of(file: Path) -> str:
+    """The name of a run of that file."""
+    return _NO_NAME.sub("-", file.stem).lstrip("._-")[:_MAX_NAME] or _NAME
 
 
 def _free_name(name: str, folder: Path) -> str:
