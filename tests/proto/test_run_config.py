@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
+from ludus.proto.config import (
+    RewardModelConfig,
+    RunConfig,
+    load_reward_model_config,
+    load_run_config,
+)
 from ludus.proto.errors import ConfigError, NotFoundError
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -90,6 +95,36 @@ def test_a_mistake_is_named_with_field_value_and_way_out(
         load_run_config(None, overrides)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "taken", "refused"),
+    [
+        ("ppo.clip", (1e-6, 0.2, 1), (0, -0.2, 1.01, "nan")),
+        ("ppo.learning_rate", (1e-9, 1), (0, -1, 1.5, "inf")),
+        ("ppo.num_threads", (1, 1024), (0, 1025)),
+        ("reward_model.learning_rate", (1e-9, 1), (0, -1, 1.5, "nan")),
+        ("reward_model.weight_decay", (0, 0.99), (-0.1, 1, "inf")),
+        ("reward_model.test_size", (0, 0.99), (-0.1, 1)),
+        ("reward_model.num_threads", (1, 1024), (0, 1025)),
+    ],
+)
+def test_a_bound_is_kept_on_both_of_its_sides(
+    field: str, taken: tuple[object, ...], refused: tuple[object, ...]
+) -> None:
+    section, name = field.split(".")
+
+    def load(value: object) -> RunConfig | RewardModelConfig:
+        if section == "reward_model":
+            return load_reward_model_config({"model": "m", "data": "d"}, [f"{name}={value}"])
+        network = ["model.kind=network", "environment.package=gymnasium:CartPole-v1"]
+        return load_run_config(None, [*network, f"{field}={value}"])
+
+    for value in taken:
+        assert load(value)
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"{name}: .*got '?{value}'?$"):
+            load(value)
 
 
 def test_all_mistakes_are_named_at_once() -> None:
