@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.arguments import check_number, path_in, told_as
 from ludus.trainer.compat.gymformer.env.problems import Split, read_problems, sums_below
 from ludus.trainer.compat.gymformer.env.rewards import distance_to_answer
 from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
@@ -40,16 +41,18 @@ class CoTEnv(TokenEnv):
     def __init__(
         self,
         model_name: str,
-        dataset_path: str | None = None,
+        dataset_path: str | Path | None = None,
         max_generation: int = 128,
         seed: int = 42,
         test_split: float = 0.1,
     ) -> None:
         super().__init__(model_name, max_generation, seed)
-        problems = (
-            sums_below(_SUMS_BELOW) if dataset_path is None else read_problems(Path(dataset_path))
-        )
-        self._split = Split.of(problems, test_split, seed)
+        problems = sums_below(_SUMS_BELOW)
+        if dataset_path is not None:
+            with told_as({"data": "dataset_path"}):
+                problems = read_problems(Path(path_in("dataset_path", dataset_path)))
+        check_number("test_split", test_split)
+        self._split = Split.of(problems, test_split, int(seed))
         self._problem = problems[0]
 
     def _begin(self, seed: int | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.algorithms.logits import token_logprobs
+from ludus.trainer.compat.gymformer.arguments import check_number, device_in, told_as
 from ludus.trainer.compat.gymformer.env.token_env import Ending, TokenEnv
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.reward_model.model import RewardModel, load_reward_model
@@ -53,17 +54,22 @@ class RLHFEnv(TokenEnv):
         ConfigError: it cannot be used.
     """
 
+    _model_argument = "ref_model_name"
+
     def __init__(
         self,
         ref_model_name: str,
-        reward_model: str | ScoreFn,
-        dataset: str | Sequence[str],
+        reward_model: str | Path | ScoreFn,
+        dataset: str | Path | Sequence[str],
         kl_coef: float = 0.01,
         max_generation: int = 64,
         device: str | None = None,
         seed: int = 42,
     ) -> None:
         super().__init__(ref_model_name, max_generation, seed)
+        check_number("kl_coef", kl_coef)
+        if isinstance(reward_model, Path):
+            reward_model = str(reward_model)
         if not isinstance(reward_model, str) and not callable(reward_model):
             raise ConfigError(
                 "reward_model expected a folder, or a function of prompts and answers, got "
@@ -71,8 +77,9 @@ class RLHFEnv(TokenEnv):
             )
         self.kl_coef = kl_coef
         self._reward_model = reward_model
-        self._device = device
-        self._prompts = _prompts_in(dataset)
+        self._device = device_in("device", device)
+        with told_as({"data": "dataset"}):
+            self._prompts = _prompts_in(dataset)
         self._prompt = self._prompts[0]
 
     def ref_logprobs(self) -> Tensor:
@@ -111,7 +118,8 @@ class RLHFEnv(TokenEnv):
     @property
     def _score_fn(self) -> ScoreFn:
         if isinstance(self._reward_model, str):
-            return _loaded(self._reward_model, self._device).score
+            with told_as({"path": "reward_model"}):
+                return _loaded(self._reward_model, self._device).score
         return self._reward_model
 
 
@@ -135,8 +143,8 @@ def _prompts_in(dataset: Any) -> tuple[str, ...]:
         NotFoundError: there is no such data set.
         ConfigError: it has none, or one that is no text.
     """
-    if isinstance(dataset, str):
-        return _read_prompts(dataset)
+    if isinstance(dataset, (str, Path)):
+        return _read_prompts(str(dataset))
     prompts = tuple(dataset) if isinstance(dataset, Iterable) else ()
     if not prompts or not all(isinstance(one, str) for one in prompts):
         raise ConfigError(

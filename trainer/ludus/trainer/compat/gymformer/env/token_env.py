@@ -19,6 +19,7 @@ from gymnasium import spaces
 from transformers import PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.arguments import check_count, path_in, told_as
 from ludus.trainer.models.load import load_tokenizer
 
 Tokens = tuple[int, ...]
@@ -46,21 +47,24 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         ConfigError: the tokenizer has no end token, or the limit is below 1.
     """
 
+    _model_argument = "model_name"
+
     def __init__(self, model_name: str, max_generation: int, seed: int) -> None:
-        if max_generation < 1:
-            raise ConfigError(f"expected max_generation of at least 1, got {max_generation}")
-        self.model_name = model_name
-        self.max_generation = max_generation
-        self.tokenizer = _tokenizer(model_name)
+        check_count("max_generation", max_generation)
+        check_count("seed", seed, least=0)
+        self.model_name = path_in(self._model_argument, model_name)
+        self.max_generation = int(max_generation)
+        with told_as({"model.path": self._model_argument}):
+            self.tokenizer = _tokenizer(self.model_name)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"model '{model_name}' expected an end token, with which an answer ends, got none; "
                 "take another one, or set eos_token of its tokenizer"
             )
-        num_tokens = len(self.tokenizer)
+        self._num_tokens = num_tokens = len(self.tokenizer)
         self.action_space = spaces.Discrete(num_tokens)
         self.observation_space = spaces.Sequence(spaces.Discrete(num_tokens))
-        self._first_seed: int | None = seed
+        self._first_seed: int | None = int(seed)
         self._state: list[int] = []
         self._num_prompt = 0
 
@@ -70,6 +74,8 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         """The tokens of a prompt."""
         seed, self._first_seed = self._first_seed if seed is None else seed, None
         super().reset(seed=seed)
+        if not isinstance(options or {}, dict):
+            raise ConfigError(f"options expected a dictionary or None, got {options!r:.80}")
         prompt, info = self._begin(seed, options or {})
         self._state = self._encoded(prompt)
         self._num_prompt = len(self._state)
@@ -77,8 +83,9 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
 
     def step(self, action: int) -> tuple[Tokens, float, bool, bool, dict[str, Any]]:
         """The state with the token; the reward of the answer stands on its last one."""
-        self._state.append(int(action))
-        ended = int(action) == self.tokenizer.eos_token_id
+        token_id = self._token_in(action)
+        self._state.append(token_id)
+        ended = token_id == self.tokenizer.eos_token_id
         is_full = len(self._state) - self._num_prompt >= self.max_generation
         if not ended and not is_full:
             return tuple(self._state), 0.0, False, False, {}
@@ -86,6 +93,18 @@ class TokenEnv(gymnasium.Env[Tokens, Any]):
         ending = self._end(answer, ended=ended)
         info = {"answer": answer, "is_cut_off": not ended, **self._info()}
         return tuple(self._state), ending.reward, ending.is_over, not ending.is_over, info
+
+    def _token_in(self, action: Any) -> int:
+        """The token that an action is, which may be a number of numpy's or of torch's."""
+        try:
+            token_id = int(action)
+        except (TypeError, ValueError):
+            token_id = -1
+        if not 0 <= token_id < self._num_tokens:
+            raise ConfigError(
+                f"action expected a token from 0 to {self._num_tokens - 1}, got {action!r:.80}"
+            )
+        return token_id
 
     @property
     def answer(self) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.classic.networks import WithDeviation
 from ludus.trainer.classic.policy import Policy
+from ludus.trainer.compat.gymformer.arguments import device_in, path_in
 
 
 @dataclass(slots=True)
@@ -86,9 +87,13 @@ def load_ppo_agent(
     Raises:
         ConfigError: it is no such file, or of other modules.
     """
-    place = device or "cpu"
+    file = path_in("path", path)
+    for name, module in (("actor", actor), ("critic", critic)):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{name} expected a torch module, got {module!r:.80}")
+    place = device_in("device", device) or "cpu"
     try:
-        saved = torch.load(path, map_location=place, weights_only=True)
+        saved = torch.load(file, map_location=place, weights_only=True)
         actor.load_state_dict(saved["actor"])
         critic.load_state_dict(saved["critic"])
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -96,9 +101,18 @@ def load_ppo_agent(
     except (RuntimeError, KeyError, TypeError, UnpicklingError, EOFError) as error:
         raise ConfigError(
             f"'{path}' expected an agent of such an actor and critic, got another file: "
-            f"{str(error) or 'it is empty'}"
+            f"{_said_of(error)}"
         ) from error
     return PPOAgent(actor.to(place), critic.to(place), saved.get("log_std"), place)
+
+
+def _said_of(error: Exception) -> str:
+    """What a file lacks, in words: some errors are but a key or a byte."""
+    if isinstance(error, KeyError) and error.args[0] in ("actor", "critic"):
+        return f"it lacks {error}"
+    if isinstance(error, (KeyError, UnpicklingError)):
+        return "torch.save did not write it"
+    return str(error) or "it is empty"
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.arguments import check_count, path_in, told_as
 from ludus.trainer.learner.critic import load_critic
 from ludus.trainer.models.load import load_language_model
 
 if TYPE_CHECKING:
     from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
+
+_NAMES = {"model.path": "model_name", "path": "model_name"}
 
 
 class LMActorNetwork(nn.Module):
@@ -35,9 +39,10 @@ class LMActorNetwork(nn.Module):
 
     def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
-        self.model_name = model_name
-        self.pad_token_id = pad_token_id
-        self.model = load_language_model(model_name)
+        self.model_name = path_in("model_name", model_name)
+        self.pad_token_id = _padding(pad_token_id)
+        with told_as(_NAMES):
+            self.model = load_language_model(self.model_name)
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [V] of `state` [T], or [N, V] of states [N, T] that are padded on either side.
@@ -69,9 +74,10 @@ class LMCriticNetwork(nn.Module):
 
     def __init__(self, model_name: str, pad_token_id: int | None) -> None:
         super().__init__()
-        self.model_name = model_name
-        self.pad_token_id = pad_token_id
-        self.model = load_critic(model_name, model_name).classifier
+        self.model_name = path_in("model_name", model_name)
+        self.pad_token_id = _padding(pad_token_id)
+        with told_as(_NAMES):
+            self.model = load_critic(self.model_name, self.model_name).classifier
 
     def forward(self, state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Values [1] of `state` [T], or [N, 1] of states [N, T] that are padded on either side."""
@@ -92,6 +98,8 @@ class _Tokens:
     @classmethod
     def of(cls, state: Tensor, mask: Tensor | None, pad_token_id: int | None) -> _Tokens:
         """The rows of `state` [T] or [N, T]; without a mask, padding is what it ends with."""
+        if not state.shape[-1]:
+            raise ConfigError("state expected at least one token, got none; begin with a prompt")
         token_ids = torch.atleast_2d(state).long()
         if mask is not None:
             return cls(token_ids, torch.atleast_2d(mask).bool())
@@ -109,6 +117,12 @@ class _Tokens:
         places = torch.arange(self.mask.shape[1], device=self.mask.device)
         last = torch.where(self.mask, places, 0).amax(-1)
         return hidden[torch.arange(len(last), device=last.device), last]
+
+
+def _padding(pad_token_id: Any) -> int | None:
+    if pad_token_id is not None:
+        check_count("pad_token_id", pad_token_id, least=0)
+    return None if pad_token_id is None else int(pad_token_id)
 
 
 def _body_of(model: PreTrainedModel) -> PreTrainedModel:

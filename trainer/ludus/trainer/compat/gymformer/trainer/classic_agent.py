@@ -16,6 +16,7 @@ from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.run import ByEpisodes, NetworkRun, opened
+from ludus.trainer.compat.gymformer.arguments import told_as
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, saved_agent
 from ludus.trainer.compat.gymformer.trainer.given import given_networks, make_given
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest, EpisodeReturns
@@ -95,6 +96,7 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
     )
     resume = Resume.AUTO if request.resume else Resume.NEVER
     with (
+        told_as({"environment.address": "env_name"}),
         given_networks(request.actor, request.critic),
         opened(run, resume=resume, overwrite=True, by_episodes=by_episodes) as opened_run,
     ):

@@ -9,18 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.compat.gymformer.arguments import (
+    check_callback,
+    check_count,
+    check_flag,
+    check_run_name,
+)
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 
 Callback = Callable[[Any, Any, float, bool, bool, int, float], object]
 """Called with (state, action, reward, done, truncated, episode, running_reward)."""
 
+_TOLD = "state, action, reward, done, truncated, episode, running_reward"
 _RUNNING_WEIGHT = 0.05
 _MAX_NAME = 40
 _COUNTS = (
@@ -72,17 +78,17 @@ class AgentRequest:
     """Section `metrics` of the run: its sinks."""
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError: an argument is not of its kind, or a number is not positive."""
+        """Raises: ConfigError: an argument is not of its kind, or a number is out of range."""
         for what, (kind, said) in _KINDS.items():
             value = getattr(self, what)
             if not isinstance(value, kind):
                 raise ConfigError(f"{what} expected {said}, got {value!r:.80}")
-        if self.callback is not None and not callable(self.callback):
-            raise ConfigError(f"callback expected a function or None, got {self.callback!r:.80}")
+        check_callback("callback", self.callback, _TOLD)
         for what in _COUNTS:
-            count = getattr(self, what)
-            if not isinstance(count, Integral) or count < 1:
-                raise ConfigError(f"{what} expected at least 1, got {count!r:.80}")
+            check_count(what, getattr(self, what))
+        check_count("seed", self.seed, least=0)
+        check_run_name(self.name)
+        check_flag("resume", self.resume)
 
     @property
     def run_name(self) -> str:

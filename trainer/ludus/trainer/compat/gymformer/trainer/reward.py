@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from ludus.proto.config import RewardModelConfig, load_reward_model_config
-from ludus.proto.errors import ConfigError
 from ludus.proto.reward_models import RewardModelEpoch, RewardModelProgress
+from ludus.trainer.compat.gymformer.arguments import check_flag, device_in, path_in, told_as
 from ludus.trainer.reward_model import RewardModel, train_reward_model
 from ludus.trainer.reward_model.training import check_training
+
+_NAMES = {"model": "model_name", "data": "datasets_path", "output": "reward_model_path"}
+"""Of the configuration's settings, as the call names them."""
 
 
 def train_reward(
@@ -51,32 +53,34 @@ def train_reward(
     """
     config = load_reward_model_config(
         {
-            "model": _path(model_name, "model_name"),
-            "data": _path(datasets_path, "datasets_path"),
-            "output": _path(reward_model_path, "reward_model_path"),
+            "model": path_in("model_name", model_name),
+            "data": path_in("datasets_path", datasets_path),
+            "output": path_in("reward_model_path", reward_model_path),
             "test_size": test_size,
             "batch_size": batch_size,
             "epochs": epochs,
             "warmup_steps": warmup_steps,
             "weight_decay": weight_decay,
             "learning_rate": learning_rate,
-            "device": device,
+            "device": device_in("device", device),
             "seed": seed,
             "freeze_backbone": freeze_backbone,
         }
     )
-    if dry_run:
+    check_flag("dry_run", dry_run)
+    with told_as(_NAMES):
+        if not dry_run:
+            return _trained(config, resume_checkpoint)
         _look_at(config)
         return None
-    resume = None if resume_checkpoint is None else Path(resume_checkpoint)
+
+
+def _trained(config: RewardModelConfig, resume_checkpoint: str | Path | None) -> RewardModel:
+    resume = None
+    if resume_checkpoint is not None:
+        resume = Path(path_in("resume_checkpoint", resume_checkpoint))
     model, _ = train_reward_model(config, resume=resume, overwrite=True, tell=_tell)
     return model
-
-
-def _path(place: Any, name: str) -> str:
-    if not isinstance(place, (str, Path)):
-        raise ConfigError(f"{name} expected a path, got {place!r:.60}")
-    return str(place)
 
 
 def _look_at(config: RewardModelConfig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ludus.trainer.compat.gymformer.arguments import device_in, folder_in
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, load_ppo_agent
 from ludus.trainer.compat.gymformer.trainer.classic_agent import ppo_config_of, train_classic
 from ludus.trainer.compat.gymformer.trainer.request import (
@@ -64,10 +65,10 @@ def train_agent(
     request = AgentRequest(
         *(env_name, actor, critic, ppo_config),
         *(max_episodes, max_timesteps, update_interval, save_interval),
-        Path(save_path),
+        folder_in("save_path", save_path),
         callback,
         log_interval,
-        device,
+        device_in("device", device),
         *(num_envs, seed),
         name=name,
         resume=resume,
