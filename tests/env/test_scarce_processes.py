@@ -47,6 +47,7 @@ async def test_a_fork_that_fails_refuses_opens_until_one_succeeds(
         fork_server = host.fork_server_pid
         (tmp_path / NO_FORK).write_text(where)
         if isolation == "pool":
+            await eventually(lambda: host.pids)  # said on another way than that it serves
             os.kill(host.pids[0], signal.SIGKILL)
             await eventually(lambda: not server.core.load.num_sessions)
         with pytest.raises(EnvError) as refused:

@@ -31,6 +31,7 @@ CLAIM_NOTHING = {
     "atari/pong.toml",
     "connect_four/mcts.toml",
     "email/tiny.toml",
+    "go/tiny.toml",
     "math/rule.toml",
     "trading/tiny.toml",
     "uno/tiny.toml",

@@ -173,15 +173,18 @@ def test_equal_answers_have_equal_scores_whatever_stands_beside_them(
 
 
 def test_the_best_epoch_is_kept_where_that_is_wanted(
-    model_path: str, preferences: Path, tmp_path: Path
+    model_path: str, example: ModuleType, tmp_path: Path
 ) -> None:
-    # So large a rate ruins what the first epochs have learned.
-    settings = {"epochs": 4, "learning_rate": 1.0, "warmup_steps": 12, "keep": "best"}
-    config = configured(model_path, preferences, tmp_path / "rm", **settings)
+    # Of answers chosen by chance nothing can be learned: by heart they are, which harms the rest.
+    data = tmp_path / "shuffled.jsonl"
+    rows = example.comparisons(64, seed=1, shuffled=True)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"epochs": 6, "learning_rate": 0.01, "warmup_steps": 0, "keep": "best"}
+    config = configured(model_path, data, tmp_path / "rm", **settings)
     model, metrics = train_reward_model(config)
     losses = [epoch.test.loss for epoch in metrics.epochs if epoch.test]
-    assert metrics.loss == min(losses)
-    assert metrics.kept_epoch == losses.index(min(losses)) + 1 < 4
+    assert metrics.loss == min(losses) < losses[-1]
+    assert metrics.kept_epoch == losses.index(min(losses)) + 1
     assert_equal(model, load_reward_model(tmp_path / "rm"))
 
 
