@@ -52,6 +52,8 @@ class FakeActor:
 
     place: int
     """How many were started before it."""
+    in_sign_of_life: Callable[[], Awaitable[None]] = at_once
+    """Awaited in each sign of life, the first of which comes once it has room."""
     in_start: Callable[[], Awaitable[None]] = at_once
     """Awaited in its start."""
     in_play: Callable[[FakeActor], Awaitable[None]] = at_once
@@ -121,6 +123,7 @@ class FakeActor:
         await asyncio.shield(self.ended)
 
     async def _sign_of_life(self) -> None:
+        await self.in_sign_of_life()
         # An engine that has failed leaves a process that answers.
         if self.ended.done() and isinstance(self.ended.exception(), ray.exceptions.RayError):
             await self.ended

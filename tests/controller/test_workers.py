@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,30 @@ async def test_a_slot_that_is_given_back_is_given_again(monkeypatch: pytest.Monk
         assert not waiting.done()
         workers.free(slots[0])
         assert (await waiting).size == slots[0].size
+
+
+async def test_a_run_that_ends_while_a_worker_waits_for_room_leaves_no_error_that_nobody_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unheard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+
+    def behave(actor: FakeActor) -> None:
+        async def wait_until_killed() -> None:
+            await asyncio.shield(actor.ended)
+
+        actor.in_sign_of_life = wait_until_killed
+
+    fleet = FakeFleet(behave)
+    starting = asyncio.create_task(fleet.running(monkeypatch, TWO).__aenter__())
+    await eventually(lambda: len(fleet.actors) == 2)
+    await turns_of_the_loop()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await turns_of_the_loop()
+    gc.collect()
+    assert not any(actor.is_alive for actor in fleet.actors) and not unheard
 
 
 TWO = {"rollout": {"num_workers": 2, "num_groups_in_flight": 16}}

@@ -119,10 +119,14 @@ class Supervisor:
         doing, spec = self.roster.doing, replace(self.spec, number=self.number)
         doing[self.number] = "waits for room"
         has_room = asyncio.ensure_future(worker.actor.sign_of_life.remote())
-        await asyncio.wait([has_room], timeout=_SLOW_START_S)
-        if not has_room.done():
-            _log.info("rollout worker %d waits for room", self.number)
-        await has_room
+        try:
+            await asyncio.wait([has_room], timeout=_SLOW_START_S)
+            if not has_room.done():
+                _log.info("rollout worker %d waits for room", self.number)
+            await has_room
+        finally:  # a run that ends meanwhile kills the actor, and nobody would hear of it
+            has_room.cancel()
+            await asyncio.gather(has_room, return_exceptions=True)
         doing[self.number] = "loads the model and builds its engine"
         try:
             worker.node = await limited(
