@@ -91,6 +91,13 @@ class Case:
     not beat."""
 
 
+def _control(
+    example: str, targets: dict[str, Target], blind: Callable[[EnvironmentResult], float]
+) -> Case:
+    """The example with rewards of other episodes, which must not beat what needs no look."""
+    return Case(example, targets, overrides=("training.shuffle_rewards=true",), blind=blind)
+
+
 _BOXES = {"boxes": Target("win_rate", 0.50)}
 """Half as much again as `LOOKED_ONCE`; the tuning seeds came to between 0.79 and 0.84."""
 _CODING = {"coding": Target("win_rate", 0.90)}
@@ -113,24 +120,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "agents": Case("agents/tiny.toml", _BOXES),
-    "agents_shuffled_rewards": Case(
-        "agents/tiny.toml",
-        _BOXES,
-        overrides=("training.shuffle_rewards=true",),
-        blind=lambda _: LOOKED_ONCE,
-    ),
+    "agents_shuffled_rewards": _control("agents/tiny.toml", _BOXES, lambda _: LOOKED_ONCE),
     "coding": Case("coding/tiny.toml", _CODING),
-    "coding_shuffled_rewards": Case(
-        "coding/tiny.toml",
-        _CODING,
-        overrides=("training.shuffle_rewards=true",),
-        blind=lambda _: ONE_PROGRAM,
-    ),
-    "blackjack_shuffled_rewards": Case(
-        "blackjack/tiny.toml",
-        _BLACKJACK,
-        overrides=("training.shuffle_rewards=true",),
-        blind=lambda result: share_closed_blind(result),
+    "coding_shuffled_rewards": _control("coding/tiny.toml", _CODING, lambda _: ONE_PROGRAM),
+    "blackjack_shuffled_rewards": _control(
+        "blackjack/tiny.toml", _BLACKJACK, lambda result: share_closed_blind(result)
     ),
 }
 

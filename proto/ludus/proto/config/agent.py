@@ -7,12 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from ludus.proto.config.section import (
-    ImportPath,
-    PositiveInt,
-    Seconds,
-    Section,
-)
+from ludus.proto.config.section import ImportPath, PositiveInt, Seconds, Section
 
 _KINDS = {"command": "program", "url": "service", "function": "in_process"}
 """By the field that only this kind of agent has."""

@@ -22,7 +22,9 @@ from ludus.proto.config.network import (
     check_network_run,
 )
 from ludus.proto.config.section import (
+    HIGHEST_VLLM_TEMPERATURE,
     LOWEST_TEMPERATURE,
+    RUN_NAME,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -46,7 +48,6 @@ from ludus.proto.config.sections import (
 )
 from ludus.proto.seeds import FIRST_EVAL_SEED
 
-_MAX_VLLM_TEMPERATURE = 2.0
 _LAST_EVAL_SEED = 2**63
 TINY_LEARNING_RATE = 2e-3
 """Where nothing is said, of a model that was made on the spot."""
@@ -137,7 +138,7 @@ def _card_and_board_games() -> dict[str, LocalEnvironment | RemoteEnvironment]:
 class RunConfig(Section):
     """Everything a run depends on."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$")] = "run"
+    name: Annotated[str, StringConstraints(pattern=RUN_NAME)] = "run"
     """Name of the run, and of its folder."""
     output_dir: str = "runs"
     """Folder that holds the folders of runs."""
@@ -285,10 +286,10 @@ class RunConfig(Section):
             ("rollout", self.rollout.temperature),
             ("eval", self.eval.temperature),
         ):
-            if value > _MAX_VLLM_TEMPERATURE:
+            if value > HIGHEST_VLLM_TEMPERATURE:
                 raise ValueError(
                     f"{section}.temperature = {value:g}, but vLLM samples at "
-                    f"{_MAX_VLLM_TEMPERATURE:g} at most; lower it, or set generator.kind = "
+                    f"{HIGHEST_VLLM_TEMPERATURE:g} at most; lower it, or set generator.kind = "
                     "'transformers'"
                 )
 

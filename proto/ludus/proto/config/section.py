@@ -43,6 +43,9 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 """Of a running mean; 1 would never take anything in."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at no lower one, and logits that are divided by less are no numbers any more."""
+HIGHEST_VLLM_TEMPERATURE = 2.0
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$"
+"""What a run, and its folder, may be called."""
 Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
 
 

@@ -103,7 +103,6 @@ class CallStream:
         Raises:
             InvalidCallError: the call cannot be written, or is larger than the other side takes;
                 nothing was sent.
-            InvalidCallError: the call is larger than the other side takes; nothing was sent.
         """
         if self.broken is not None:
             raise ConnectionLostError(self.broken)

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludus.proto.config.presets import with_preset
+from ludus.proto.config.section import HIGHEST_VLLM_TEMPERATURE
 from ludus.proto.errors import ConfigError
-
-_VLLM_MAX_TEMPERATURE = 2.0
 
 
 def check_together(tree: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -61,10 +60,10 @@ def _check_engine(generator: Mapping[str, Any], rollout: Mapping[str, Any]) -> N
             f"{rollout['max_tokens']} tokens of a game, by max_req_tokens and max_res_tokens, or "
             "max_seq_len; raise the one, lower the others, or leave max_model_len out"
         )
-    if rollout["temperature"] > _VLLM_MAX_TEMPERATURE:
+    if rollout["temperature"] > HIGHEST_VLLM_TEMPERATURE:
         raise ConfigError(
             f"policy.sampling_params.temperature = {rollout['temperature']:g}, but vLLM samples at "
-            f"{_VLLM_MAX_TEMPERATURE:g} at most; lower it"
+            f"{HIGHEST_VLLM_TEMPERATURE:g} at most; lower it"
         )
     if num_gpus > 1 and rollout.get("num_gpus_per_worker") != num_gpus:
         raise ConfigError(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ludus.proto.config.section import RUN_NAME
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.sampling import check_sampling, correction, has_gpu, num_gpus
@@ -27,7 +28,6 @@ from ludus.trainer.rollout.engines import has_vllm
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 _LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,46}")
 _STRATEGIES = {
     "logging_steps": "logging_strategy",
     "save_steps": "save_strategy",
@@ -143,7 +143,7 @@ def run_folder(args: GRPOConfig) -> Path:
         ConfigError: its last part can be no run's name.
     """
     folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
-    if not _NAME.fullmatch(folder.name):
+    if not re.fullmatch(RUN_NAME, folder.name):
         raise ConfigError(
             f"GRPOConfig.output_dir = '{args.output_dir}': its last part is the name of the run, "
             "expected up to 47 letters, digits, '.', '_' and '-', of which the first is a letter "
