@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import answer_in, named_in, quoted
+from ludus.env.text.answers import extract_answer, find_named_move, quoted
 from ludus.proto.errors import ActionParseError
 
 from .faces import face_of
@@ -50,8 +50,8 @@ class AtariRenderer:
             ActionParseError: there is none.
         """
         names = observation.action_names
-        said = answer_in(text) if self._style == "rules" else text
-        name = named_in(said, names) if observation.legal_actions else None
+        said = extract_answer(text) if self._style == "rules" else text
+        name = find_named_move(said, names) if observation.legal_actions else None
         if name is None:
             offered = ", ".join(names) if observation.legal_actions else "none: the game is over"
             raise ActionParseError(f"expected one action out of {offered}; got {quoted(text)}")

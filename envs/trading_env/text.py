@@ -13,7 +13,7 @@ import re
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import answer_in, quoted
+from ludus.env.text.answers import extract_answer, quoted
 from ludus.proto.errors import ActionParseError
 
 from .models import TradingAction, TradingObservation
@@ -62,7 +62,7 @@ class TradingRenderer:
         Raises:
             ActionParseError: it gives none, or some that cannot be filled.
         """
-        said = answer_in(text) if self._style == "rules" else text
+        said = extract_answer(text) if self._style == "rules" else text
         said = " ".join(said.split())
         action = TradingAction()
         if said.casefold() == _HOLD:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ludus.env import Message
-from ludus.env.text.answers import answer_in, named_in, quoted
+from ludus.env.text.answers import extract_answer, find_named_move, quoted
 from ludus.proto.errors import ActionParseError
 
 from .cards import WILDS
@@ -49,8 +49,8 @@ class UnoRenderer:
         Raises:
             ActionParseError: it names none, or several.
         """
-        said = answer_in(text) if self._style == "rules" else text
-        move = named_in(said, observation.legal_actions)
+        said = extract_answer(text) if self._style == "rules" else text
+        move = find_named_move(said, observation.legal_actions)
         if move is None:
             offered = ", ".join(observation.legal_actions) or "no move: the deal is over"
             raise ActionParseError(f"expected one of {offered}; got {quoted(text)}")

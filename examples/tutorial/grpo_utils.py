@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 
 from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import Standing, play_policy, standing_of, wilson_interval
+from ludus.env.evaluation import OutcomeKind, classify_outcome, play_policy, wilson_interval
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.compat.forge import ComputeAdvantages as GroupAdvantages
@@ -139,16 +139,16 @@ async def setup_forge_training(
 def _played(server_url: str, name: str, num_games: int, seed: int) -> Baseline:
     outcomes = _in_a_thread(_play(server_url, name, num_games, seed))
     standings = [
-        standing_of(one.episode_return, one.success)
+        classify_outcome(one.episode_return, one.success)
         for one in outcomes
         if one.episode_return is not None
     ]
-    wins = standings.count(Standing.WON)
+    wins = standings.count(OutcomeKind.WON)
     return Baseline(
         total_games=len(standings),
         wins=wins,
-        losses=standings.count(Standing.LOST),
-        pushes=standings.count(Standing.DRAWN),
+        losses=standings.count(OutcomeKind.LOST),
+        pushes=standings.count(OutcomeKind.DRAWN),
         win_rate=wins / len(standings),
         win_rate_ci95=wilson_interval(wins, len(standings)),
     )

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.env.http.health import build_admin_app
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.options import CoreOptions
 from ludus.proto.metrics import EnvServerMetric
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
@@ -50,7 +50,7 @@ def _of_run() -> set[str]:
 
 
 async def _of_server() -> set[str]:
-    app = build_admin_app(SessionCore(local_host(CountingEnv), CoreOptions()))
+    app = build_admin_app(SessionCore(make_local_host(CountingEnv), CoreOptions()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         reply = await client.get("/metrics")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from ludus.env.serving.cli import add_server_arguments, options_of
+from ludus.env.serving.cli import add_server_arguments, make_server_options
 from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
 from ludus.env.transports.address import parse_address
 from ludus.proto.config import RunConfig
@@ -100,7 +100,7 @@ def server_options(
     monkeypatch.setenv("LUDUS_SESSION_KEY", "k" * 32)
     monkeypatch.setenv("LUDUS_ENV_TOKEN", "t" * 32)
     monkeypatch.setenv("POD_UID", "0c4f7b5e-9a0e-4a53-8a52-6f6f6f6f6f6f")
-    return given, options_of(vars(given), DEFAULT_PORT)
+    return given, make_server_options(vars(given), DEFAULT_PORT)
 
 
 @every_set

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.env.serving.subprocess import LocalServer
 from ludus.env.types import EnvironmentDescription
 from ludus.services.cli.tables import result_cells
@@ -64,9 +64,9 @@ def test_bench_plays_every_policy_on_a_server_of_its_own(ludus: RunCli) -> None:
 
 
 def test_a_policy_without_wins_has_dashes_and_a_return() -> None:
-    silent = summarise([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    silent = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
     assert result_cells(silent) == ["4", "–", "–", "–", "17.000", "0.000"]
-    failed = summarise([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
+    failed = summarize([EpisodeOutcome(seed, 17.0, 17, success=False) for seed in range(4)])
     assert result_cells(failed)[1] == "0.0%"
 
 

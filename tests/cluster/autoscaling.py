@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from ludus.env.client.client import AsyncEnvClient, AsyncSession
-from ludus.env.security.session_ids import server_id_of
+from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import ClusterError, EnvError, InfrastructureError
 from ludus.services.kubernetes.api import KubernetesApi, resource_path
 
@@ -191,7 +191,7 @@ class Watch:
         kept, chosen, leaving = [], [], set()
         for pod in pods:
             metadata = pod["metadata"]
-            server = server_id_of(metadata["uid"])
+            server = pod_server_id(metadata["uid"])
             cost = int(metadata.get("annotations", {}).get(COST, 0))
             load = (self._crowd.servers[server], cost)
             if "deletionTimestamp" not in metadata:

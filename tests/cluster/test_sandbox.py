@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ludus.env.client import AsyncEnvClient, AsyncSession
-from ludus.env.security.session_ids import server_id_of
+from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
     Installed,
@@ -111,7 +111,7 @@ def pod_of(release: Installed, session: AsyncSession) -> str:
     """The pod of a session's sandbox."""
     server_id = session.id.split("~")[1]
     for pod in release.get("pods", "-l", "app.kubernetes.io/component=environment")["items"]:
-        if server_id_of(pod["metadata"]["uid"]) == server_id:
+        if pod_server_id(pod["metadata"]["uid"]) == server_id:
             return str(pod["metadata"]["name"])
     raise AssertionError(f"no pod has the server {server_id}")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.checkpoint import RunState
@@ -204,8 +204,8 @@ def test_episodes_that_did_not_come_to_their_end_say_nothing_about_their_environ
 
 
 def test_an_evaluation_without_a_single_verdict_is_told_before_training(caplog) -> None:
-    silent = summarise([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
-    judged = summarise([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
+    silent = summarize([EpisodeOutcome(seed, 17.0, 17) for seed in range(4)])
+    judged = summarize([EpisodeOutcome(seed, 0.0, 1, success=False) for seed in range(4)])
     played = {"easy": judged, "middle": silent, "hard": silent}
     weights = dict.fromkeys(played, 1.0)
     make_mixture(make_run(weights)).expect_success(played)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.env.sandbox import namespaces
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process
 from ludus.env.sandbox.seccomp import refuse_system_calls
@@ -33,7 +33,7 @@ def main(layer: str, folder: Path, secret: Path, pid: int, asked: list[str]) -> 
         if layer == "namespaces":
             return in_namespaces(pid)
         put_on(layer, own)
-    except NotOfferedError as error:
+    except LayerUnavailableError as error:
         return {"not offered": str(error)}
     deeds: dict[str, Callable[[], object]] = {
         "read": lambda: secret.read_text(),
@@ -71,7 +71,7 @@ def put_on(layer: str, own: Path) -> None:
 def in_namespaces(pid: int) -> dict[str, Any]:
     namespaces.adopt_orphans()
     reader, writer = os.pipe()
-    forked = namespaces.fork_apart(without_network=False)
+    forked = namespaces.fork_into_namespaces(without_network=False)
     if forked.pid == 0:
         namespaces.enter_namespaces()
         seen = {

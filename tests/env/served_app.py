@@ -9,14 +9,14 @@ import uvicorn
 from ludus.env.asgi.uvicorn_websocket import DirectWebSocketProtocol
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.options import CoreOptions
 from tests.env.counting_env import CountingEnv
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:
     """The sessions of a server with these options."""
-    return SessionCore(local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 @contextlib.asynccontextmanager

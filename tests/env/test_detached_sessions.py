@@ -7,7 +7,7 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.grpc.call_server import sessions_called
 from ludus.env.recording.writer import RecordingSessions
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -19,7 +19,7 @@ from tests.env.served import running
 async def test_every_call_of_a_detached_session_attaches_it_but_no_open_detach_or_empty_call(
     tmp_path,
 ):
-    core = SessionCore(local_host(CountingEnv))
+    core = SessionCore(make_local_host(CountingEnv))
     recording = RecordingSessions(core, tmp_path)
     first, second = Connection(), Connection()
     kinds = ("step", "reset", "state", "call_tool", "close")

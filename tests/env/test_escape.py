@@ -20,7 +20,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.sandbox.confine import Layer, Sandbox
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope
 from ludus.env.serving.server import EnvServer
 from ludus.env.workers.describe import require_layers
@@ -86,7 +86,7 @@ def require_signal_scope_or_skip() -> None:
     """Without namespaces nothing else keeps signals in."""
     try:
         require_signal_scope()
-    except NotOfferedError as error:
+    except LayerUnavailableError as error:
         pytest.skip(str(error))
 
 

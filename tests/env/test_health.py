@@ -16,7 +16,7 @@ from ludus.env.encoding import ResetArgs
 from ludus.env.http.app import build_app
 from ludus.env.http.health import build_admin_app
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import SessionEnd
@@ -36,7 +36,7 @@ OF_WORKERS = {
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:
-    return SessionCore(local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 def in_process(app) -> httpx.AsyncClient:

@@ -12,7 +12,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.http import app as app_module
 from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.proto.errors import InvalidCallError
@@ -31,7 +31,7 @@ def in_process(app) -> httpx.AsyncClient:
 
 
 def core_of(factory=CountingEnv, **options) -> SessionCore:
-    return SessionCore(local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 async def total_after(client, add: int, **kwargs) -> int:

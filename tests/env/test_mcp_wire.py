@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 
 from ludus.env.http.app import build_app
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.options import CoreOptions
 from tests.env.counting_env import CountingEnv
 from tests.env.served import running
@@ -20,7 +20,7 @@ from tests.env.tool_env import ToolEnv
 
 
 def core_of(factory=ToolEnv, **options) -> SessionCore:
-    return SessionCore(local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 def in_process(core: SessionCore) -> httpx.AsyncClient:

@@ -10,12 +10,12 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.encoding import ResetArgs
 from ludus.env.recording.client_writer import EpisodeWriter
-from ludus.env.recording.format import hash_of_observation, read_recording
+from ludus.env.recording.format import hash_observation, read_recording
 from ludus.env.recording.verify import recorded_factory, replay_episode
 from ludus.env.recording.writer import RecordingOptions, RecordingSessions
 from ludus.env.serving.loopback import connected
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import local_host
+from ludus.env.sessions.hosts import make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.targets.targets import environment_factory
@@ -33,7 +33,7 @@ def recorded(
 ) -> RecordingSessions:
     options.setdefault("built_from", environment_factory(TARGET, {}))
     return RecordingSessions(
-        SessionCore(local_host(factory), core), path, RecordingOptions(**options)
+        SessionCore(make_local_host(factory), core), path, RecordingOptions(**options)
     )
 
 
@@ -331,10 +331,10 @@ async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
 
 def test_the_hash_knows_tensors_and_not_the_order_of_keys():
     tensors = {"image": np.arange(6, dtype=np.uint8).reshape(2, 3)}
-    same = hash_of_observation({"b": 1, "a": None}, tensors)
-    assert same == hash_of_observation({"a": None, "b": 1}, tensors)
-    assert same != hash_of_observation({"a": None, "b": 1}, {})
-    assert same != hash_of_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
+    same = hash_observation({"b": 1, "a": None}, tensors)
+    assert same == hash_observation({"a": None, "b": 1}, tensors)
+    assert same != hash_observation({"a": None, "b": 1}, {})
+    assert same != hash_observation({"a": None, "b": 1}, {"image": tensors["image"].T})
 
 
 def test_a_recording_that_is_not_there_is_named(tmp_path):

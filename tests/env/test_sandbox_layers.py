@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.surroundings import (
     code_paths,
-    passed_variables,
-    paths_in,
+    disk_usage_bytes,
+    filter_variables,
+    paths_in_options,
     remove_folder,
-    used_bytes,
 )
 from ludus.env.sandbox.user_id import take_user_id
 
@@ -77,7 +77,9 @@ def test_no_user_id_is_taken_that_could_not_use_what_it_must(folder):
     private.mkdir(mode=0o700)
     (private / "notes").touch()
     for readable, writable in (([private / "notes"], []), ([], [folder])):
-        with pytest.raises(NotOfferedError, match="which workers need, is closed to other users"):
+        with pytest.raises(
+            LayerUnavailableError, match="which workers need, is closed to other users"
+        ):
             take_user_id(1, folder, readable, writable)
     assert os.geteuid() == 0
 
@@ -104,7 +106,7 @@ def die_first(without_network):
 
 namespaces._leave = die_first
 try:
-    namespaces.fork_apart(without_network=False)
+    namespaces.fork_into_namespaces(without_network=False)
 finally:
     print("worker" if os.getpid() == 2 else "copy of the fork server", flush=True)
 """
@@ -124,8 +126,8 @@ def test_workers_get_the_variables_that_are_named_and_no_others():
         **{"PATH": "/bin", "LC_ALL": "C", "PYTHONHASHSEED": "0", "MY_SETTING": "1"},
         **{"LUDUS_ENV_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "k", "HTTPS_PROXY": "user:pass"},
     }
-    assert set(passed_variables(given, ())) == {"PATH", "LC_ALL", "PYTHONHASHSEED"}
-    assert passed_variables(given, ["MY_SETTING"])["MY_SETTING"] == "1"
+    assert set(filter_variables(given, ())) == {"PATH", "LC_ALL", "PYTHONHASHSEED"}
+    assert filter_variables(given, ["MY_SETTING"])["MY_SETTING"] == "1"
 
 
 def test_code_is_readable_but_no_folder_above_those_of_workers(tmp_path, monkeypatch):
@@ -142,7 +144,7 @@ def test_code_is_readable_but_no_folder_above_those_of_workers(tmp_path, monkeyp
 def test_options_that_name_files_make_them_readable(tmp_path):
     (tmp_path / "data").touch()
     options = {"a": str(tmp_path / "data"), "b": str(tmp_path / "none"), "game": "chess", "n": 3}
-    assert paths_in(options) == [tmp_path / "data"]
+    assert paths_in_options(options) == [tmp_path / "data"]
 
 
 def test_a_folder_is_measured_with_its_empty_files_and_is_never_too_closed_to_remove(tmp_path):
@@ -150,12 +152,12 @@ def test_a_folder_is_measured_with_its_empty_files_and_is_never_too_closed_to_re
     deep = folder / "a" / "b"
     deep.mkdir(parents=True)
     (deep / "large").write_bytes(b"x" * 100_000)
-    assert 100_000 < used_bytes(folder) < 200_000
+    assert 100_000 < disk_usage_bytes(folder) < 200_000
     for index in range(100):
         (folder / str(index)).touch()
-    assert used_bytes(folder) > 500_000
+    assert disk_usage_bytes(folder) > 500_000
     (folder / "outside").symlink_to(tmp_path)
     deep.chmod(0)
     remove_folder(folder)
     assert not folder.exists() and tmp_path.exists()
-    assert used_bytes(folder) == 0
+    assert disk_usage_bytes(folder) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.hosts import LocalHost, local_host
+from ludus.env.sessions.hosts import LocalHost, make_local_host
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.env.sessions.options import CoreOptions
 from ludus.env.sessions.tombstones import MAX_REMEMBERED_SESSIONS
@@ -34,7 +34,7 @@ ADD_1 = b'{"add": 1}'
 
 
 def core_of(factory, **options) -> SessionCore:
-    return SessionCore(local_host(factory), CoreOptions(**options))
+    return SessionCore(make_local_host(factory), CoreOptions(**options))
 
 
 async def open_in(
@@ -399,7 +399,7 @@ class DyingHost(LocalHost):
 
 @pytest.mark.slow
 async def test_a_session_lost_while_it_is_opened_leaves_no_slot_and_no_trace():
-    described = local_host(ThreadedCountingEnv).description
+    described = make_local_host(ThreadedCountingEnv).description
     core = SessionCore(DyingHost(ThreadedCountingEnv, described, 4), CoreOptions(max_sessions=1))
     for _ in range(MAX_REMEMBERED_SESSIONS + 3):
         with pytest.raises(SessionLostError, match="killed by SIGKILL"):

@@ -10,11 +10,11 @@ import pytest
 
 from ludus.env.encoding import EncodedResult, encode_transition
 from ludus.env.sessions import tombstones as tombstones_module
-from ludus.env.sessions.tombstones import Ended, SessionEnd, Tombstones
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone, Tombstones
 from ludus.env.types import Observation, Transition
 from ludus.proto.errors import SessionLostError
 
-CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
+CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
 
 
 def answer_of(num_bytes: int) -> EncodedResult:

@@ -8,7 +8,7 @@ from ludus.env.check import CheckReport, check_server
 from ludus.env.client import AsyncEnvClient
 from ludus.env.contract.schema import fault_of, random_value
 from ludus.env.sessions.core import SessionCore
-from ludus.env.sessions.session import Session
+from ludus.env.sessions.session import EnvironmentSession
 from ludus.env.types import Transition
 from ludus.proto.errors import CapacityError, ErrorCode
 from tests.env.counting_env import CountAction, CountingEnv, ThreadedCountingEnv
@@ -142,8 +142,10 @@ async def test_an_environment_that_breaks_a_rule_is_found_over_the_wire(factory,
 
 
 def forget_numbers(monkeypatch):
-    step = Session.step
-    monkeypatch.setattr(Session, "step", lambda self, action, step_index=0: step(self, action))
+    step = EnvironmentSession.step
+    monkeypatch.setattr(
+        EnvironmentSession, "step", lambda self, action, step_index=0: step(self, action)
+    )
 
 
 def keep_closed_sessions(monkeypatch):
@@ -158,7 +160,7 @@ def refuse_without_the_code(monkeypatch):
 
 
 def step_after_the_end(monkeypatch):
-    advance = Session._advance
+    advance = EnvironmentSession._advance
 
     def endless(self, transition, step_index):
         result = advance(self, transition, step_index)
@@ -174,7 +176,7 @@ def step_after_the_end(monkeypatch):
         self._environment._over = False
         return result
 
-    monkeypatch.setattr(Session, "_advance", endless)
+    monkeypatch.setattr(EnvironmentSession, "_advance", endless)
 
 
 @pytest.mark.slow

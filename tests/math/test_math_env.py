@@ -13,7 +13,7 @@ import pytest
 
 from ludus.env.check import check_environment
 from ludus.env.client import AsyncEnvClient
-from ludus.env.evaluation import play_policy, summarise
+from ludus.env.evaluation import play_policy, summarize
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.targets.targets import installed_packages
 from ludus.proto.errors import ActionParseError, ConfigError, EpisodeStateError, ErrorCode
@@ -163,7 +163,7 @@ async def test_computing_is_always_right_and_guessing_once_in_as_many_answers() 
         await AsyncEnvClient.connect(up.grpc_address) as client,
     ):
         played = {
-            name: summarise(await play_policy(client, policy, range(NUM_QUESTIONS)))
+            name: summarize(await play_policy(client, policy, range(NUM_QUESTIONS)))
             for name, policy in fixed_policies({"limit": 3}).items()
         }
     assert played["optimal"].win_rate == 1.0

@@ -11,7 +11,7 @@ from ludus.env.evaluation import (
     gap_closed,
     mean_interval,
     play_policy,
-    summarise,
+    summarize,
     wilson_interval,
 )
 from ludus.env.types import JsonObject, StepResult
@@ -67,7 +67,7 @@ def test_mean_interval_of_known_numbers() -> None:
 
 
 def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_out() -> None:
-    result = summarise(
+    result = summarize(
         [
             *outcomes(1.0, 1.0, 0.0, -1.0, None),
             EpisodeOutcome(seed=9, episode_return=-1.0, num_steps=1, invalid=True),
@@ -83,7 +83,7 @@ def test_summary_counts_wins_draws_and_invalid_answers_and_leaves_void_episodes_
 
 
 def test_an_environment_that_does_not_say_what_success_is_has_no_win_rate() -> None:
-    result = summarise(silent(200.0, 17.0, 9.0))  # as of a pole that was balanced for a while
+    result = summarize(silent(200.0, 17.0, 9.0))  # as of a pole that was balanced for a while
     assert (result.win_rate, result.win_rate_ci95, result.draw_rate) == (None, None, None)
     assert result.expected_return == pytest.approx(226 / 3)
 
@@ -94,32 +94,32 @@ def test_success_is_what_the_environment_says_whatever_it_paid() -> None:
         EpisodeOutcome(1, 5.0, 20, success=False),
         EpisodeOutcome(2, None, 3, failure="the server died"),
     ]
-    result = summarise(told)
+    result = summarize(told)
     assert (result.win_rate, result.draw_rate, result.num_games) == (0.5, 0.0, 2)
 
 
 def test_rewards_that_add_up_to_nothing_but_for_rounding_are_no_win() -> None:
     earned = sum([-0.1] * 9 + [0.9])
     assert earned > 0
-    assert summarise([*silent(earned), *outcomes(1.0)]).win_rate == 0.5
+    assert summarize([*silent(earned), *outcomes(1.0)]).win_rate == 0.5
     failed = [EpisodeOutcome(0, value, 10, success=False) for value in (earned, -earned)]
-    assert summarise(failed).draw_rate == 1.0
+    assert summarize(failed).draw_rate == 1.0
 
 
 def test_an_episode_that_did_not_come_to_its_end_has_not_succeeded() -> None:
     cut_off = EpisodeOutcome(seed=1, episode_return=0.5, num_steps=6)
-    result = summarise([*outcomes(1.0), cut_off])
+    result = summarize([*outcomes(1.0), cut_off])
     assert (result.win_rate, result.win_rate_ci95) == (0.5, wilson_interval(1, 2))
 
 
 def test_summary_of_void_episodes_only_is_refused() -> None:
     void = [EpisodeOutcome(seed, None, 1, failure="KeyError: 'ace'") for seed in range(2)]
     with pytest.raises(ValueError, match="got 2 that are all void: KeyError: 'ace'"):
-        summarise(void)
+        summarize(void)
 
 
 def test_void_episodes_are_counted_beside_those_that_are_judged() -> None:
-    result = summarise(outcomes(1.0, None, -1.0))
+    result = summarize(outcomes(1.0, None, -1.0))
     assert (result.num_games, result.num_void, result.win_rate) == (2, 1, 0.5)
 
 

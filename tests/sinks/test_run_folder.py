@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, TrainMetric
@@ -63,8 +63,8 @@ def test_a_step_an_evaluation_a_delivery_and_an_event_become_rows(tmp_path: Path
     won = [EpisodeOutcome(seed, 1.0, 1, success=True) for seed in range(4)]
     lost = [EpisodeOutcome(seed, -1.0, 1, success=False) for seed in range(4)]
     report = EvalReport(
-        policy=summarise(won),
-        baselines={"random": summarise(lost)},
+        policy=summarize(won),
+        baselines={"random": summarize(lost)},
         temperature=1.0,
         gap_closed=0.5,
         gap_closed_ci95=(0.25, 0.75),

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ludus.proto.metrics import TrainMetric
-from ludus.trainer.data.buffer import TakenBatch, summarise
+from ludus.trainer.data.buffer import TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
 from ludus.trainer.learner.step_metrics import StepMetrics
 from ludus.trainer.metrics import StepTimes, train_values
@@ -59,7 +59,7 @@ def taken(*groups: RolloutGroup, refused: tuple[RolloutGroup, ...] = ()) -> Take
         counts[each.environment] = total(
             [counts.get(each.environment, RolloutCounts()), count_group(each)]
         )
-    return TakenBatch(tuple(summarise(each, version=2) for each in groups), counts, depth=3)
+    return TakenBatch(tuple(summarize(each, version=2) for each in groups), counts, depth=3)
 
 
 MIXED = taken(

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import restrict_files
 from ludus.env.sandbox.privileges import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
@@ -82,7 +82,7 @@ def _run(outcomes: int) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         _confine(job["cpu_s"], job["memory_bytes"])
-    except (NotOfferedError, OSError) as error:
+    except (LayerUnavailableError, OSError) as error:
         _tell(outcomes, {"refused": str(error)})
         return 1
     _tell(outcomes, {"pid": os.getpid()})
@@ -101,7 +101,7 @@ def _confine(cpu_s: int, memory_bytes: int) -> None:
     """Take from this process what a program that computes does not need.
 
     Raises:
-        NotOfferedError: this system has no filter for system calls.
+        LayerUnavailableError: this system has no filter for system calls.
         OSError: the kernel refuses a limit.
     """
     used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
@@ -115,13 +115,13 @@ def _confine(cpu_s: int, memory_bytes: int) -> None:
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
     if not sys.platform.startswith("linux"):
-        raise NotOfferedError("only Linux can keep a program from starting others")
+        raise LayerUnavailableError("only Linux can keep a program from starting others")
     give_up_privileges()
     code = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     # An older kernel may lack it; what confines the server's worker holds for its children, too.
-    with contextlib.suppress(NotOfferedError):
+    with contextlib.suppress(LayerUnavailableError):
         restrict_files([*system_paths(), *code], device_paths())
-    refuse_system_calls(stays_alone=True)
+    refuse_system_calls(computes_only=True)
 
 
 def _use_standard_library_only() -> None:

@@ -10,10 +10,10 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
-    commonest_failure,
     gap_closed,
+    most_common_failure,
     play_policy,
-    summarise,
+    summarize,
 )
 from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import EpisodesFailedError
@@ -56,8 +56,8 @@ class Evaluator:
         }
         closed = _gap_closed(self.environments[environment], outcomes, same)
         return EvalReport(
-            policy=summarise(outcomes),
-            baselines={name: summarise(of_policy) for name, of_policy in same.items()},
+            policy=summarize(outcomes),
+            baselines={name: summarize(of_policy) for name, of_policy in same.items()},
             temperature=self.config.temperature,
             gap_closed=closed[0] if closed else None,
             gap_closed_ci95=closed[1] if closed else None,
@@ -138,7 +138,7 @@ def _look_for_failures(outcomes: Sequence[EpisodeOutcome], whose: str) -> None:
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if not num_void:
         return
-    reason = commonest_failure(outcomes)
+    reason = most_common_failure(outcomes)
     if num_void == len(outcomes):
         raise EpisodesFailedError(f"all {num_void} games of {whose} are void, most often: {reason}")
     _log.warning(

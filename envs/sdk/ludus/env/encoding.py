@@ -143,7 +143,7 @@ def encode_transition(
     return encoded
 
 
-def said_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
+def read_success(metadata: JsonObject, *, is_done: bool) -> bool | None:
     """Whether an episode succeeded, as the metadata that came with its end says in OpenEnv."""
     success = metadata.get(SUCCESS_KEY)
     return success if is_done and isinstance(success, bool) else None

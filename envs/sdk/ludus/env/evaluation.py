@@ -1,6 +1,6 @@
 """Judging policies: episodes on fixed deals, their statistics, and the play of fixed policies.
 
-    seeds --play_policy--> EpisodeOutcome, one per seed --summarise--> PolicyResult
+    seeds --play_policy--> EpisodeOutcome, one per seed --summarize--> PolicyResult
                                         |
                                         +--gap_closed--> share of the random-to-optimal gap
 
@@ -55,7 +55,7 @@ class EpisodeOutcome:
     """Why it is void; empty where it is not."""
 
 
-class Standing(StrEnum):
+class OutcomeKind(StrEnum):
     """How an episode went, in an environment that says whether episodes succeed."""
 
     WON = "won"
@@ -117,14 +117,14 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return mean - half_width, mean + half_width
 
 
-def standing_of(episode_return: float, success: bool | None) -> Standing:
+def classify_outcome(episode_return: float, success: bool | None) -> OutcomeKind:
     """How an episode went; one that the environment did not end has not succeeded."""
     if success:
-        return Standing.WON
-    return Standing.DRAWN if abs(episode_return) < _EVEN else Standing.LOST
+        return OutcomeKind.WON
+    return OutcomeKind.DRAWN if abs(episode_return) < _EVEN else OutcomeKind.LOST
 
 
-def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
+def summarize(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     """The result of a policy over its valid episodes; the void ones are counted beside them.
 
     Wins and draws are known where the environment said of at least one whether it succeeded.
@@ -138,19 +138,19 @@ def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     if not returns:
         raise ValueError(
             f"expected at least one valid episode, got {len(outcomes)} that are all void: "
-            f"{commonest_failure(outcomes)}"
+            f"{most_common_failure(outcomes)}"
         )
     num_games = len(returns)
     is_judged = any(o.success is not None for o in valid)
     standings = Counter(
-        standing_of(value, o.success) for value, o in zip(returns, valid, strict=True)
+        classify_outcome(value, o.success) for value, o in zip(returns, valid, strict=True)
     )
-    num_wins = standings[Standing.WON]
+    num_wins = standings[OutcomeKind.WON]
     return PolicyResult(
         num_games=num_games,
         win_rate=num_wins / num_games if is_judged else None,
         win_rate_ci95=wilson_interval(num_wins, num_games) if is_judged else None,
-        draw_rate=standings[Standing.DRAWN] / num_games if is_judged else None,
+        draw_rate=standings[OutcomeKind.DRAWN] / num_games if is_judged else None,
         expected_return=float(np.mean(returns)),
         expected_return_ci95=mean_interval(returns),
         invalid_rate=sum(o.invalid for o in valid) / num_games,
@@ -158,7 +158,7 @@ def summarise(outcomes: Iterable[EpisodeOutcome]) -> PolicyResult:
     )
 
 
-def commonest_failure(outcomes: Iterable[EpisodeOutcome]) -> str:
+def most_common_failure(outcomes: Iterable[EpisodeOutcome]) -> str:
     """The reason for which most of the void episodes are void."""
     reasons = Counter(o.failure for o in outcomes if o.episode_return is None)
     return reasons.most_common(1)[0][0] if reasons else ""

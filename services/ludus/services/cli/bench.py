@@ -10,9 +10,9 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
-    commonest_failure,
+    most_common_failure,
     play_policy,
-    summarise,
+    summarize,
 )
 from ludus.env.targets.targets import is_package, require_package
 from ludus.proto.errors import EpisodesFailedError, NotFoundError, UnavailableError
@@ -105,11 +105,11 @@ def _result(
     if num_void == len(outcomes):
         raise EpisodesFailedError(
             f"all {num_void} episodes of policy '{name}' are void, most often: "
-            f"{commonest_failure(outcomes)}"
+            f"{most_common_failure(outcomes)}"
         )
     return BenchResult(
         name=name,
-        result=summarise(outcomes),
+        result=summarize(outcomes),
         exact_return=exact_return,
         num_void=num_void,
         steps_per_second=sum(outcome.num_steps for outcome in outcomes) / wall_s,

@@ -26,7 +26,7 @@ from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
-from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarise
+from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.functions import Function, given_functions, take_functions
 from ludus.trainer.streams import Stream, random_of
@@ -79,7 +79,7 @@ class BufferActor:
                 await self._changed.wait_for(is_over)
         if not groups:
             return TakenBatch((), self._buffer.counts, len(self._buffer)), None
-        summaries = tuple(summarise(group, version) for group in groups)
+        summaries = tuple(summarize(group, version) for group in groups)
         taken = TakenBatch(summaries, self._buffer.take_counts(), len(self._buffer))
         return taken, await asyncio.to_thread(self._make_batch, groups, version)
 

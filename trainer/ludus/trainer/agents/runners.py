@@ -25,7 +25,7 @@ import httpx
 
 from ludus.env.programs.client import ProgramHost
 from ludus.env.programs.order import NOT_CONFINED
-from ludus.env.sandbox.surroundings import passed_variables
+from ludus.env.sandbox.surroundings import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
 from ludus.trainer.agents.endpoint import Access
@@ -153,7 +153,7 @@ class ProgramRunner:
         return ended.output
 
     def _variables(self, task_json: str, access: Access) -> dict[str, str]:
-        variables = passed_variables(os.environ, self._config.pass_env)
+        variables = filter_variables(os.environ, self._config.pass_env)
         variables |= {
             "OPENAI_BASE_URL": access.base_url,
             "OPENAI_API_BASE": access.base_url,  # what older clients read

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ludus.env.evaluation import Standing, standing_of
+from ludus.env.evaluation import OutcomeKind, classify_outcome
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
 from ludus.trainer.classic.agent import Trained
@@ -61,11 +61,11 @@ def _episode_values(episodes: tuple[EndedEpisode, ...]) -> dict[str, float]:
     values[TrainMetric.REWARD_STD] = float(returns.std())
     values[TrainMetric.NUM_TURNS_MEAN] = float(np.mean([one.length for one in episodes]))
     if any(episode.success is not None for episode in episodes):
-        stood = [standing_of(one.episode_return, one.success) for one in episodes]
-        values[TrainMetric.NUM_WINS] = stood.count(Standing.WON)
-        values[TrainMetric.NUM_DRAWS] = stood.count(Standing.DRAWN)
-        values[TrainMetric.NUM_LOSSES] = stood.count(Standing.LOST)
-        values[TrainMetric.WIN_RATE] = stood.count(Standing.WON) / len(episodes)
+        stood = [classify_outcome(one.episode_return, one.success) for one in episodes]
+        values[TrainMetric.NUM_WINS] = stood.count(OutcomeKind.WON)
+        values[TrainMetric.NUM_DRAWS] = stood.count(OutcomeKind.DRAWN)
+        values[TrainMetric.NUM_LOSSES] = stood.count(OutcomeKind.LOST)
+        values[TrainMetric.WIN_RATE] = stood.count(OutcomeKind.WON) / len(episodes)
     return values
 
 

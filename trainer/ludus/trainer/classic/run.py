@@ -18,7 +18,7 @@ from types import FrameType
 
 import numpy as np
 
-from ludus.env.evaluation import EpisodeOutcome, summarise
+from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig
 from ludus.proto.config.changes import in_words
 from ludus.proto.config.environment import RANDOM_POLICY
@@ -199,7 +199,7 @@ class NetworkRun:
         run, num_games = self.run, self.run.eval.num_games
         self.folder.stop_clock()
         outcomes = self._play(_seeds(run, num_games, first=num_games))
-        found = summarise(outcomes).expected_return
+        found = summarize(outcomes).expected_return
         reaches = found >= target
         _log.info(
             "step %d reached ppo.target_return = %g; %d more games %s it: %g",
@@ -223,8 +223,8 @@ class NetworkRun:
         """The policy beside the fixed ones, on the same seeds."""
         run = self.run
         return EvalReport(
-            policy=summarise(self._play(_seeds(run, num_games))),
-            baselines={name: summarise(of[:num_games]) for name, of in self._baselines.items()},
+            policy=summarize(self._play(_seeds(run, num_games))),
+            baselines={name: summarize(of[:num_games]) for name, of in self._baselines.items()},
             temperature=run.eval.temperature,
             gap_closed=None,
             gap_closed_ci95=None,
@@ -348,7 +348,7 @@ def evaluate(
     finally:
         environments.close()
     report = EvalReport(
-        policy=summarise(outcomes),
+        policy=summarize(outcomes),
         baselines={},
         temperature=run.eval.temperature,
         gap_closed=None,

@@ -59,7 +59,7 @@ class GroupSummary:
     """Of some of its episodes."""
 
 
-def summarise(group: RolloutGroup, version: int) -> GroupSummary:
+def summarize(group: RolloutGroup, version: int) -> GroupSummary:
     """The summary of a group of batch `version`."""
     num_scored = sum(reward is not None for reward in group.rewards)
     staleness = version - group.policy_version

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ludus.env.evaluation import Standing, standing_of
+from ludus.env.evaluation import OutcomeKind, classify_outcome
 from ludus.trainer.data.failures import Failures, add_failures, count_failures
 from ludus.trainer.types import RolloutGroup, RolloutStatus
 
@@ -90,7 +90,7 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
     scored = [reward for reward in group.rewards if reward is not None]
     statuses = [rollout.status for rollout in group.rollouts]
     finished = [r for r in group.rollouts if r.episode_return is not None]
-    standings = Counter(standing_of(r.episode_return or 0.0, r.success) for r in finished)
+    standings = Counter(classify_outcome(r.episode_return or 0.0, r.success) for r in finished)
     return RolloutCounts(
         num_episodes=len(statuses),
         num_scored=len(scored),
@@ -105,9 +105,9 @@ def count_group(group: RolloutGroup) -> RolloutCounts:
         num_dead_agents=sum(rollout.agent_died for rollout in group.rollouts),
         num_terminated=statuses.count(RolloutStatus.TERMINATED),
         num_judged=sum(r.success is not None for r in finished),
-        num_wins=standings[Standing.WON],
-        num_draws=standings[Standing.DRAWN],
-        num_losses=standings[Standing.LOST],
+        num_wins=standings[OutcomeKind.WON],
+        num_draws=standings[OutcomeKind.DRAWN],
+        num_losses=standings[OutcomeKind.LOST],
         num_groups=1,
         num_zero_variance_groups=int(len(scored) >= 2 and group.has_zero_variance),
         num_void_groups=int(len(scored) < 2),

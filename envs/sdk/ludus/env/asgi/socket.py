@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from ludus.env.sessions.interface import SessionEvents
-from ludus.env.sessions.tombstones import Ended, SessionEnd
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 ResultT = TypeVar("ResultT")
@@ -107,7 +107,7 @@ class AsgiSocket:
         except SocketGone:
             return
 
-    async def close_for(self, why: Ended) -> None:
+    async def close_for(self, why: SessionTombstone) -> None:
         """Close, and say why the socket's session ended."""
         await self.close(_CLOSE_CODES[why.kind], close_text(why.reason))
 
@@ -164,7 +164,7 @@ async def _as_coroutine(receive: Receive) -> Message:
 class SessionSocket(Protocol):
     """A socket that serves a session."""
 
-    def session_ended(self, why: Ended) -> None:
+    def session_ended(self, why: SessionTombstone) -> None:
         """Close the socket."""
 
 
@@ -194,7 +194,7 @@ class SessionSockets:
         self._closing.add(session_id)
         return True
 
-    def _on_end(self, session_id: str, why: Ended) -> None:
+    def _on_end(self, session_id: str, why: SessionTombstone) -> None:
         socket = self._sockets.get(session_id)
         if socket is not None:
             socket.session_ended(why)

@@ -14,7 +14,7 @@ import orjson
 
 from ludus.env.client.client import AsyncEnvClient, AsyncSession
 from ludus.env.contract.schema import random_action
-from ludus.env.recording.format import hash_of_observation
+from ludus.env.recording.format import hash_observation
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.errors import (
     ActionError,
@@ -186,7 +186,7 @@ def record_of(result: StepResult) -> bytes:
             "terminated": result.terminated,
             "truncated": result.truncated,
             "success": result.success,
-            "tensors": hash_of_observation(None, result.tensors) if result.tensors else None,
+            "tensors": hash_observation(None, result.tensors) if result.tensors else None,
         },
         option=orjson.OPT_SORT_KEYS,
     )

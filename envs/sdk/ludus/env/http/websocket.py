@@ -47,7 +47,7 @@ from ludus.env.messages.openenv import (
 )
 from ludus.env.security.tracing import is_traced
 from ludus.env.sessions.interface import Connection, OpenArgs, Opened, Sessions
-from ludus.env.sessions.tombstones import Ended
+from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     AuthenticationError,
@@ -160,14 +160,14 @@ class _Conversation:
         self._message_types = _MESSAGE_TYPES if upstream else _LUDUS_MESSAGE_TYPES
         self._is_answering = False
         self._is_over = False
-        self._ended: Ended | None = None
+        self._ended: SessionTombstone | None = None
         self._closing: asyncio.Task[None] | None = None
         direct, immediate = socket.direct, sessions.immediate
         if direct is not None and immediate is not None:
             self._immediate = immediate
             direct.answer_directly(_within_this_context(self._answer_now))
 
-    def session_ended(self, why: Ended) -> None:
+    def session_ended(self, why: SessionTombstone) -> None:
         """Close the socket, after the reply to a call that still runs."""
         self._ended = why
         if not self._is_answering:

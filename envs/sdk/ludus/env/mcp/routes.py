@@ -24,7 +24,7 @@ from ludus.env.mcp.server import (
     parse_error,
 )
 from ludus.env.sessions.interface import Connection, Sessions
-from ludus.env.sessions.tombstones import Ended
+from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.proto.errors import ErrorCode, SessionLostError
 
 TICKET_HEADER = "mcp-session-id"
@@ -106,7 +106,7 @@ class _Conversation:
         self._sockets = sockets
         self._closing: asyncio.Task[None] | None = None
 
-    def session_ended(self, why: Ended) -> None:
+    def session_ended(self, why: SessionTombstone) -> None:
         """Close the socket."""
         self._closing = asyncio.get_running_loop().create_task(self._socket.close_for(why))
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from ludus.env.programs.launcher import SIZE, STATUS
-from ludus.env.programs.order import Order, ProgramExit
-from ludus.env.sandbox.surroundings import make_workers_folder, passed_variables, remove_folder
+from ludus.env.programs.order import ProgramExit, ProgramOrder
+from ludus.env.sandbox.surroundings import filter_variables, make_workers_folder, remove_folder
 from ludus.proto.errors import UnavailableError
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -35,7 +35,7 @@ Confinement = Literal["offered", "required", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProgramResult:
     """What a program said, and how it ended."""
 
     exit: ProgramExit
@@ -64,7 +64,7 @@ class ProgramHost:
                 [*command, str(self._folder), self._confinement],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**passed_variables(os.environ, ()), "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**filter_variables(os.environ, ()), "PYTHONPATH": os.pathsep.join(sys.path)},
                 # A terminal's Ctrl-C is for the run, which then ends the programs.
                 start_new_session=True,
             )
@@ -90,7 +90,7 @@ class ProgramHost:
         variables: Mapping[str, str],
         folder: str,
         readable: Iterable[str] = (),
-    ) -> Ended:
+    ) -> ProgramResult:
         """What the program said, once it has ended.
 
         Args:
@@ -101,7 +101,9 @@ class ProgramHost:
         Raises:
             UnavailableError: the launcher has died.
         """
-        order = Order(next(self._ids), list(command), dict(variables), folder, list(readable))
+        order = ProgramOrder(
+            next(self._ids), list(command), dict(variables), folder, list(readable)
+        )
         line, their_line = socket.socketpair()
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         try:
@@ -130,7 +132,7 @@ class ProgramHost:
                 raise UnavailableError(f"the launcher of programs has died: {error}") from error
 
 
-async def _followed(line: socket.socket, out: int, err: int) -> Ended:
+async def _followed(line: socket.socket, out: int, err: int) -> ProgramResult:
     reader, writer = await asyncio.open_unix_connection(sock=line)
     try:
         output, errors, status = await asyncio.gather(
@@ -143,7 +145,7 @@ async def _followed(line: socket.socket, out: int, err: int) -> Ended:
     if len(status) < STATUS.size:
         raise UnavailableError("the process that minds the program has died")
     (ended,) = STATUS.unpack(status[: STATUS.size])
-    return Ended(ProgramExit(ended), output, errors)
+    return ProgramResult(ProgramExit(ended), output, errors)
 
 
 async def _end_of(descriptor: int, max_bytes: int) -> str:

@@ -21,14 +21,14 @@ import struct
 import sys
 from pathlib import Path
 
-from ludus.env.programs.order import NOT_CONFINED, NOT_STARTED, Order
-from ludus.env.sandbox.confine import Sandbox, confine, named_missing
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.programs.order import NOT_CONFINED, NOT_STARTED, ProgramOrder
+from ludus.env.sandbox.confine import Sandbox, confine, describe_missing_layers
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
     Forked,
     adopt_orphans,
     enter_namespaces,
-    fork_apart,
+    fork_into_namespaces,
     require_namespaces,
 )
 from ludus.env.sandbox.surroundings import WORKER_PID_VARIABLE, remove_folder, use_folder
@@ -60,7 +60,7 @@ def main(descriptor: int, folder: str, mode: str) -> None:
             header, descriptors, _, _ = socket.recv_fds(orders, SIZE.size, NUM_DESCRIPTORS)
             if len(header) < SIZE.size:
                 break
-            order = Order.from_json(_exactly(orders, *SIZE.unpack(header)))
+            order = ProgramOrder.from_json(_exactly(orders, *SIZE.unpack(header)))
             if os.fork() == 0:
                 orders.close()
                 _mind(order, descriptors, Path(folder), mode, why_shared)
@@ -69,7 +69,9 @@ def main(descriptor: int, folder: str, mode: str) -> None:
     remove_folder(Path(folder))
 
 
-def _mind(order: Order, descriptors: list[int], folder: Path, mode: str, why_shared: str) -> None:
+def _mind(
+    order: ProgramOrder, descriptors: list[int], folder: Path, mode: str, why_shared: str
+) -> None:
     """Never returns: this is the minder now."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -79,8 +81,8 @@ def _mind(order: Order, descriptors: list[int], folder: Path, mode: str, why_sha
         line, out, err = descriptors
         apart = mode != "off" and not why_shared
         try:
-            forked = fork_apart(without_network=False) if apart else Forked(os.fork())
-        except (OSError, NotOfferedError) as error:
+            forked = fork_into_namespaces(without_network=False) if apart else Forked(os.fork())
+        except (OSError, LayerUnavailableError) as error:
             os.write(err, f"no process for the program: {error}\n".encode())
             os.write(line, STATUS.pack(NOT_STARTED << 8))
             return
@@ -115,7 +117,9 @@ def _outlive(forked: Forked, line: int) -> int:
     return status
 
 
-def _become(order: Order, out: int, err: int, sandbox: Sandbox, mode: str, why_shared: str) -> None:
+def _become(
+    order: ProgramOrder, out: int, err: int, sandbox: Sandbox, mode: str, why_shared: str
+) -> None:
     """Never returns: this is the program now."""
     exit_code = NOT_STARTED
     try:
@@ -140,7 +144,7 @@ def _become(order: Order, out: int, err: int, sandbox: Sandbox, mode: str, why_s
             missing = confine(sandbox, order.id, pid, [], why_shared)
             if missing and mode == "required":
                 exit_code = NOT_CONFINED
-                raise PermissionError(f"the sandbox lacks {named_missing(missing)}")
+                raise PermissionError(f"the sandbox lacks {describe_missing_layers(missing)}")
         os.chdir(order.working_folder)
         os.execvpe(order.command[0], order.command, os.environ)
     except BaseException as error:  # noqa: BLE001 - the process ends here, and says why
@@ -156,7 +160,7 @@ def _why_shared() -> str:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt_orphans()
         require_namespaces(without_network=False)
-    except (NotOfferedError, OSError, AttributeError) as error:
+    except (LayerUnavailableError, OSError, AttributeError) as error:
         return str(error) or "only Linux has them"
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)

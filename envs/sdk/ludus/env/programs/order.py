@@ -15,7 +15,7 @@ NOT_CONFINED = 126
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProgramOrder:
     """A program to be started; travels as JSON."""
 
     id: int
@@ -32,7 +32,7 @@ class Order:
         return orjson.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> Order:
+    def from_json(cls, text: bytes) -> ProgramOrder:
         """The order that has travelled."""
         return cls(**orjson.loads(text))
 

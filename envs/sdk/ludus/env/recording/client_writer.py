@@ -11,7 +11,7 @@ from ludus.env.recording.format import (
     RecordedEpisode,
     RecordedResult,
     RecordedStep,
-    hash_of_observation,
+    hash_observation,
     timestamp,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -66,7 +66,7 @@ class EpisodeWriter:
 
 def _recorded(result: StepResult) -> RecordedResult:
     return RecordedResult(
-        observation_hash=hash_of_observation(result.observation, result.tensors),
+        observation_hash=hash_observation(result.observation, result.tensors),
         reward=result.reward,
         terminated=result.terminated,
         truncated=result.truncated,

@@ -95,7 +95,7 @@ def timestamp() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def hash_of_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str:
+def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str:
     """A hash that is the same over every wire: of the JSON with sorted keys, and of the tensors."""
     digest = hashlib.sha256(orjson.dumps(observation, option=orjson.OPT_SORT_KEYS))
     for name in sorted(tensors):
@@ -105,9 +105,9 @@ def hash_of_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> 
     return digest.hexdigest()[: 2 * _HASH_BYTES]
 
 
-def hash_of_json(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """The same for what a tool returned."""
-    return hash_of_observation(value, {})
+    return hash_observation(value, {})
 
 
 def read_recording(path: Path) -> Iterator[RecordedEpisode]:

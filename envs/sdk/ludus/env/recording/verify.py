@@ -14,8 +14,8 @@ from ludus.env.recording.format import (
     RecordedEpisode,
     RecordedResult,
     RecordedStep,
-    hash_of_json,
-    hash_of_observation,
+    hash_json,
+    hash_observation,
 )
 from ludus.env.targets.targets import TargetFactory, environment_factory
 from ludus.env.types import JsonObject, StepResult
@@ -102,7 +102,7 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
 def _difference_of_tool(step: RecordedStep, returned: JsonObject) -> str:
     if step.tool_hash is None:
         return f"expected {_wanted(step)} from the tool {step.tool!r}, got {returned}"
-    found = hash_of_json(returned)
+    found = hash_json(returned)
     if found == step.tool_hash:
         return ""
     return (
@@ -122,7 +122,7 @@ def _difference(recorded: RecordedResult, result: StepResult) -> str:
             return f"expected {name} {before}, got {now}"
     if recorded.success not in (None, result.success):
         return f"expected success {recorded.success}, got {result.success}"
-    found = hash_of_observation(result.observation, result.tensors)
+    found = hash_observation(result.observation, result.tensors)
     if found == recorded.observation_hash:
         return ""
     if recorded.observation is None:

@@ -28,8 +28,8 @@ from ludus.env.recording.format import (
     RecordedEpisode,
     RecordedResult,
     RecordedStep,
-    hash_of_json,
-    hash_of_observation,
+    hash_json,
+    hash_observation,
     timestamp,
 )
 from ludus.env.sessions.interface import (
@@ -42,7 +42,7 @@ from ludus.env.sessions.interface import (
     Sessions,
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.tombstones import Ended
+from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
@@ -234,7 +234,7 @@ class RecordingSessions:
         called = RecordedStep(tool=name, arguments=arguments)
         with self._noting(driving_id, running, called) as step:
             result = await self._inner.call_tool(session_id, name, arguments)
-            step.tool_hash = hash_of_json(orjson.loads(result))
+            step.tool_hash = hash_json(orjson.loads(result))
             self._note(running, step)
         return result
 
@@ -279,7 +279,7 @@ class RecordingSessions:
         self._end(session_id, "reset")
         return self._seeds.fill(args)
 
-    def _on_end(self, session_id: str, why: Ended) -> None:
+    def _on_end(self, session_id: str, why: SessionTombstone) -> None:
         self._of_tools_id.pop(self._tools_ids.pop(session_id, ""), None)
         self._end(session_id, why.reason)
 
@@ -316,7 +316,7 @@ class RecordingSessions:
     def _result(self, result: EncodedResult) -> RecordedResult:
         observation = orjson.loads(result.observation_json)
         return RecordedResult(
-            observation_hash=hash_of_observation(observation, result.tensors),
+            observation_hash=hash_observation(observation, result.tensors),
             reward=result.reward,
             terminated=result.terminated,
             truncated=result.truncated,

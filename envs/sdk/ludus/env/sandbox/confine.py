@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
 from ludus.env.sandbox.namespaces import make_read_only
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process
@@ -88,7 +88,7 @@ def confine(
 
     def close_mounts() -> None:
         if why_shared:
-            raise NotOfferedError("it takes namespaces")
+            raise LayerUnavailableError("it takes namespaces")
         make_read_only(writable)
 
     steps: Iterable[tuple[Layer, Callable[[], object]]] = (
@@ -104,16 +104,16 @@ def confine(
         try:
             _require_linux()
             put_on()
-        except (NotOfferedError, OSError) as error:
+        except (LayerUnavailableError, OSError) as error:
             missing[layer] = str(error)
     return missing
 
 
-def named_missing(missing: Mapping[Layer, str]) -> str:
+def describe_missing_layers(missing: Mapping[Layer, str]) -> str:
     """The layers that are missing, and why, for people."""
     return "; ".join(f"{layer} ({why})" for layer, why in missing.items())
 
 
 def _require_linux() -> None:
     if not sys.platform.startswith("linux"):
-        raise NotOfferedError("only Linux has it")
+        raise LayerUnavailableError("only Linux has it")

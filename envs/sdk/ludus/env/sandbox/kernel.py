@@ -32,7 +32,7 @@ _CAPABILITY_VERSION_3 = 0x2008_0522
 _AMBIENT_CLEAR_ALL = 4
 
 
-class NotOfferedError(Exception):
+class LayerUnavailableError(Exception):
     """This machine, or this process's place on it, has no such layer; the text says why."""
 
 

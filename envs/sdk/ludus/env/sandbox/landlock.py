@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ludus.env.sandbox import kernel
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION = 1
@@ -46,11 +46,11 @@ def require_signal_scope() -> None:
     """Say whether `restrict_files` confines signals, too.
 
     Raises:
-        NotOfferedError: it does not.
+        LayerUnavailableError: it does not.
     """
     version = _version()
     if version < _SCOPES_FROM:
-        raise NotOfferedError(
+        raise LayerUnavailableError(
             f"Landlock's interface has version {version} here, and signals come with"
             f" {_SCOPES_FROM} (Linux 6.12)"
         )
@@ -60,7 +60,7 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     """Close all files but these, for this process and for whatever it starts.
 
     Raises:
-        NotOfferedError: the kernel has no Landlock, or it is turned off.
+        LayerUnavailableError: the kernel has no Landlock, or it is turned off.
     """
     version = _version()
     all_rights = sum(bits for since, bits in _RIGHTS_BY_VERSION.items() if since <= version)
@@ -97,4 +97,6 @@ def _version() -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             raise
-        raise NotOfferedError(f"there is no Landlock here ({os.strerror(error.errno)})") from None
+        raise LayerUnavailableError(
+            f"there is no Landlock here ({os.strerror(error.errno)})"
+        ) from None

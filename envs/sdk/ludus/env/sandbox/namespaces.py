@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.env.sandbox import kernel
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process, show_process
 
 _CAP_SYS_ADMIN = 21
@@ -52,14 +52,14 @@ def require_namespaces(*, without_network: bool) -> None:
     """Try once what every worker will do.
 
     Raises:
-        NotOfferedError: it cannot be done here.
+        LayerUnavailableError: it cannot be done here.
     """
     if not hasattr(os, "pidfd_open"):
-        raise NotOfferedError("this system has no process descriptors")
+        raise LayerUnavailableError("this system has no process descriptors")
     reader, writer = os.pipe()
     try:
-        forked = fork_apart(without_network=without_network)
-    except NotOfferedError:
+        forked = fork_into_namespaces(without_network=without_network)
+    except LayerUnavailableError:
         for descriptor in (reader, writer):  # or every worker would inherit them
             os.close(descriptor)
         raise
@@ -77,14 +77,14 @@ def require_namespaces(*, without_network: bool) -> None:
     for pid in (forked.pid, forked.keeper_pid):
         os.waitpid(pid, 0)
     if result != _DONE:
-        raise NotOfferedError(result[1:].decode() or "a process in them ended at once")
+        raise LayerUnavailableError(result[1:].decode() or "a process in them ended at once")
 
 
-def fork_apart(*, without_network: bool) -> Forked:
+def fork_into_namespaces(*, without_network: bool) -> Forked:
     """Fork into new namespaces; in the child, `enter_namespaces` completes them.
 
     Raises:
-        NotOfferedError: the kernel refuses.
+        LayerUnavailableError: the kernel refuses.
         OSError: there is no process to be had for it.
     """
     reader, writer = os.pipe()
@@ -103,7 +103,9 @@ def fork_apart(*, without_network: bool) -> Forked:
         result = told.read()
     os.waitpid(divider, 0)
     if result[:1] != _DONE:
-        raise NotOfferedError(result[1:].decode() or "the process that makes them ended at once")
+        raise LayerUnavailableError(
+            result[1:].decode() or "the process that makes them ended at once"
+        )
     return Forked(*_PIDS.unpack(result[1:]))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ludus.env.sandbox import kernel
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 
 _SECCOMP_MODE_FILTER = 2
 _ALLOW, _FAIL, _KILL_PROCESS = 0x7FFF_0000, 0x0005_0000, 0x8000_0000
@@ -149,28 +149,32 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
 
 
-def refuse_system_calls(*, shares_processes: bool = True, stays_alone: bool = False) -> None:
+def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = False) -> None:
     """Install the filter, for this process and for whatever it starts.
 
     Args:
         shares_processes: others have the same process ids, and what one leaves in memory.
-        stays_alone: it starts no process and no thread, signals nobody, opens no socket
+        computes_only: it starts no process and no thread, signals nobody, opens no socket
             and changes no file's mode, owner, times or attributes.
 
     Raises:
-        NotOfferedError: it is not written for this architecture.
+        LayerUnavailableError: it is not written for this architecture.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
         known = " and ".join(_ARCHITECTURES)
-        raise NotOfferedError(f"there is a filter for {known}, and this is {platform.machine()}")
-    program = _program(architecture, shares_processes, stays_alone)
+        raise LayerUnavailableError(
+            f"there is a filter for {known}, and this is {platform.machine()}"
+        )
+    program = _program(architecture, shares_processes, computes_only)
     instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
     filter_ = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
 
 
-def _program(architecture: _Architecture, shares_processes: bool, stays_alone: bool) -> list[_Code]:
+def _program(
+    architecture: _Architecture, shares_processes: bool, computes_only: bool
+) -> list[_Code]:
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_IF_EQUAL, 1, 0, architecture.audit_number),
@@ -187,7 +191,7 @@ def _program(architecture: _Architecture, shares_processes: bool, stays_alone: b
         refused |= architecture.shared
         for name, number in architecture.of_others.items():
             program += _unless_first_are(number, _ITSELF[name])
-    if stays_alone:
+    if computes_only:
         refused |= architecture.alone | _ALONE_SINCE_5_1
     for number in refused.values():
         program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]

@@ -36,7 +36,7 @@ _MIN_BYTES_PER_ENTRY = 4096
 """A file of no size costs the disk something, too."""
 
 
-def passed_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """The environment variables that workers get: the harmless ones, and those that are named."""
     passed = _PASSED_VARIABLES | set(names)
     return {
@@ -70,7 +70,7 @@ def code_paths(workers_folder: Path) -> list[Path]:
     return found
 
 
-def paths_in(options: Mapping[str, object]) -> list[Path]:
+def paths_in_options(options: Mapping[str, object]) -> list[Path]:
     """Files and folders that an environment's options name: it is meant to read them."""
     texts = [value for value in options.values() if isinstance(value, str)]
     named = [Path(text) for text in texts if os.sep in text and os.path.exists(text)]
@@ -91,7 +91,7 @@ def use_folder(folder: Path) -> None:
     tempfile.tempdir = None
 
 
-def used_bytes(folder: Path) -> float:
+def disk_usage_bytes(folder: Path) -> float:
     """How much disk space a folder takes; infinite where that is hidden from this process."""
     total, left = 0, [str(folder)]
     while left:

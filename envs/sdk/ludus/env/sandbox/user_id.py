@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.kernel import LayerUnavailableError
 
 _FIRST_ID = 61_184
 _NUM_IDS = 4_336
@@ -27,7 +27,7 @@ def take_user_id(
         writable: what must stay so.
 
     Raises:
-        NotOfferedError: this process may not, or could not use one of the paths afterwards.
+        LayerUnavailableError: this process may not, or could not use one of the paths afterwards.
     """
     _require_capabilities()
     for path in readable:
@@ -43,12 +43,14 @@ def take_user_id(
 
 def _require_capabilities() -> None:
     if os.geteuid() != 0:
-        raise NotOfferedError(f"only root can take another user id, and this is {os.geteuid()}")
+        raise LayerUnavailableError(
+            f"only root can take another user id, and this is {os.geteuid()}"
+        )
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (held,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     lacking = [name for name, bit in _NEEDED.items() if not int(held, 16) >> bit & 1]
     if lacking:
-        raise NotOfferedError(f"root lacks the capabilities {', '.join(lacking)} here")
+        raise LayerUnavailableError(f"root lacks the capabilities {', '.join(lacking)} here")
 
 
 def _require_open_to_others(path: Path, needed: int) -> None:
@@ -58,4 +60,4 @@ def _require_open_to_others(path: Path, needed: int) -> None:
     through = [found, *found.parents] if found.is_dir() else found.parents
     for one, mode in ((found, needed), *((folder, stat.S_IXOTH) for folder in through)):
         if one.stat().st_mode & mode != mode:
-            raise NotOfferedError(f"{one}, which workers need, is closed to other users")
+            raise LayerUnavailableError(f"{one}, which workers need, is closed to other users")

@@ -159,7 +159,7 @@ def tools_only_error() -> PermissionDeniedError:
 
 
 @contextlib.contextmanager
-def hiding(session_id: str, given_id: str) -> Iterator[None]:
+def hide_driving_id(session_id: str, given_id: str) -> Iterator[None]:
     """Raise errors as if the session had the id that the caller gave and no other."""
     try:
         yield
@@ -218,7 +218,7 @@ def new_server_id() -> str:
     return secrets.token_hex(6)
 
 
-def server_id_of(pod_uid: str) -> str:
+def pod_server_id(pod_uid: str) -> str:
     """The name in session ids of the server that runs in a pod: its uid without dashes.
 
     A gateway reads the uid in the cluster's EndpointSlices, the pod its own in POD_UID (through

@@ -66,7 +66,7 @@ def parse_package_arguments(
     return own, server
 
 
-def options_of(given: Mapping[str, Any], default_port: int) -> ServerOptions:
+def make_server_options(given: Mapping[str, Any], default_port: int) -> ServerOptions:
     """The options that a namespace of `add_server_arguments` stands for.
 
     Raises:

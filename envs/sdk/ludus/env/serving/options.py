@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ludus.env.security.session_ids import SessionKey, new_server_id, server_id_of
+from ludus.env.security.session_ids import SessionKey, new_server_id, pod_server_id
 from ludus.env.security.variables import TOKEN_VARIABLE
 from ludus.proto.errors import ConfigError
 
@@ -50,7 +50,7 @@ _WORDS = {
 
 def _own_server_id() -> str:
     pod_uid = os.environ.get("POD_UID")
-    return server_id_of(pod_uid) if pod_uid else new_server_id()
+    return pod_server_id(pod_uid) if pod_uid else new_server_id()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.tls import TlsFiles
 from ludus.env.serving import forks
-from ludus.env.serving.cli import options_of, server_parser
+from ludus.env.serving.cli import make_server_options, server_parser
 from ludus.env.serving.listeners import (
     HttpListener,
     authority,
@@ -46,7 +46,7 @@ from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import (
     EnvironmentFactory,
     SessionHost,
-    local_host,
+    make_local_host,
 )
 from ludus.env.sessions.interface import Sessions
 from ludus.env.sessions.options import CoreOptions
@@ -184,7 +184,7 @@ class EnvServer:
     async def _new_host(self) -> SessionHost:
         options = self.options
         if options.isolation == "inline":
-            return local_host(self._factory, options.num_threads, options.step_timeout_s)
+            return make_local_host(self._factory, options.num_threads, options.step_timeout_s)
         hide_process()
         host = await WorkerHost.start(named(self._factory), _worker_options(options))
         self._missing_layers = host.missing_layers
@@ -265,7 +265,7 @@ def run_server(
     try:
         if isinstance(factory, TargetFactory):
             given = {"isolation": factory.isolation, **given}
-        serve(factory, options_of(given, default_port))
+        serve(factory, make_server_options(given, default_port))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(UserError.exit_code)
@@ -282,7 +282,7 @@ def openenv_app(factory: EnvironmentFactory, given: Mapping[str, Any] | None = N
     options = ServerOptions(**(given or {}))
     limit_s = options.step_timeout_s
     core_options = CoreOptions(max_sessions=options.max_sessions, step_timeout_s=limit_s)
-    host = local_host(factory, options.num_threads, limit_s)
+    host = make_local_host(factory, options.num_threads, limit_s)
     return build_app(SessionCore(host, core_options))
 
 

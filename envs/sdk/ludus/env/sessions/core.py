@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.env.encoding import DefaultSeeds, EncodedResult, ResetArgs
-from ludus.env.security.session_ids import SessionIdIssuer, hiding, tools_only_error
+from ludus.env.security.session_ids import SessionIdIssuer, hide_driving_id, tools_only_error
 from ludus.env.sessions.admission_queue import SessionSlots
 from ludus.env.sessions.hosts import HostedSession, OpenSession, SessionHost
 from ludus.env.sessions.interface import (
@@ -34,7 +34,7 @@ from ludus.env.sessions.interface import (
 )
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
 from ludus.env.sessions.options import CoreOptions
-from ludus.env.sessions.tombstones import Ended, SessionEnd, Tombstones
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone, Tombstones
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import (
     CallTimeoutError,
@@ -47,12 +47,14 @@ from ludus.proto.errors import (
 ResultT = TypeVar("ResultT")
 
 _MAX_SWEEP_PAUSE_S = 1.0
-_CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
-_CONNECTION_ENDED = Ended(SessionEnd.CONNECTION_ENDED, "the connection that opened it ended")
-_EPISODE_ENDED = Ended(
+_CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
+_CONNECTION_ENDED = SessionTombstone(
+    SessionEnd.CONNECTION_ENDED, "the connection that opened it ended"
+)
+_EPISODE_ENDED = SessionTombstone(
     SessionEnd.EPISODE_ENDED, "its episode ended and it was opened with close_when_done"
 )
-_SHUTDOWN = Ended(SessionEnd.SHUTDOWN, "the server is shutting down")
+_SHUTDOWN = SessionTombstone(SessionEnd.SHUTDOWN, "the server is shutting down")
 
 
 class SessionCore:
@@ -211,7 +213,7 @@ class SessionCore:
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """What a tool of the environment returned, as JSON."""
         driving_id = self._of_tools_id.get(session_id, session_id)
-        with self.counts.errors(), hiding(driving_id, session_id):
+        with self.counts.errors(), hide_driving_id(driving_id, session_id):
             entry = self._find(driving_id)
             call = partial(entry.hosted.call_tool, name, arguments)
             return await self._timed(entry, call, "call_tool")
@@ -251,7 +253,7 @@ class SessionCore:
 
     # -- the server's side -------------------------------------------------------------
 
-    def ended(self, session_id: str) -> Ended | None:
+    def ended(self, session_id: str) -> SessionTombstone | None:
         """Why a session that was here has ended; None while it lives or where unknown."""
         return self._tombstones.ended(session_id)
 
@@ -267,10 +269,12 @@ class SessionCore:
                     continue
                 detached_s = entry.detached_s
                 if entry.last_used_s < now_s - idle_s:
-                    self._end(entry, Ended(SessionEnd.IDLE, f"it was idle for {idle_s:g} s"))
+                    self._end(
+                        entry, SessionTombstone(SessionEnd.IDLE, f"it was idle for {idle_s:g} s")
+                    )
                 elif detached_s is not None and detached_s < now_s - entry.linger_s:
                     reason = f"{_CONNECTION_ENDED.reason} {entry.linger_s:g} s ago"
-                    self._end(entry, Ended(SessionEnd.CONNECTION_ENDED, reason))
+                    self._end(entry, SessionTombstone(SessionEnd.CONNECTION_ENDED, reason))
 
     async def shut_down(self, grace_s: float = 1.0) -> None:
         """End all sessions; steps that still run after the grace are abandoned."""
@@ -395,13 +399,13 @@ class SessionCore:
             self._end(entry, _CONNECTION_ENDED)
 
     def _on_lost(self, session_id: str, reason: str) -> None:
-        lost = Ended(SessionEnd.LOST, reason)
+        lost = SessionTombstone(SessionEnd.LOST, reason)
         if entry := self._entries.get(session_id):
             self._remove(entry, lost)
         else:
             self._tombstones.remember(session_id, lost, None)
 
-    def _end(self, entry: OpenSession, why: Ended) -> None:
+    def _end(self, entry: OpenSession, why: SessionTombstone) -> None:
         if not self._remove(entry, why):
             return
         if entry.session is not None:
@@ -409,7 +413,7 @@ class SessionCore:
         else:
             self._start(self._close_in_order(entry))
 
-    def _remove(self, entry: OpenSession, why: Ended) -> bool:
+    def _remove(self, entry: OpenSession, why: SessionTombstone) -> bool:
         if self._entries.pop(entry.id, None) is None:
             return False
         self._lingering.discard(entry.id)
@@ -437,7 +441,7 @@ class SessionCore:
             return await self._within(entry.hosted, self._locked(entry, call), limit_s)
         except TimeoutError:
             reason = f"a {what} took longer than {limit_s:g} s"
-            if self._remove(entry, Ended(SessionEnd.TIMEOUT, reason)):
+            if self._remove(entry, SessionTombstone(SessionEnd.TIMEOUT, reason)):
                 entry.hosted.kill(reason)
                 self._start(self._close_in_order(entry))
             raise CallTimeoutError(f"session {entry.id!r} is gone: {reason}") from None

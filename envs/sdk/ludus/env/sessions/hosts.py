@@ -21,7 +21,7 @@ from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.environment import AnyEnvironment, takes_any_text
 from ludus.env.sessions.interface import Connection
 from ludus.env.sessions.metrics import WorkerCounts
-from ludus.env.sessions.session import Session, declared_options, end_copy
+from ludus.env.sessions.session import EnvironmentSession, declared_options, exit_if_forked
 from ludus.env.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, failure
@@ -38,7 +38,7 @@ class HostedSession(Protocol):
     """One session where it runs; `SessionCore` makes one call at a time."""
 
     @property
-    def direct(self) -> Session | None:
+    def direct(self) -> EnvironmentSession | None:
         """What may be called without a wait; None where that would take one."""
 
     @property
@@ -73,7 +73,7 @@ class OpenSession:
 
     id: str
     hosted: HostedSession
-    session: Session | None
+    session: EnvironmentSession | None
     """What to call directly, where sessions run on the event loop."""
     close_when_done: bool
     linger_s: float
@@ -187,7 +187,9 @@ class LocalSession:
 
     __slots__ = ("_is_left", "_job", "_limit_s", "_session", "_threads", "direct")
 
-    def __init__(self, session: Session, threads: StepThreads | None, limit_s: float) -> None:
+    def __init__(
+        self, session: EnvironmentSession, threads: StepThreads | None, limit_s: float
+    ) -> None:
         self._session = session
         self._threads = threads
         self._limit_s = limit_s
@@ -249,12 +251,12 @@ class LocalSession:
         return result
 
 
-def _close_late(session: Session | None) -> None:
+def _close_late(session: EnvironmentSession | None) -> None:
     if session is not None:
         session.close()
 
 
-def local_host(
+def make_local_host(
     factory: EnvironmentFactory, num_threads: int = 32, limit_s: float = 0.0
 ) -> LocalHost:
     """The host in this process that fits the environment.
@@ -297,7 +299,7 @@ def factory_name(factory: EnvironmentFactory, description: EnvironmentDescriptio
 
 def build_session(
     factory: EnvironmentFactory, name: str, session_id: str, with_text: bool
-) -> Session:
+) -> EnvironmentSession:
     """A new session of a new environment.
 
     Raises:
@@ -306,7 +308,7 @@ def build_session(
     """
     pid = os.getpid()
     try:
-        return Session(session_id, factory(), with_text=with_text)
+        return EnvironmentSession(session_id, factory(), with_text=with_text)
     except CapacityError:
         raise
     except BaseException as error:  # the boundary to foreign code
@@ -317,4 +319,4 @@ def build_session(
             ErrorCode.FACTORY_ERROR,
         ) from error
     finally:
-        end_copy(pid)
+        exit_if_forked(pid)

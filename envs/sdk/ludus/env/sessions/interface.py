@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.sessions.metrics import SessionCounts, WorkerCounts
-from ludus.env.sessions.tombstones import Ended
+from ludus.env.sessions.tombstones import SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
 
 
@@ -32,12 +32,12 @@ class Connection:
 class SessionEvents:
     """Whom a process tells of its sessions; wires add themselves to the lists."""
 
-    on_end: list[Callable[[str, Ended], None]] = field(default_factory=list)
+    on_end: list[Callable[[str, SessionTombstone], None]] = field(default_factory=list)
     """Called with the id and why, when a session has ended, whoever ended it."""
     on_shortage: list[Callable[[int], Awaitable[None]]] = field(default_factory=list)
     """Called with how many sessions too many are wanted; may end some that can be spared."""
 
-    def ended(self, session_id: str, why: Ended) -> None:
+    def ended(self, session_id: str, why: SessionTombstone) -> None:
         """Tell that a session has ended."""
         for tell in self.on_end:
             tell(session_id, why)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class Session:
+class EnvironmentSession:
     """An environment with its episode's progress; knows no wire, no clock and no thread.
 
     Its methods must not run in two threads at once; who hosts it sees to that. They raise nothing
@@ -136,7 +136,7 @@ class Session:
         except BaseException:  # noqa: BLE001 - foreign code; the session is gone either way
             _log.exception("close of %s failed", type(self._environment).__name__)
         finally:
-            end_copy(self._pid)
+            exit_if_forked(self._pid)
 
     def _returned(self, name: str, arguments: JsonObject) -> bytes:
         result = orjson.dumps(self._environment.call_tool(name, arguments))
@@ -186,7 +186,7 @@ class Session:
             told = self._told("encoding", error)
             raise told from told.__cause__
         self._transition = transition
-        end_copy(self._pid)
+        exit_if_forked(self._pid)
         return encoded
 
     def _guarded(self, what: str, call: Callable[[], ResultT]) -> ResultT:
@@ -196,7 +196,7 @@ class Session:
             told = self._told(what, error)
             raise told from told.__cause__
         finally:
-            end_copy(self._pid)
+            exit_if_forked(self._pid)
 
     def _built_with(self) -> str:
         """The options that a failed reset may come from."""
@@ -209,14 +209,14 @@ class Session:
 
     def _told(self, what: str, error: BaseException, more: str = "") -> EnvError:
         """What the caller is told; an EnvError that was raised on purpose stays as it is."""
-        end_copy(self._pid)
+        exit_if_forked(self._pid)
         if is_whole(error):
             return error
         _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
         return failure(f"{what} failed with ", error, more=more)
 
 
-def end_copy(pid: int) -> None:
+def exit_if_forked(pid: int) -> None:
     """End this process where it is a copy of that one, which foreign code has forked.
 
     It would go on as a second server, on the same sockets.

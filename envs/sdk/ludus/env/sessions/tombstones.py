@@ -28,7 +28,7 @@ class SessionEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class SessionTombstone:
     """Why a session ended: the kind for programs, the reason for people."""
 
     kind: SessionEnd
@@ -40,7 +40,7 @@ class Tombstones:
     """The last sessions of a server, by id; older ones are forgotten."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._ended: OrderedDict[str, SessionTombstone] = OrderedDict()
         self._answers: OrderedDict[str, EncodedResult] = OrderedDict()
         self._num_bytes = 0
         """Of the answers."""
@@ -51,7 +51,9 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._ended)
 
-    def remember(self, session_id: str, ended: Ended, last: EncodedResult | None) -> None:
+    def remember(
+        self, session_id: str, ended: SessionTombstone, last: EncodedResult | None
+    ) -> None:
         """Note why a session ended; what was noted first holds."""
         if session_id in self._ended:
             return
@@ -64,7 +66,7 @@ class Tombstones:
         if len(self._ended) > MAX_REMEMBERED_SESSIONS:
             self._forget_oldest()
 
-    def ended(self, session_id: str) -> Ended | None:
+    def ended(self, session_id: str) -> SessionTombstone | None:
         """Why it ended; None where that is unknown."""
         return self._ended.get(session_id)
 

@@ -1,7 +1,7 @@
 """Which of some named moves a language model's text means: what renderers share in reading it.
 
-"<think>LEFT?</think> I go <answer>RIGHT</answer>"  --answer_in-->  "RIGHT"
-"I go right."  --named_in(.., ["LEFT", "RIGHT"])-->  "RIGHT"
+"<think>LEFT?</think> I go <answer>RIGHT</answer>"  --extract_answer-->  "RIGHT"
+"I go right."  --find_named_move(.., ["LEFT", "RIGHT"])-->  "RIGHT"
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL | re.IGNORECASE)
 _MAX_QUOTED_CHARS = 200
 
 
-def answer_in(text: str) -> str:
+def extract_answer(text: str) -> str:
     """The text in the last <answer> tags, or the whole text; what is in <think> does not count."""
     spoken = _THOUGHT.sub("", text)
     answers = _ANSWER.findall(spoken)
     return (answers[-1] if answers else spoken).strip()
 
 
-def named_in(said: str, names: Iterable[str]) -> str | None:
+def find_named_move(said: str, names: Iterable[str]) -> str | None:
     """The name that is all of what was said, else the only one in it as whole words; None for none.
 
     A name within a longer one that was said, such as "red 2" in "wild red 2", is not another one.

@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 
 import orjson
 
-from ludus.env.encoding import ResetArgs, said_success
+from ludus.env.encoding import ResetArgs, read_success
 from ludus.env.messages.openenv import upstream_metadata
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
@@ -235,5 +235,5 @@ class LegacyHttpSession:
             reward=None if reward is None else float(reward),
             terminated=is_done,
             step_index=step_index,
-            success=said_success(upstream_metadata(data), is_done=is_done),
+            success=read_success(upstream_metadata(data), is_done=is_done),
         )

@@ -19,7 +19,7 @@ import orjson
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, said_success
+from ludus.env.encoding import DefaultSeeds, ResetArgs, plain_json, read_success
 from ludus.env.limits import MAX_MESSAGE_BYTES, MAX_REPLY_BYTES
 from ludus.env.messages.openenv import read_tasks, read_tensors_json, upstream_metadata
 from ludus.env.security.tracing import trace_headers
@@ -367,7 +367,7 @@ class WebSocketSession:
             info, success = data.get("info", {}), data.get("success")
         else:
             info = upstream_metadata(data)
-            success = said_success(info, is_done=is_done)
+            success = read_success(info, is_done=is_done)
         return StepResult(
             observation=data["observation"],
             reward=None if reward is None else float(reward),

@@ -35,9 +35,9 @@ from ludus.env.messages.protobuf import (
     read_reset_args,
 )
 from ludus.env.sessions.hosts import build_session, describe_environment
-from ludus.env.sessions.session import Session
+from ludus.env.sessions.session import EnvironmentSession
 from ludus.env.targets.targets import TargetFactory
-from ludus.env.workers.protocol import frame_of, read_frame
+from ludus.env.workers.protocol import make_frame, read_frame
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
     ErrorCode,
@@ -100,9 +100,9 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
     facts_json = orjson.dumps(asdict(facts))
     for frame in (error.SerializeToString(), described.SerializeToString(), facts_json):
-        connection.sendall(frame_of(frame))
+        connection.sendall(make_frame(frame))
     if check_s > 0 and not error.code:
-        connection.sendall(frame_of(b"\1" if is_deterministic(factory, check_s) else b"\0"))
+        connection.sendall(make_frame(b"\1" if is_deterministic(factory, check_s) else b"\0"))
 
 
 def memory_mb(pid: int) -> float:
@@ -119,7 +119,7 @@ class WorkerSessions:
 
     def __init__(self, factory: TargetFactory) -> None:
         self._factory = factory
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, EnvironmentSession] = {}
 
     def answer(self, call: pb.Call, reply: pb.Reply) -> int:
         """About how many bytes it has added to the reply, whatever the environment does."""
@@ -172,7 +172,7 @@ class WorkerSessions:
             self._factory, self._factory.target, request.session_id, not request.without_text
         )
 
-    def _find(self, session_id: str) -> Session:
+    def _find(self, session_id: str) -> EnvironmentSession:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionLostError(f"session {session_id!r} is not in this worker")
@@ -186,10 +186,10 @@ def _serve_in_turn(
         replies, num_bytes = pb.ReplyBatch(), 0
         for call in pb.CallBatch.FromString(frame).calls:
             if num_bytes > MAX_BATCH_BYTES:
-                connection.sendall(frame_of(replies.SerializeToString()))
+                connection.sendall(make_frame(replies.SerializeToString()))
                 replies, num_bytes = pb.ReplyBatch(), 0
             num_bytes += sessions.answer(call, replies.replies.add(call_id=call.call_id))
-        connection.sendall(frame_of(replies.SerializeToString()))
+        connection.sendall(make_frame(replies.SerializeToString()))
 
 
 def _serve_in_threads(
@@ -203,7 +203,7 @@ def _serve_in_threads(
     def answer(call: pb.Call) -> None:
         replies = pb.ReplyBatch()
         sessions.answer(call, replies.replies.add(call_id=call.call_id))
-        frame = frame_of(replies.SerializeToString())
+        frame = make_frame(replies.SerializeToString())
         with sending:
             connection.sendall(frame)
 

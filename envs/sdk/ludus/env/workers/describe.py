@@ -9,11 +9,11 @@ import orjson
 
 from ludus.env.grpc.call_stream import StreamBrokenError
 from ludus.env.messages.protobuf import read_description
-from ludus.env.sandbox.confine import Layer, Missing, Sandbox, named_missing
+from ludus.env.sandbox.confine import Layer, Missing, Sandbox, describe_missing_layers
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import EnvironmentFacts
-from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
-from ludus.env.workers.process import describe_exit, read_frame_of
+from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
+from ludus.env.workers.process import describe_exit, receive_frame
 from ludus.env.workers.protocol import WorkerLimits, parsed
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import ConfigError
@@ -47,16 +47,16 @@ async def describe(
             must have.
     """
     ended: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
-    process = WorkerProcess(0, lambda how: None if ended.done() else ended.set_result(how))
+    process = EnvWorkerProcess(0, lambda how: None if ended.done() else ended.set_result(how))
     connection = await fork_server.describe(process, round(check_s * 1000))
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         async with asyncio.timeout(_WITHIN_S):
-            missing = _missing(await read_frame_of(reader))
+            missing = _missing(await receive_frame(reader))
             require_layers(missing, sandbox)
-            error = parsed(pb.Error, await read_frame_of(reader))
-            described = parsed(pb.DescribeResponse, await read_frame_of(reader))
-            facts = EnvironmentFacts(**orjson.loads(await read_frame_of(reader)))
+            error = parsed(pb.Error, await receive_frame(reader))
+            described = parsed(pb.DescribeResponse, await receive_frame(reader))
+            facts = EnvironmentFacts(**orjson.loads(await receive_frame(reader)))
         if error.code:
             raise ConfigError(error.message)
         _require_room(facts, limits)
@@ -93,7 +93,7 @@ def require_layers(missing: Missing, sandbox: Sandbox) -> None:
     if missing and sandbox.is_required:
         raise ConfigError(
             "expected every layer of the sandbox (require_sandbox), got none of:"
-            f" {named_missing(missing)}; serve on a machine that offers them, or without"
+            f" {describe_missing_layers(missing)}; serve on a machine that offers them, or without"
             " --require-sandbox"
         )
     if sandbox.without_network and Layer.NAMESPACES in missing:
@@ -115,6 +115,6 @@ def _require_room(facts: EnvironmentFacts, limits: WorkerLimits) -> None:
 async def _answer_to_check(reader: asyncio.StreamReader, check_s: float) -> bool:
     try:
         async with asyncio.timeout(check_s + 1.0):
-            return await read_frame_of(reader) == b"\1"
+            return await receive_frame(reader) == b"\1"
     except (TimeoutError, asyncio.IncompleteReadError):
         return False

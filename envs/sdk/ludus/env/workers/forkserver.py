@@ -30,13 +30,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from ludus.env.sandbox.confine import Sandbox, SandboxError, confine, named_missing
-from ludus.env.sandbox.kernel import NotOfferedError
+from ludus.env.sandbox.confine import Sandbox, SandboxError, confine, describe_missing_layers
+from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
     Forked,
     adopt_orphans,
     enter_namespaces,
-    fork_apart,
+    fork_into_namespaces,
     require_namespaces,
 )
 from ludus.env.sandbox.privileges import hide_process, show_process
@@ -50,8 +50,8 @@ from ludus.env.workers.protocol import (
     OrderKind,
     ReportKind,
     WorkerLimits,
-    frame_of,
     kill_group,
+    make_frame,
     read_frame,
 )
 from ludus.proto.errors import UserError
@@ -138,7 +138,7 @@ class ForkServer:
         connection = socket.socket(fileno=descriptors[0])
         try:
             forked = self._fork()
-        except (OSError, NotOfferedError) as error:
+        except (OSError, LayerUnavailableError) as error:
             connection.close()
             self._refuse(worker_id, error)
             return True
@@ -152,7 +152,7 @@ class ForkServer:
     def _fork(self) -> Forked:
         if self._why_shared:
             return Forked(os.fork())
-        return fork_apart(without_network=self._sandbox.without_network)
+        return fork_into_namespaces(without_network=self._sandbox.without_network)
 
     def _refuse(self, worker_id: int, error: Exception) -> None:
         """Processes, memory or namespaces are used up, perhaps for a moment: go on without it."""
@@ -203,9 +203,9 @@ class ForkServer:
         missing = confine(self._sandbox, worker_id, pid, self._code, self._why_shared)
         if kind == OrderKind.DESCRIBE:
             told = {layer.value: why for layer, why in missing.items()}
-            connection.sendall(frame_of(orjson.dumps(told)))
+            connection.sendall(make_frame(orjson.dumps(told)))
         elif missing and self._sandbox.is_required:
-            raise SandboxError(f"the sandbox lacks {named_missing(missing)}")
+            raise SandboxError(f"the sandbox lacks {describe_missing_layers(missing)}")
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -285,7 +285,7 @@ def _why_shared(sandbox: Sandbox) -> str:
     """Why workers share this process's namespaces; empty where each has its own."""
     try:
         require_namespaces(without_network=sandbox.without_network)
-    except NotOfferedError as error:
+    except LayerUnavailableError as error:
         return str(error)
     return ""
 

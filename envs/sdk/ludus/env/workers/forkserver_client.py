@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from ludus.env.sandbox.confine import Sandbox
-from ludus.env.sandbox.surroundings import passed_variables
+from ludus.env.sandbox.surroundings import filter_variables
 from ludus.env.targets.importable import FactoryName
 from ludus.env.workers.protocol import (
     ORDER,
@@ -33,8 +33,8 @@ from ludus.env.workers.protocol import (
     OrderKind,
     ReportKind,
     WorkerLimits,
-    frame_of,
     kill_group,
+    make_frame,
 )
 from ludus.proto.errors import ConfigError, UnavailableError
 
@@ -57,7 +57,7 @@ class WorkerExit:
 
 
 @dataclass(slots=True, eq=False)
-class WorkerProcess:
+class EnvWorkerProcess:
     """A worker process as the fork server knows it."""
 
     id: int
@@ -89,11 +89,11 @@ class ForkServerClient:
         self.pid: int | None = None
         """Of the latest fork server."""
         self._setup = ForkServerSetup(name, list(sys.path), limits, sandbox, [])
-        self._variables = passed_variables(os.environ, pass_env)
+        self._variables = filter_variables(os.environ, pass_env)
         self._link: _ForkServerProcess | None = None
         self._starting = asyncio.Lock()
 
-    async def start(self, process: WorkerProcess, num_threads: int) -> socket.socket:
+    async def start(self, process: EnvWorkerProcess, num_threads: int) -> socket.socket:
         """The server's end of the connection to a new worker.
 
         Raises:
@@ -102,7 +102,7 @@ class ForkServerClient:
         """
         return await self._order(OrderKind.START, process, num_threads)
 
-    async def describe(self, process: WorkerProcess, check_ms: int) -> socket.socket:
+    async def describe(self, process: EnvWorkerProcess, check_ms: int) -> socket.socket:
         """The server's end of the connection to a worker that describes the environment."""
         return await self._order(OrderKind.DESCRIBE, process, check_ms)
 
@@ -114,7 +114,7 @@ class ForkServerClient:
             await self._link.send(ORDER.pack(OrderKind.IMPORT, len(names), 0))
             await self._link.send(names)
 
-    def kill(self, process: WorkerProcess) -> None:
+    def kill(self, process: EnvWorkerProcess) -> None:
         """Have the worker killed in a moment, with what it has started itself."""
         link = self._link
         if link is not None and process.id in link.processes:
@@ -128,7 +128,9 @@ class ForkServerClient:
             if self._link is not None:
                 await self._link.stop()
 
-    async def _order(self, kind: OrderKind, process: WorkerProcess, argument: int) -> socket.socket:
+    async def _order(
+        self, kind: OrderKind, process: EnvWorkerProcess, argument: int
+    ) -> socket.socket:
         link = await self._live_link()
         try:
             return await self._order_from(link, kind, process, argument)
@@ -137,7 +139,7 @@ class ForkServerClient:
             return await self._order_from(link, kind, process, argument)
 
     async def _order_from(
-        self, link: _ForkServerProcess, kind: OrderKind, process: WorkerProcess, argument: int
+        self, link: _ForkServerProcess, kind: OrderKind, process: EnvWorkerProcess, argument: int
     ) -> socket.socket:
         ours, theirs = socket.socketpair()
         process.is_orphan = False
@@ -166,7 +168,7 @@ class _ForkServerProcess:
     """One fork server and the socket to it."""
 
     def __init__(self, setup: ForkServerSetup, variables: Mapping[str, str]) -> None:
-        self.processes: dict[int, WorkerProcess] = {}
+        self.processes: dict[int, EnvWorkerProcess] = {}
         """Workers that live or are ordered, by id."""
         self.is_broken = False
         self._orders, theirs = socket.socketpair()
@@ -192,7 +194,7 @@ class _ForkServerProcess:
         # A duplicate, because a socket that a transport reads is not to be written directly.
         reader, self._transport = await asyncio.open_unix_connection(sock=self._orders.dup())
         try:
-            await self.send(frame_of(self._setup.to_json()))
+            await self.send(make_frame(self._setup.to_json()))
             async with asyncio.timeout(_START_TIMEOUT_S):
                 kind, _, _, size, _ = REPORT.unpack(await reader.readexactly(REPORT.size))
                 failure = await reader.readexactly(size)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ludus.env.backoff import doubling
-from ludus.env.sandbox.confine import Layer, Sandbox, named_missing
+from ludus.env.sandbox.confine import Layer, Sandbox, describe_missing_layers
 from ludus.env.sandbox.surroundings import (
+    disk_usage_bytes,
     make_workers_folder,
-    paths_in,
+    paths_in_options,
     remove_folder,
-    used_bytes,
 )
 from ludus.env.sessions.hosts import OnLost
 from ludus.env.sessions.metrics import WorkerCounts
@@ -141,7 +141,7 @@ class WorkerHost:
             raise
         host.description = found.description
         host.layers = {layer: layer not in found.missing for layer in Layer}
-        host.missing_layers = named_missing(found.missing)
+        host.missing_layers = describe_missing_layers(found.missing)
         if host.shares_workers and not found.steps_on_event_loop:
             host._num_threads = options.num_threads
         if options.limits.memory_mb:
@@ -388,7 +388,7 @@ class WorkerHost:
             await asyncio.sleep(_DISK_PERIOD_S)
             for worker, _ in self._running():
                 folder = self._sandbox.folder_of(worker.process.id)
-                used_mb = await asyncio.to_thread(used_bytes, folder) / 2**20
+                used_mb = await asyncio.to_thread(disk_usage_bytes, folder) / 2**20
                 if used_mb > limit_mb:
                     worker.kill(
                         f"its folder took {used_mb:.0f} MB, and its limit is {limit_mb} MB"
@@ -410,7 +410,7 @@ class WorkerHost:
 
 
 def _sandbox_of(name: FactoryName, options: WorkerOptions) -> Sandbox:
-    readable = [*options.readable, *paths_in(name.options)]
+    readable = [*options.readable, *paths_in_options(name.options)]
     return Sandbox(
         folder=str(make_workers_folder()),
         readable=[str(path.absolute()) for path in readable],

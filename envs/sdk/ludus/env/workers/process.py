@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ludus.env.grpc.call_stream import CallStream, StreamBrokenError
 from ludus.env.limits import MAX_FRAME_BYTES, MAX_WORKER_CALL_BYTES
 from ludus.env.sessions.hosts import OnLost
-from ludus.env.workers.forkserver_client import ForkServerClient, WorkerExit, WorkerProcess
-from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, frame_of, parsed
+from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
+from ludus.env.workers.protocol import FRAME_HEADER, WorkerLimits, make_frame, parsed
 from ludus.proto.env.v1 import env_pb2 as pb
 
 _FOR_EVER_S = 1e8
@@ -44,7 +44,7 @@ class Worker:
         limits: WorkerLimits,
         on_end: Callable[[Worker], None],
     ) -> None:
-        self.process = WorkerProcess(worker_id, self._on_exit)
+        self.process = EnvWorkerProcess(worker_id, self._on_exit)
         self.sessions: dict[str, OnLost] = {}
         """Whom to tell of its end, by session id."""
         self.was_asked = False
@@ -179,7 +179,7 @@ class WorkerDuplex:
 
     async def write(self, batch: pb.CallBatch) -> None:
         """Send the batch."""
-        self._writer.write(frame_of(batch.SerializeToString()))
+        self._writer.write(make_frame(batch.SerializeToString()))
         try:
             await self._writer.drain()
         except OSError as error:
@@ -190,7 +190,7 @@ class WorkerDuplex:
         while True:
             complaint = ""
             try:
-                frame = await read_frame_of(self._reader)
+                frame = await receive_frame(self._reader)
                 batch = parsed(pb.ReplyBatch, frame)
             except (asyncio.IncompleteReadError, OSError):
                 break
@@ -205,7 +205,7 @@ class WorkerDuplex:
         self._writer.transport.abort()
 
 
-async def read_frame_of(reader: asyncio.StreamReader) -> bytes:
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
     """The next frame.
 
     Raises:

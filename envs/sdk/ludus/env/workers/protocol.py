@@ -99,7 +99,7 @@ class _Readable(Protocol):
     def read(self, size: int, /) -> bytes | None: ...
 
 
-def frame_of(message: bytes) -> bytes:
+def make_frame(message: bytes) -> bytes:
     """The message with its length before it."""
     return FRAME_HEADER.pack(len(message)) + message
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field, ValidationError
 
-from ludus.env.security.session_ids import server_id_of
+from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import ConfigError
 from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
 from ludus.services.gateway.kubernetes.following import Following, FollowOptions
@@ -265,7 +265,7 @@ def _endpoint(member: _Member, http_port: int | None, grpc_port: int) -> Endpoin
     pod = member.target_ref
     http_address = f"http://{host}:{http_port}" if http_port is not None else ""
     grpc_address = f"grpc://{host}:{grpc_port}"
-    server_id = server_id_of(pod.uid) if pod is not None and pod.uid else ""
+    server_id = pod_server_id(pod.uid) if pod is not None and pod.uid else ""
     return Endpoint(
         key=server_id or http_address or grpc_address,
         grpc_address=grpc_address,

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from ludus.env.encoding import EncodedResult, ResetArgs, plain_json
 from ludus.env.messages.protobuf import fill_reset_args, read_encoded
-from ludus.env.security.session_ids import SessionKey, hiding, tools_only_error
+from ludus.env.security.session_ids import SessionKey, hide_driving_id, tools_only_error
 from ludus.env.sessions.interface import Connection, Load, OpenArgs, Opened, SessionEvents
-from ludus.env.sessions.tombstones import Ended, SessionEnd
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import (
@@ -56,9 +56,11 @@ _MAX_LINGER_S = 600.0
 """The most that a client may ask for."""
 _FIND_WITHIN_S = 5.0
 """How long a call waits for its server, which another gateway may have reached before."""
-_CLOSED = Ended(SessionEnd.CLOSED, "it was closed")
-_CONNECTION_ENDED = Ended(SessionEnd.CONNECTION_ENDED, "the connection that opened it ended")
-_EPISODE_ENDED = Ended(SessionEnd.EPISODE_ENDED, "its episode ended")
+_CLOSED = SessionTombstone(SessionEnd.CLOSED, "it was closed")
+_CONNECTION_ENDED = SessionTombstone(
+    SessionEnd.CONNECTION_ENDED, "the connection that opened it ended"
+)
+_EPISODE_ENDED = SessionTombstone(SessionEnd.EPISODE_ENDED, "its episode ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +416,7 @@ class GatewaySessions:
         code: str = OK
         started_s = self._loop.time()
         try:
-            with hiding(own_id, session_id):
+            with hide_driving_id(own_id, session_id):
                 link = await self.link_to(route)
                 reply = await link.call(route.server_id, write_as_own, is_repeatable=is_repeatable)
             if route.is_tools_only:
@@ -444,7 +446,7 @@ class GatewaySessions:
             return
         timed_out = isinstance(error, CallTimeoutError)
         kind = SessionEnd.TIMEOUT if timed_out else SessionEnd.LOST
-        tracked = self._tracked.forget(session_id, Ended(kind, error.message))
+        tracked = self._tracked.forget(session_id, SessionTombstone(kind, error.message))
         if tracked is None:  # it was opened elsewhere, and counts there
             return
         if timed_out:

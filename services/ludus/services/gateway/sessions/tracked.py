@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludus.env.sessions.interface import Connection, SessionEvents
-from ludus.env.sessions.tombstones import Ended, SessionEnd
+from ludus.env.sessions.tombstones import SessionEnd, SessionTombstone
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.tenancy.tenants import Tenant
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _MIN_SWEEP_S = 0.1
 _MAX_SWEEP_S = 5.0
-_UNCALLED = Ended(SessionEnd.IDLE, "nobody called it any more")
+_UNCALLED = SessionTombstone(SessionEnd.IDLE, "nobody called it any more")
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +133,7 @@ class TrackedSessions:
         if tracked is not None:
             tracked.detached_s = self._loop.time()
 
-    def forget(self, session_id: str, why: Ended) -> TrackedSession | None:
+    def forget(self, session_id: str, why: SessionTombstone) -> TrackedSession | None:
         """What was known of a session that has ended, None where that was nothing."""
         for connection in self._connections.pop(session_id, ()):
             connection.session_ids.discard(session_id)
@@ -171,7 +171,7 @@ class TrackedSessions:
             reason = tracked.link.reason_lost(tracked.server_id, tracked.linger_s)
             if reason:
                 lost[reason] += 1
-                self.forget(session_id, Ended(SessionEnd.LOST, reason))
+                self.forget(session_id, SessionTombstone(SessionEnd.LOST, reason))
                 tracked.link.closed(1)
         for reason, num in lost.items():
             _log.warning("%d sessions lost: %s", num, reason)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.env.adapters.gymnasium.known import Play
-from ludus.env.text.answers import answer_in
+from ludus.env.text.answers import extract_answer
 from ludus.env.types import Action, JsonObject, Message, Observation
 from ludus.proto.errors import ActionParseError
 
@@ -67,7 +67,7 @@ class GymnasiumRenderer:
 
     def parse(self, text: str, observation: Observation) -> Action:
         """The action that the text names: the last <answer>, or the whole text."""
-        said = answer_in(text)
+        said = extract_answer(text)
         if not self._number_of:
             return self._parse_json(said)
         number = self._number_of.get(said.casefold())

@@ -29,7 +29,7 @@ from ludus.env.adapters.openenv.models import (
 from ludus.env.adapters.openenv.source import OpenEnvSource, source_of
 from ludus.env.adapters.openenv.text import OpenEnvRenderer
 from ludus.env.adapters.openenv.thread import EnvironmentThread
-from ludus.env.encoding import said_success
+from ludus.env.encoding import read_success
 from ludus.env.environment import Builder, Environment
 from ludus.env.types import JsonObject, Tool, Transition
 from ludus.proto.errors import CapacityError, EpisodeStateError, ErrorCode, ToolError
@@ -162,7 +162,7 @@ class OpenEnvEnvironment(Environment[ForeignAction, ForeignObservation, ForeignS
             None if reward is None else float(reward),
             terminated=is_done and not is_truncated,
             truncated=is_truncated,
-            success=said_success(metadata, is_done=is_done),
+            success=read_success(metadata, is_done=is_done),
         )
 
     def _enter(self) -> None:
