@@ -9,7 +9,7 @@ import pytest
 
 from ludus.proto.errors import ClusterError
 from ludus.services.kubernetes.api import KubernetesApi, resource_path
-from ludus.services.kubernetes.exec import output_of
+from ludus.services.kubernetes.exec import stream_command_output
 from tests.gateway.cluster_objects import NAMESPACE, client_of
 from tests.gateway.fake_kubernetes import FakeKubernetes
 from tests.gateway.fake_kubernetes_pods import Ran
@@ -30,7 +30,7 @@ async def api(cluster: FakeKubernetes) -> AsyncIterator[KubernetesApi]:
 
 
 async def ran(api: KubernetesApi) -> bytes:
-    async with aclosing(output_of(api, NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
+    async with aclosing(stream_command_output(api, NAMESPACE, "head", "ray", ("ls", "/"))) as parts:
         return b"".join([part async for part in parts])
 
 
@@ -76,7 +76,7 @@ async def test_a_command_that_fails_says_what_it_said(
     cluster: FakeKubernetes, api: KubernetesApi
 ) -> None:
     cluster.pods.run = lambda pod, command: Ran(err="no such file\n", code=2)
-    with pytest.raises(ClusterError, match=f"pod {NAMESPACE}/head to succeed, got: no such file$"):
+    with pytest.raises(ClusterError, match=f"pod {NAMESPACE}/head failed: no such file$"):
         await ran(api)
     cluster.pods.run = lambda pod, command: Ran(code=3)
     with pytest.raises(ClusterError, match="non-zero exit code 3"):

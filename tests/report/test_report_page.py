@@ -11,7 +11,7 @@ import pytest
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.metrics import REWARD_TERM_PREFIX, TrainMetric
 from ludus.proto.runs import CHART_FILE, METRICS_FILE, SUMMARY_FILE, TRANSCRIPTS_FILE
-from ludus.services.numbers import compact
+from ludus.services.numbers import format_compact
 from ludus.services.report import write_figure, write_report
 from ludus.services.report.policy_grid import num_agreeing
 from tests.report.synthetic_run import (
@@ -124,7 +124,7 @@ def test_training_curves_are_small_multiples_with_units(page: str) -> None:
 def test_what_goes_wrong_in_episodes_and_how_long_they_are_has_curves(page: str) -> None:
     captions = [text_of(caption) for caption in parse(page).iter("figcaption")]
     last = [512 // (4 + step) for step in range(NUM_STEPS - 9, NUM_STEPS + 1)]
-    share = compact(sum(last) / (10 * 512))
+    share = format_compact(sum(last) / (10 * 512))
     assert f"Invalid answers share of episodes {share}" in captions
     assert "Cut off share of episodes 0" in captions
     assert any(caption.startswith("Turns mean per episode 2.") for caption in captions)

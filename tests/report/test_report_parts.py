@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.services.numbers import axis_count, compact, duration, fixed, percent, percent_interval
+from ludus.services.numbers import (
+    format_axis_count,
+    format_compact,
+    format_duration,
+    format_fixed,
+    format_percent,
+    format_percent_interval,
+)
 from ludus.services.report.markup import Markup, element
 from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
 
@@ -58,16 +65,16 @@ def test_labels_are_spread_as_little_as_needed_and_stay_inside() -> None:
     ],
 )
 def test_compact_numbers_have_about_three_digits(value: float, text: str) -> None:
-    assert compact(value) == text
+    assert format_compact(value) == text
 
 
 def test_numbers_for_people() -> None:
-    assert percent(0.42857) == "42.9%"
-    assert percent_interval((0.4191, 0.4385)) == "41.9 to 43.9%"
-    assert fixed(-0.0001, 3) == "0.000"
-    assert fixed(-0.3976, 3) == "−0.398"
-    assert [axis_count(value, 20_000) for value in (0, 5000, 20_000)] == ["0", "5k", "20k"]
-    assert [duration(s) for s in (8.41, 94, 750, 12_000)] == [
+    assert format_percent(0.42857) == "42.9%"
+    assert format_percent_interval((0.4191, 0.4385)) == "41.9 to 43.9%"
+    assert format_fixed(-0.0001, 3) == "0.000"
+    assert format_fixed(-0.3976, 3) == "−0.398"
+    assert [format_axis_count(value, 20_000) for value in (0, 5000, 20_000)] == ["0", "5k", "20k"]
+    assert [format_duration(s) for s in (8.41, 94, 750, 12_000)] == [
         "8.4 s",
         "94 s",
         "12 min 30 s",

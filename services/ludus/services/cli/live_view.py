@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ludus.services.cli.console import say
 from ludus.services.cli.progress import RunProgress
-from ludus.services.numbers import duration
+from ludus.services.numbers import format_duration
 
 PLAIN_INTERVAL_S = 5.0
 """Least time between two plain lines."""
@@ -90,7 +90,7 @@ class TerminalView:
         """Leave the end to what follows: the panel disappears."""
 
     def _head(self, progress: RunProgress) -> Spinner:
-        elapsed = duration(time.monotonic() - self._started_at_s)
+        elapsed = format_duration(time.monotonic() - self._started_at_s)
         style = "yellow" if progress.is_stopping else "bold"
         self._spinner.update(
             text=Text.assemble((progress.phase_name, style), (f"  {elapsed}", "dim"))
@@ -103,7 +103,7 @@ class TerminalView:
         row.add_row(
             Text(f"step {progress.step}/{progress.num_steps}"),
             ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
-            Text("" if left is None else f"{duration(left)} left", style="cyan"),
+            Text("" if left is None else f"{format_duration(left)} left", style="cyan"),
         )
         return row
 

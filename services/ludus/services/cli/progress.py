@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping
 
 from ludus.proto.metrics import EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, Phase
-from ludus.services.numbers import compact, duration, fixed, percent, percent_interval
+from ludus.services.numbers import (
+    format_compact,
+    format_duration,
+    format_fixed,
+    format_percent,
+    format_percent_interval,
+)
 
 PACE_WINDOW = 20
 """Training steps from which the time left is told."""
@@ -113,7 +119,7 @@ class RunProgress:
         parts = [f"step {self.step}/{self.num_steps}", self.phase_name]
         parts += [f"{name} {text}" for name, text in self.facts().items()]
         if self.seconds_left is not None and self.step < self.num_steps:
-            parts.append(f"{duration(self.seconds_left)} left")
+            parts.append(f"{format_duration(self.seconds_left)} left")
         return " · ".join(parts)
 
     def _take_step(self, row: MetricsRow) -> None:
@@ -163,10 +169,10 @@ def _judged(environment: str, values: Mapping[str, float]) -> tuple[str, str | N
 def _wins(values: Mapping[str, float]) -> str | None:
     if EvalMetric.WIN_RATE not in values:
         return None
-    text = percent(values[EvalMetric.WIN_RATE])
+    text = format_percent(values[EvalMetric.WIN_RATE])
     if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
         ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
-        text += f" ({percent_interval(ends)})"
+        text += f" ({format_percent_interval(ends)})"
     return text
 
 
@@ -175,12 +181,12 @@ def _count(number: int) -> str | None:
 
 
 def _decimal(value: float | None) -> str | None:
-    return None if value is None else fixed(value, 3)
+    return None if value is None else format_fixed(value, 3)
 
 
 def _compact(value: float | None) -> str | None:
-    return None if value is None else compact(value)
+    return None if value is None else format_compact(value)
 
 
 def _percent(value: float | None) -> str | None:
-    return None if value is None else percent(value, 0)
+    return None if value is None else format_percent(value, 0)

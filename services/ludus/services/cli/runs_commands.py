@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ludus.services.cli import cluster_options as options
 from ludus.services.cli.console import progress_console, results_console, say
-from ludus.services.numbers import duration
+from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
     from ludus.services.runs.cluster import RunsCluster
@@ -273,4 +273,4 @@ def _age(created: str) -> str:
         then = datetime.fromisoformat(created)
     except ValueError:
         return ""
-    return duration((datetime.now(UTC) - then).total_seconds())
+    return format_duration((datetime.now(UTC) - then).total_seconds())

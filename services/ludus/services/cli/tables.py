@@ -12,8 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.proto.runs import EvalReport, Evaluation, PolicyResult, Summary
-from ludus.services.numbers import NONE, fixed, percent, percent_interval
-from ludus.services.results import NamedResult, compared_policies, ranked, readable
+from ludus.services.numbers import NO_VALUE, format_fixed, format_percent, format_percent_interval
+from ludus.services.results import (
+    NamedResult,
+    compare_policies,
+    rank_policies,
+    readable_policy_name,
+)
 
 if TYPE_CHECKING:
     from ludus.services.cli.bench import BenchResult
@@ -66,9 +71,11 @@ def bench_table(results: Sequence[BenchResult]) -> Table:
     for name in ("games", "wins", "±95%", "draws", "return", "±95%", "exact", "steps/s"):
         table.add_column(name, justify="right")
     for bench in results:
-        exact = NONE if bench.exact_return is None else fixed(bench.exact_return, 4)
+        exact = NO_VALUE if bench.exact_return is None else format_fixed(bench.exact_return, 4)
         speed = f"{bench.steps_per_second:,.0f}"
-        table.add_row(Text(readable(bench.name)), *result_cells(bench.result), exact, speed)
+        table.add_row(
+            Text(readable_policy_name(bench.name)), *result_cells(bench.result), exact, speed
+        )
     return table
 
 
@@ -79,11 +86,11 @@ def result_cells(result: PolicyResult) -> list[str]:
     """
     return [
         f"{result.num_games:,}",
-        percent(result.win_rate),
-        percent(half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
-        percent(result.draw_rate),
-        fixed(result.expected_return, 3),
-        fixed(half_width(result.expected_return_ci95), 3),
+        format_percent(result.win_rate),
+        format_percent(half_width(result.win_rate_ci95) if result.win_rate_ci95 else None),
+        format_percent(result.draw_rate),
+        format_fixed(result.expected_return, 3),
+        format_fixed(half_width(result.expected_return_ci95), 3),
     ]
 
 
@@ -92,7 +99,7 @@ def summary_tables(summary: Summary) -> Iterator[RenderableType]:
     several = len(summary.results) > 1
     for name, result in summary.results.items():
         title = f"{summary.name}, {name}" if several else summary.name
-        yield policy_table(compared_policies(result), title)
+        yield policy_table(compare_policies(result), title)
         yield from _gap(result.report)
 
 
@@ -103,7 +110,7 @@ def eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
         policy = NamedResult("policy", report.policy, is_trained=True)
         title = f"at temperature {report.temperature:g}"
         yield policy_table(
-            [policy, *ranked(report.baselines)], f"{name}, {title}" if several else title
+            [policy, *rank_policies(report.baselines)], f"{name}, {title}" if several else title
         )
         yield from _gap(report)
 
@@ -112,8 +119,8 @@ def _gap(report: EvalReport) -> Iterator[RenderableType]:
     if report.gap_closed is None:
         return
     interval = report.gap_closed_ci95
-    spread = f" ({percent_interval(interval)}, 95%)" if interval is not None else ""
-    yield Text(f"gap closed  {percent(report.gap_closed)}{spread}", style="bold")
+    spread = f" ({format_percent_interval(interval)}, 95%)" if interval is not None else ""
+    yield Text(f"gap closed  {format_percent(report.gap_closed)}{spread}", style="bold")
 
 
 def half_width(interval: Interval) -> float:

@@ -36,7 +36,7 @@ from ludus.services.cli.trainer_process import (
     TrainerOutput,
     run_trainer,
 )
-from ludus.services.numbers import duration
+from ludus.services.numbers import format_duration
 
 if TYPE_CHECKING:
     from ludus.proto.config import RunConfig
@@ -295,7 +295,8 @@ def show_results(run_dir: Path, ways_on: Mapping[str, str]) -> None:
         console.print(part)
     say(
         console,
-        f"{summary.games_trained:,} games in {duration(summary.wall_seconds_training)} of training"
+        f"{summary.games_trained:,} games in"
+        f" {format_duration(summary.wall_seconds_training)} of training"
         f" · {_how(summary)}",
     )
     say(console, f"report      {report}")

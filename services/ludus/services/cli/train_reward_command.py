@@ -28,7 +28,7 @@ from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.cli.train_command import Overrides, exit_unless_well, run_quietly
 from ludus.services.cli.trainer_process import TrainerEnd, TrainerOutput, run_trainer
-from ludus.services.numbers import duration, fixed, percent
+from ludus.services.numbers import format_duration, format_fixed, format_percent
 
 if TYPE_CHECKING:
     from ludus.proto.config import RewardModelConfig
@@ -150,22 +150,23 @@ def _line(progress: RewardModelProgress) -> str:
     doing = _PHASES[progress.phase]
     if not progress.num_steps:
         return f"{doing} the data"
-    loss = "" if progress.loss is None else f"  loss {fixed(progress.loss, 4)}"
+    loss = "" if progress.loss is None else f"  loss {format_fixed(progress.loss, 4)}"
     left = ""
     if progress.step:
         per_step_s = progress.elapsed_s / progress.step
-        left = f"  {duration(per_step_s * (progress.num_steps - progress.step))} left"
+        left = f"  {format_duration(per_step_s * (progress.num_steps - progress.step))} left"
     return f"{doing}  step {progress.step}/{progress.num_steps}{loss}{left}"
 
 
 def _epoch_line(epoch: RewardModelEpoch, num_epochs: int) -> str:
-    head = f"epoch {epoch.epoch}/{num_epochs}  loss {fixed(epoch.train_loss, 4)}"
+    head = f"epoch {epoch.epoch}/{num_epochs}  loss {format_fixed(epoch.train_loss, 4)}"
     return head if epoch.test is None else f"{head}  held out: {_in_words(epoch.test)}"
 
 
 def _in_words(test: Judgement) -> str:
     return (
-        f"accuracy {percent(test.accuracy)}  MRR {fixed(test.mrr, 4)}  loss {fixed(test.loss, 4)}"
+        f"accuracy {format_percent(test.accuracy)}  MRR {format_fixed(test.mrr, 4)}"
+        f"  loss {format_fixed(test.loss, 4)}"
     )
 
 
@@ -180,9 +181,17 @@ def _show_results(config: RewardModelConfig) -> None:
         guess = 1 / metrics.num_answers
         table = Table("on what was held out", "value", "by chance", box=None, pad_edge=False)
         rows: list[tuple[str, Any, Any]] = [
-            ("accuracy", percent(metrics.accuracy), percent(guess)),
-            ("MRR", fixed(metrics.mrr, 4), fixed(_mrr_by_chance(metrics.num_answers), 4)),
-            ("loss", fixed(metrics.loss, 4), fixed(_loss_by_chance(metrics.num_answers), 4)),
+            ("accuracy", format_percent(metrics.accuracy), format_percent(guess)),
+            (
+                "MRR",
+                format_fixed(metrics.mrr, 4),
+                format_fixed(_mrr_by_chance(metrics.num_answers), 4),
+            ),
+            (
+                "loss",
+                format_fixed(metrics.loss, 4),
+                format_fixed(_loss_by_chance(metrics.num_answers), 4),
+            ),
         ]
         for row in rows:
             table.add_row(*row)
@@ -191,7 +200,8 @@ def _show_results(config: RewardModelConfig) -> None:
         console,
         f"{metrics.num_train:,} comparisons of {metrics.num_answers} answers, "
         f"{metrics.num_test:,} held out · {metrics.num_steps:,} steps in "
-        f"{duration(metrics.elapsed_s)} · epoch {metrics.kept_epoch} of {len(metrics.epochs)}",
+        f"{format_duration(metrics.elapsed_s)}"
+        f" · epoch {metrics.kept_epoch} of {len(metrics.epochs)}",
     )
     say(console, f"reward model  {config.output}")
     term = f'rewards = [{{kind = "model", path = "{config.output}"}}]'

@@ -17,7 +17,7 @@ from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import METRICS_FILE, TRANSCRIPTS_FILE, Transcript, TranscriptTurn
 from ludus.services.cli.console import progress_console, results_console, say
 from ludus.services.cli.records_follower import RecordsFollower
-from ludus.services.transcripts import consequence, heading, outcome
+from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 _LOOK_EVERY_S = 0.5
 _RUNS = Path("runs")
@@ -90,21 +90,21 @@ def _show(console: Console, transcripts: Iterable[Transcript], *, as_json: bool)
 
 def show_transcript(console: Console, transcript: Transcript) -> None:
     """Print an episode: what was shown faintly, what the policy said in full."""
-    console.rule(Text(heading(transcript), style="bold"), align="left", style="dim")
+    console.rule(Text(describe_episode(transcript), style="bold"), align="left", style="dim")
     for turn in transcript.turns:
         _show_turn(console, turn)
     if transcript.num_turns_left_out:
         say(console, f"  ... and {transcript.num_turns_left_out} turns more", "dim")
     if transcript.failure:
         _show_words(console, "failure", transcript.failure, "red")
-    say(console, f"  {outcome(transcript)}\n", "dim")
+    say(console, f"  {describe_outcome(transcript)}\n", "dim")
 
 
 def _show_turn(console: Console, turn: TranscriptTurn) -> None:
     for said in turn.shown:
         _show_words(console, said.role, said.text, "dim")
     _show_words(console, "policy", turn.answer, "bold")
-    came_of_it = consequence(turn)
+    came_of_it = describe_consequence(turn)
     if came_of_it:
         say(console, f"  -> {came_of_it}", "cyan")
 

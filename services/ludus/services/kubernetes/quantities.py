@@ -1,4 +1,4 @@
-"""Amounts of resources as Kubernetes writes them: 500m, 2Gi, 8."""
+"""Kubernetes resource quantities such as 500m, 2Gi and 8."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from ludus.proto.errors import ConfigError
 
 
 def parse_quantity(text: object) -> Decimal:
-    """The amount.
+    """Parse a quantity.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a quantity.
     """
-    from kubernetes.utils.quantity import parse_quantity as parse
+    from kubernetes.utils.quantity import parse_quantity as parse_number
 
     try:
-        return Decimal(parse(str(text)))
+        return Decimal(parse_number(str(text)))
     except ValueError as error:
         raise ConfigError(
-            f"expected an amount of a resource like 500m or 2Gi, got '{text}'"
+            f"expected a resource quantity such as 500m or 2Gi, got '{text}'"
         ) from error
 
 
-def readable(amount: Decimal, resource: str) -> str:
-    """An amount for people: memory in GiB."""
+def format_quantity(amount: Decimal, resource: str) -> str:
+    """Format a quantity for people; memory and storage in GiB."""
     if "memory" in resource or "storage" in resource:
         return f"{amount / 2**30:.1f} GiB"
     return f"{amount.normalize():f}"

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combined
 from ludus.proto.runs import MetricsRow, PolicyResult
-from ludus.services.numbers import compact, fixed, fixed_interval, percent, percent_interval
+from ludus.services.numbers import (
+    format_compact,
+    format_fixed,
+    format_fixed_interval,
+    format_percent,
+    format_percent_interval,
+)
 from ludus.services.report.drawing import Drawing
 from ludus.services.report.line_chart import Frame, Level, LineChart, Mark, Point, draw
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import readable
+from ludus.services.results import readable_policy_name
 
 MEAN_WINDOW = 10
 """Training steps over which the small charts average."""
@@ -43,9 +49,9 @@ WIN_RATE = Measure(
     low=EvalMetric.WIN_RATE_CI95_LOW,
     high=EvalMetric.WIN_RATE_CI95_HIGH,
     of_result=lambda result: (result.win_rate, result.win_rate_ci95),
-    format=percent,
-    format_tick=lambda share: percent(share, 0),
-    format_interval=percent_interval,
+    format=format_percent,
+    format_tick=lambda share: format_percent(share, 0),
+    format_interval=format_percent_interval,
 )
 EXPECTED_RETURN = Measure(
     name="Expected return",
@@ -53,9 +59,9 @@ EXPECTED_RETURN = Measure(
     low=EvalMetric.RETURN_CI95_LOW,
     high=EvalMetric.RETURN_CI95_HIGH,
     of_result=lambda result: (result.expected_return, result.expected_return_ci95),
-    format=lambda value: fixed(value, 3),
-    format_tick=lambda value: fixed(value, 2),
-    format_interval=fixed_interval,
+    format=lambda value: format_fixed(value, 3),
+    format_tick=lambda value: format_fixed(value, 2),
+    format_interval=format_fixed_interval,
 )
 
 
@@ -208,7 +214,7 @@ def _small_charts(
                 raw=[Point(row.num_games_trained, value) for row, value in measured],
                 marks=marks,
             )
-            latest = compact(means[-1][1])
+            latest = format_compact(means[-1][1])
             charts.append(SmallChart(curve.title, curve.unit, latest, draw(chart, SMALL_FRAME)))
     return charts
 
@@ -237,7 +243,10 @@ def _levels(run: RunFiles, environment: str, measure: Measure) -> list[Level]:
             for name, row in rows.items()
             if measure.value in row.values
         }
-    return [Level(readable(name), value, is_goal=name == goal) for name, value in values.items()]
+    return [
+        Level(readable_policy_name(name), value, is_goal=name == goal)
+        for name, value in values.items()
+    ]
 
 
 def _eval_points(run: RunFiles, environment: str, measure: Measure) -> list[Point]:

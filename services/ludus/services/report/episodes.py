@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ludus.proto.runs import Transcript, TranscriptTurn
 from ludus.services.report.markup import Markup, element
-from ludus.services.transcripts import consequence, heading, outcome
+from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
 NUM_SHOWN = 3
 """Episodes of one environment, of the beginning and of the end each."""
@@ -32,7 +32,11 @@ def _episode(transcript: Transcript, *, is_open: bool) -> Markup:
         left_out = element("p", f"... and {transcript.num_turns_left_out} turns more")
     return element(
         "details",
-        element("summary", f"{heading(transcript)} · ", element("em", outcome(transcript))),
+        element(
+            "summary",
+            f"{describe_episode(transcript)} · ",
+            element("em", describe_outcome(transcript)),
+        ),
         *(part for turn in transcript.turns for part in _turn(turn)),
         left_out,
         _words("failure", transcript.failure, "failure") if transcript.failure else None,
@@ -43,7 +47,7 @@ def _episode(transcript: Transcript, *, is_open: bool) -> Markup:
 def _turn(turn: TranscriptTurn) -> list[Markup]:
     parts = [_words(said.role, said.text, "shown") for said in turn.shown]
     parts.append(_words("policy", turn.answer or "(nothing)", "said"))
-    came_of_it = consequence(turn)
+    came_of_it = describe_consequence(turn)
     if came_of_it:
         parts.append(element("p", came_of_it, class_="came"))
     return parts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyChart
-from ludus.services.numbers import fixed, percent
+from ludus.services.numbers import format_fixed, format_percent
 from ludus.services.report.curves import EXPECTED_RETURN, WIN_RATE, learning_curve
 from ludus.services.report.drawing import Drawing, text
 from ludus.services.report.line_chart import Frame
@@ -102,9 +102,9 @@ def _card(run: RunFiles, environment: str, parts: list[Drawing]) -> str:
     if run.summary is not None:
         policy = run.summary.results[environment].report.policy
         if policy.win_rate is not None:
-            title += f", {percent(policy.win_rate)} wins"
+            title += f", {format_percent(policy.win_rate)} wins"
         else:
-            title += f", return {fixed(policy.expected_return, 3)}"
+            title += f", return {format_fixed(policy.expected_return, 3)}"
     return element(
         "svg",
         element("title", title),

@@ -5,10 +5,16 @@ from __future__ import annotations
 from ludus.proto.config import EnvironmentConfig, RunConfig
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, EvalReport, MetricsRow, Summary
-from ludus.services.numbers import duration, fixed, fixed_interval, percent, percent_interval
+from ludus.services.numbers import (
+    format_duration,
+    format_fixed,
+    format_fixed_interval,
+    format_percent,
+    format_percent_interval,
+)
 from ludus.services.report.markup import Markup, element, join
 from ludus.services.report.run_files import RunFiles
-from ludus.services.results import readable
+from ludus.services.results import readable_policy_name
 
 
 def header(run: RunFiles) -> Markup:
@@ -96,18 +102,20 @@ def _progress(run: RunFiles) -> str:
 
 def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) -> list[Markup]:
     start, policy = result.start, result.report.policy
-    before = [f"{percent(start.win_rate)} before training"] if start else []
-    return_before = [f"{fixed(start.expected_return, 3)} before training"] if start else []
+    before = [f"{format_percent(start.win_rate)} before training"] if start else []
+    return_before = [f"{format_fixed(start.expected_return, 3)} before training"] if start else []
     has_wins = policy.win_rate is not None
     tiles = []
     if has_wins:
-        interval = f"{percent_interval(policy.win_rate_ci95)} (95%)"
-        tiles.append(_tile("Win rate", percent(policy.win_rate), [interval, *before], main=True))
+        interval = f"{format_percent_interval(policy.win_rate_ci95)} (95%)"
+        tiles.append(
+            _tile("Win rate", format_percent(policy.win_rate), [interval, *before], main=True)
+        )
     tiles.append(
         _tile(
             "Expected return",
-            fixed(policy.expected_return, 3),
-            [f"{fixed_interval(policy.expected_return_ci95)} (95%)", *return_before],
+            format_fixed(policy.expected_return, 3),
+            [f"{format_fixed_interval(policy.expected_return_ci95)} (95%)", *return_before],
             main=not has_wins,
         )
     )
@@ -118,13 +126,16 @@ def _result_tiles(run: RunFiles, environment: str, result: EnvironmentResult) ->
 
 def _gap_tile(run: RunFiles, environment: str, report: EvalReport, gap: float) -> Markup:
     interval = report.gap_closed_ci95
-    notes = [f"{percent_interval(interval)} (95%)"] if interval else []
+    notes = [f"{format_percent_interval(interval)} (95%)"] if interval else []
     config = run.environment_config(environment)
     low = config.random_policy if config is not None else None
     return _tile(
         "Gap closed",
-        percent(gap),
-        [*notes, f"from {readable(low or 'random')} to {run.reference_name(environment)}"],
+        format_percent(gap),
+        [
+            *notes,
+            f"from {readable_policy_name(low or 'random')} to {run.reference_name(environment)}",
+        ],
     )
 
 
@@ -133,12 +144,14 @@ def _latest_tiles(row: MetricsRow) -> list[Markup]:
     note = f"at step {row.step}, the latest evaluation"
     tiles = []
     if EvalMetric.WIN_RATE in values:
-        tiles.append(_tile("Win rate", percent(values[EvalMetric.WIN_RATE]), [note], main=True))
+        tiles.append(
+            _tile("Win rate", format_percent(values[EvalMetric.WIN_RATE]), [note], main=True)
+        )
     if EvalMetric.RETURN_MEAN in values:
-        mean, is_first = fixed(values[EvalMetric.RETURN_MEAN], 3), not tiles
+        mean, is_first = format_fixed(values[EvalMetric.RETURN_MEAN], 3), not tiles
         tiles.append(_tile("Expected return", mean, [note] * is_first, main=is_first))
     if EvalMetric.GAP_CLOSED in values:
-        tiles.append(_tile("Gap closed", percent(values[EvalMetric.GAP_CLOSED]), []))
+        tiles.append(_tile("Gap closed", format_percent(values[EvalMetric.GAP_CLOSED]), []))
     return tiles
 
 
@@ -150,9 +163,9 @@ def _of_run(run: RunFiles) -> list[Markup]:
         num_games = max(row.num_games_trained for row in run.metrics)
         return [
             _tile("Games trained", f"{num_games:,}", []),
-            _tile("Training time", duration(last.elapsed_s), []),
+            _tile("Training time", format_duration(last.elapsed_s), []),
         ]
-    in_all = f"{duration(summary.wall_seconds_total)} in all"
+    in_all = f"{format_duration(summary.wall_seconds_total)} in all"
     return [
         _tile(
             "Games trained",
@@ -161,7 +174,7 @@ def _of_run(run: RunFiles) -> list[Markup]:
         ),
         _tile(
             "Training time",
-            duration(summary.wall_seconds_training),
+            format_duration(summary.wall_seconds_training),
             [in_all, _workers(summary)],
         ),
     ]

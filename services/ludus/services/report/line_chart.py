@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ludus.services.numbers import axis_count, compact
+from ludus.services.numbers import format_axis_count, format_compact
 from ludus.services.report.drawing import Drawing, hover, line, text
 from ludus.services.report.markup import Markup, element, join, number
 from ludus.services.report.scales import Scale, padded_range, round_ticks, spread
@@ -51,8 +51,8 @@ class LineChart:
     """Noisy measurements behind the line, drawn faintly."""
     levels: Sequence[Level] = ()
     marks: Sequence[Mark] = ()
-    format_y: Callable[[float], str] = compact
-    format_tick: Callable[[float], str] = compact
+    format_y: Callable[[float], str] = format_compact
+    format_tick: Callable[[float], str] = format_compact
     final_label: str | None = None
     """Written at the end of the line, beside the levels' names."""
     x_title: str = ""
@@ -110,7 +110,9 @@ def _grid(chart: LineChart, frame: Frame, x: Scale, y: Scale) -> Markup:
         parts.append(text(x.start - 8, y(value) + 4, chart.format_tick(value), anchor="end"))
     for value in round_ticks(x.low, x.high, frame.num_x_ticks):
         parts.append(line(x(value), y.start, x(value), y.start + 4, "axis"))
-        parts.append(text(x(value), y.start + 18, axis_count(value, x.high), anchor="middle"))
+        parts.append(
+            text(x(value), y.start + 18, format_axis_count(value, x.high), anchor="middle")
+        )
     parts.append(line(x.start, y.start, x.end, y.start, "axis"))
     if chart.x_title:
         middle = (x.start + x.end) / 2

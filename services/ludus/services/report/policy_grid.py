@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ludus.proto.runs import ChartCell, PolicyChart
-from ludus.services.numbers import percent
+from ludus.services.numbers import format_percent
 from ludus.services.report.drawing import Drawing, hover, text
 from ludus.services.report.markup import Markup, element, join
 
@@ -169,7 +169,7 @@ def _opacity(strength: float) -> float:
 
 def _describe(chart: PolicyChart, cell: ChartCell) -> str:
     chances = ", ".join(
-        f"{answer} {percent(probability)}"
+        f"{answer} {format_percent(probability)}"
         for answer, probability in zip(chart.answers, cell.probabilities, strict=True)
     )
     return f"{cell.panel} {cell.row} against {cell.column}: {chances}; best {cell.reference}"

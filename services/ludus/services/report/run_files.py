@@ -26,7 +26,7 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.services.results import readable
+from ludus.services.results import readable_policy_name
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 ValueT = TypeVar("ValueT")
@@ -100,7 +100,7 @@ class RunFiles:
         """What the best policy known is called."""
         config = self.environment_config(environment)
         optimal = config.optimal_policy if config is not None else None
-        return readable(optimal) if optimal else "the reference"
+        return readable_policy_name(optimal) if optimal else "the reference"
 
     def _rows(self, kind: str) -> list[MetricsRow]:
         return [row for row in self.metrics if row.kind == kind]

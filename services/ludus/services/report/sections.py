@@ -12,11 +12,11 @@ from ludus.proto.runs import (
     Summary,
 )
 from ludus.services.numbers import (
-    compact,
-    fixed,
-    fixed_interval,
-    percent,
-    percent_interval,
+    format_compact,
+    format_fixed,
+    format_fixed_interval,
+    format_percent,
+    format_percent_interval,
 )
 from ludus.services.report.curves import (
     EXPECTED_RETURN,
@@ -40,7 +40,7 @@ from ludus.services.report.policy_grid import (
 )
 from ludus.services.report.run_files import RunFiles
 from ludus.services.report.scales import Scale, padded_range
-from ludus.services.results import NamedResult, compared_policies
+from ludus.services.results import NamedResult, compare_policies
 
 POLICY_COLUMNS = ("Policy", "Games", "Wins", "95% interval", "Draws", "Return", "95% interval", "")
 NUMBER_COLUMNS = frozenset({"Games", "Wins", "Draws", "Return"})
@@ -184,7 +184,7 @@ def _small(charts: list[SmallChart]) -> Markup:
 
 
 def _policy_table(result: EnvironmentResult) -> Markup:
-    results = compared_policies(result)
+    results = compare_policies(result)
     ends = [end for named in results for end in named.result.expected_return_ci95]
     scale = Scale(*padded_range(ends), 4, 196)
     heads = [
@@ -228,11 +228,11 @@ def _policy_row(named: NamedResult, scale: Scale) -> Markup:
         "tr",
         element("td", named.name),
         element("td", f"{result.num_games:,}", class_="number"),
-        element("td", percent(result.win_rate), class_="number"),
-        element("td", percent_interval(result.win_rate_ci95), class_="interval"),
-        element("td", percent(result.draw_rate), class_="number"),
-        element("td", fixed(result.expected_return, 3), class_="number"),
-        element("td", fixed_interval(result.expected_return_ci95), class_="interval"),
+        element("td", format_percent(result.win_rate), class_="number"),
+        element("td", format_percent_interval(result.win_rate_ci95), class_="interval"),
+        element("td", format_percent(result.draw_rate), class_="number"),
+        element("td", format_fixed(result.expected_return, 3), class_="number"),
+        element("td", format_fixed_interval(result.expected_return_ci95), class_="interval"),
         element("td", _whisker(result, scale).inline(), class_="forest"),
         class_="trained" if named.is_trained else None,
     )
@@ -240,7 +240,8 @@ def _policy_row(named: NamedResult, scale: Scale) -> Markup:
 
 def _whisker(result: PolicyResult, scale: Scale) -> Drawing:
     """The return and its interval as a dot on a line."""
-    label = f"{fixed(result.expected_return, 3)} ({fixed_interval(result.expected_return_ci95)})"
+    interval = format_fixed_interval(result.expected_return_ci95)
+    label = f"{format_fixed(result.expected_return, 3)} ({interval})"
     low, high = result.expected_return_ci95
     body = hover(
         label,
@@ -258,12 +259,12 @@ def _run_facts(summary: Summary) -> list[tuple[str, str]]:
         ("Learner ranks", str(summary.num_learner_ranks)),
         ("Weight syncs", f"{summary.weight_syncs:,}"),
         ("Canary failures", f"{summary.canary_failures:,}"),
-        ("Largest canary error", f"{compact(summary.canary_max_error)} nats"),
+        ("Largest canary error", f"{format_compact(summary.canary_max_error)} nats"),
         ("Largest staleness in versions", str(summary.max_staleness_seen)),
         ("Environment restarts", f"{summary.environment_restarts:,}"),
         ("Learner restarts", f"{summary.learner_restarts:,}"),
         ("Groups lost with a learner", f"{summary.groups_rolled_back:,}"),
-        ("Invalid answers", percent(summary.invalid_rate, 2)),
+        ("Invalid answers", format_percent(summary.invalid_rate, 2)),
         ("Episodes lost", f"{summary.episodes_lost:,}"),
         ("Episodes failed", f"{summary.episodes_failed:,}"),
         *(("Environment", result.environment) for result in summary.results.values()),

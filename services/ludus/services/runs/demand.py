@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ludus.services.kubernetes.api import JsonObject
-from ludus.services.kubernetes.quantities import parse_quantity, readable
+from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
 from ludus.services.runs.manifest import head_template, pod_containers, worker_groups
 
 _AUTOSCALER = {"cpu": "500m", "memory": "512Mi"}
@@ -75,8 +75,8 @@ def why_no_node_fits(demand: PodDemand, nodes: list[JsonObject]) -> str:
         most = max(_allocatable(node, resource) for node in allowed)
         if most < amount:
             return (
-                f"a {demand.role} pod asks for {readable(amount, resource)} of {resource}, and no "
-                f"node that lets it in has more than {readable(most, resource)}"
+                f"a {demand.role} pod asks for {format_quantity(amount, resource)} of {resource},"
+                f" and no node that lets it in has more than {format_quantity(most, resource)}"
             )
     return f"a {demand.role} pod fits on no node: none has all that it asks for at once"
 
@@ -162,13 +162,14 @@ def quota_shortages(totals: Mapping[str, Decimal], quota: JsonObject) -> Iterato
         free = limit - parse_quantity((status.get("used") or {}).get(resource, 0))
         if wanted > limit:
             yield (
-                f"the run begins with {readable(wanted, resource)} of {resource}, and quota "
-                f"'{name}' allows {readable(limit, resource)}; ask for more, or lower "
+                f"the run begins with {format_quantity(wanted, resource)} of {resource}, and quota "
+                f"'{name}' allows {format_quantity(limit, resource)}; ask for more, or lower "
                 "learner.num_ranks, rollout.min_workers or the resources in the release's values"
             )
         elif wanted > free:
             yield (
-                f"the run begins with {readable(wanted, resource)} of {resource}, and quota "
-                f"'{name}' has {readable(free, resource)} left of {readable(limit, resource)}; "
-                "wait until others end (ludus list), or stop one (ludus stop NAME)"
+                f"the run begins with {format_quantity(wanted, resource)} of {resource}, and quota "
+                f"'{name}' has {format_quantity(free, resource)} left of"
+                f" {format_quantity(limit, resource)}; wait until others end (ludus list),"
+                " or stop one (ludus stop NAME)"
             )

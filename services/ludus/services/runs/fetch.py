@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ludus.proto.errors import ClusterError, ConfigError, NotFoundError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, CONFIG_FILE, LOG_FILE
-from ludus.services.kubernetes.exec import output_of
+from ludus.services.kubernetes.exec import stream_command_output
 from ludus.services.runs.cluster import RunsCluster
 from ludus.services.runs.platform import Release
 from ludus.services.runs.reader import Place, reading_place
@@ -79,7 +79,7 @@ async def read_log(cluster: RunsCluster, release: Release, run: str) -> str:
     """
     async with reading_place(cluster, release, run) as place:
         path = f"{place.output_dir}/{run}/{LOG_FILE}"
-        parts = output_of(
+        parts = stream_command_output(
             cluster.api,
             cluster.namespace,
             place.pod,
@@ -100,7 +100,9 @@ async def _receive(
 ) -> None:
     path = f"{place.output_dir}/{run}"
     command = ("python", "-c", _PACK, path, *left)
-    stream = output_of(cluster.api, cluster.namespace, place.pod, place.container, command)
+    stream = stream_command_output(
+        cluster.api, cluster.namespace, place.pod, place.container, command
+    )
     try:
         async with aclosing(stream) as parts:
             async for part in parts:

@@ -162,7 +162,7 @@ async def _queue(cluster: RunsCluster, manifests: RunManifests) -> AsyncIterator
 
 
 def _queue_shortages(queue: str, backing: JsonObject, manifests: RunManifests) -> list[str]:
-    from ludus.services.kubernetes.quantities import parse_quantity, readable
+    from ludus.services.kubernetes.quantities import format_quantity, parse_quantity
 
     spec = backing.get("spec") or {}
     if spec.get("cohort") or spec.get("cohortName"):
@@ -179,9 +179,9 @@ def _queue_shortages(queue: str, backing: JsonObject, manifests: RunManifests) -
         wanted = totals.get("pods" if resource == "pods" else f"requests.{resource}")
         if wanted is not None and wanted > quota:
             said.append(
-                f"the run begins with {readable(wanted, resource)} of {resource}, and queue "
-                f"'{queue}' never gives more than {readable(quota, resource)}: it would wait for "
-                "ever; ask for more, or lower learner.num_ranks or rollout.min_workers"
+                f"the run begins with {format_quantity(wanted, resource)} of {resource}, and queue "
+                f"'{queue}' never gives more than {format_quantity(quota, resource)}: it would wait"
+                " for ever; ask for more, or lower learner.num_ranks or rollout.min_workers"
             )
     return said
 
