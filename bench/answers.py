@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from ludus.proto.config import TinyModel
 from ludus.proto.runs import CHECKPOINTS_FOLDER
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.checkpoint import model_folder, newest_checkpoint
-from ludus.trainer.interfaces import EngineRequest
+from ludus.trainer.core.interfaces import EngineRequest
+from ludus.trainer.core.streams import mix
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
-from ludus.trainer.streams import mix
-from ludus.trainer.types import Sampling
+from ludus.trainer.run.checkpoint import model_folder, newest_checkpoint
 
 _START = "initial_model"
 

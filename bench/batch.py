@@ -32,8 +32,7 @@ from machine import setting
 from ludus.proto.config import RunConfig
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.data.batch import make_batch
-from ludus.trainer.types import (
+from ludus.trainer.core.types import (
     Batch,
     Completion,
     Rollout,
@@ -43,6 +42,7 @@ from ludus.trainer.types import (
     Turn,
     join_turns,
 )
+from ludus.trainer.data.batch import make_batch
 
 RESULTS = Path(__file__).parent / "results" / "batch.json"
 NUM_TOKENS = 1_000_000

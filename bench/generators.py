@@ -51,10 +51,10 @@ def measure(engine_name: str, model_path: str) -> None:
     import torch
 
     from ludus.proto.config import load_run_config
-    from ludus.trainer.interfaces import EngineRequest
+    from ludus.trainer.core.interfaces import EngineRequest
+    from ludus.trainer.core.types import Sampling
     from ludus.trainer.models.chat import ChatTokenizer
     from ludus.trainer.rollout.engines import make_engine
-    from ludus.trainer.types import Sampling
 
     torch.set_num_threads(1)
     run = load_run_config(None, [f"generator.kind={engine_name}", "rollout.max_tokens=64"])

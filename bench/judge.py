@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig, TransformersGenerator
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.player import make_player
-from ludus.trainer.types import Sampling
 
 MAX_SESSIONS = 1024
 FIRST_SEED = 2**31

@@ -35,13 +35,13 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig, TinyModel
 from ludus.proto.config import load_run_config as load
+from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner, LearnerSpec
 from ludus.trainer.learner.warm_start import Conversation, Exchange, texts_of, to_sample
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.renderer import make_renderer
-from ludus.trainer.types import Batch, Coefficients, TrainingSample
 
 ROOT = Path(__file__).parents[1]
 NUM_DEALS, GAMES_PER_DEAL = 256, 4

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from ludus.trainer.summary import installed_versions
+from ludus.trainer.run.summary import installed_versions
 
 
 def setting() -> dict[str, object]:

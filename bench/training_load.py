@@ -24,13 +24,13 @@ from environment_load import Counts, answer_windows
 from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
 from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.trainer.core.types import Completion, GroupSpec, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import make_player
-from ludus.trainer.types import Completion, GroupSpec, Sampling
 
 RUN = Path(__file__).parents[1] / "examples" / "blackjack" / "tiny.toml"
 ANSWERS = ("HIT", "STAND")

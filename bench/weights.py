@@ -31,7 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.core.types import CanaryPrompt
 from ludus.trainer.weights import VersionStore, cast_floats, make_manifest
 from ludus.trainer.weights.manifest import raw_bytes
 

@@ -15,7 +15,7 @@ from ludus.proto.metrics import (
     TrainSeries,
     prometheus_name,
 )
-from ludus.trainer.sinks.prometheus import declared_series
+from ludus.trainer.run.sinks.prometheus import declared_series
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 INTRODUCTION = """# Metrics of a run

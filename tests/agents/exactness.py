@@ -31,13 +31,13 @@ from ludus.trainer.agents.endpoint import Access, Endpoint
 from ludus.trainer.agents.exchange import Asked, ChatMessage, FunctionCall, Said
 from ludus.trainer.agents.tree import ConversationTree
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.types import Completion, Sampling, TokenSequence
 from ludus.trainer.learner.warm_start import Exchange, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
-from ludus.trainer.types import Completion, Sampling, TokenSequence
 from tests.agents.random_policy import TOOL, WORDS, Sampled
 from tests.agents.wild_agent import WildAgent, check_exact
 

@@ -11,9 +11,9 @@ import json
 import random
 from dataclasses import dataclass
 
+from ludus.trainer.core.types import Completion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.types import Completion, Sampling
 
 WORDS = ("red", "green", "blue box", "the key is here", "STOP", "one STOP two", "a\nb", "ü?")
 TOOL = {

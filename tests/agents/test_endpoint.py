@@ -21,9 +21,9 @@ from ludus.env.types import Tool
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.agents.endpoint import Endpoint, Episode
 from ludus.trainer.agents.tree import ConversationTree
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.tool_calls import ToolCall
-from ludus.trainer.types import Sampling
 from tests.agents.random_policy import TOOL, tiny_chat
 from tests.rollout.scripted_policy import ScriptedPolicy
 

@@ -28,12 +28,12 @@ from ludus.trainer.agents.endpoint import Access
 from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.agents.runners import ProgramRunner, check_agent
 from ludus.trainer.agents.task import AgentTask
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tool_adapter import Toolbox
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus
 from tests.agents import functions
 from tests.rollout.calculator_env import CalculatorEnv
 from tests.rollout.scripted_policy import SAMPLING, make_player

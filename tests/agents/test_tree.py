@@ -12,9 +12,9 @@ from ludus.proto.config import GrpoConfig, RolloutConfig
 from ludus.trainer.agents.api_error import LimitError
 from ludus.trainer.agents.exchange import Asked, ChatMessage, Said
 from ludus.trainer.agents.tree import ConversationTree
+from ludus.trainer.core.types import Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.types import Rollout, RolloutGroup, RolloutStatus, Sampling
 from tests.agents.random_policy import TOOL, RandomPolicy, tiny_chat
 from tests.agents.wild_agent import WildAgent, check_exact, sent_back
 

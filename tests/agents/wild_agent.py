@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ludus.trainer.agents.exchange import Answerer, Asked, ChatMessage, FunctionCall, Said
-from ludus.trainer.types import TokenSequence
+from ludus.trainer.core.types import TokenSequence
 from tests.agents.random_policy import TOOL, WORDS, Sampled
 
 

@@ -28,8 +28,7 @@ from ludus.trainer.algorithms.logits import entropy, token_logprobs
 from ludus.trainer.algorithms.moments import moments, whiten
 from ludus.trainer.algorithms.policy_loss import policy_gradient_loss
 from ludus.trainer.algorithms.value_loss import value_loss
-from ludus.trainer.data.batch import make_batch, shuffle_rewards
-from ludus.trainer.types import (
+from ludus.trainer.core.types import (
     Batch,
     Completion,
     Rollout,
@@ -38,6 +37,7 @@ from ludus.trainer.types import (
     Turn,
     join_turns,
 )
+from ludus.trainer.data.batch import make_batch, shuffle_rewards
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from ludus.proto.config import RunConfig
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
-from ludus.trainer.checkpoint import RunState, newest_checkpoint, read_state
 from ludus.trainer.data.counts import total
+from ludus.trainer.run.checkpoint import RunState, newest_checkpoint, read_state
 from tests.e2e.runs import Run, processes_of
 
 ROLLOUT_WORKER, LEARNER_RANK, ENVIRONMENT_SERVER = "RolloutWorker", "Learner", " ludus.env "

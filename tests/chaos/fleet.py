@@ -17,15 +17,15 @@ from ludus.trainer.actors.cluster import start_ray
 from ludus.trainer.actors.placement import Placement, on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.build import make_learner_spec
+from ludus.trainer.core.interfaces import PublishedWeights, StateDict
+from ludus.trainer.core.types import CanaryPrompt, GroupSpec
 from ludus.trainer.data.seeds import group_seeds
-from ludus.trainer.environments import Environment, connected, local_servers
-from ludus.trainer.interfaces import PublishedWeights, StateDict
+from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import LearnerSpec
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.prepare import make_canary, prepare_model
-from ludus.trainer.types import CanaryPrompt, GroupSpec
+from ludus.trainer.setup.environments import Environment, connected, local_servers
+from ludus.trainer.setup.prepare import make_canary, prepare_model
 from ludus.trainer.weights import VersionStore, make_manifest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"

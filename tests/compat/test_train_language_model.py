@@ -21,7 +21,7 @@ from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LM
 from ludus.trainer.compat.gymformer.trainer.language_run import make_run
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.run_folder import path_of
+from ludus.trainer.run.folder import path_of
 from tests.compat.readme_environment import SummarizationEnv as Printed
 from tests.compat.tiny_models import tiny_model
 

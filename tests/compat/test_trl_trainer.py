@@ -16,8 +16,8 @@ from ludus.trainer.compat.trl import GRPOConfig, GRPOTrainer, generate_rollout_c
 from ludus.trainer.compat.trl.dataset import PromptRows
 from ludus.trainer.compat.trl.history import TrainerState
 from ludus.trainer.compat.trl.run_settings import Batches
-from ludus.trainer.functions import import_object
-from ludus.trainer.parts import Step
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.driver.parts import Step
 
 ROWS = [{"prompt": f"word {n}", "answer": n} for n in range(16)]
 TINY = {"kind": "tiny", "max_tokens": 128}

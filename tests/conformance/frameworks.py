@@ -29,7 +29,8 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import AgentConfig, RolloutConfig, TinyModel
 from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.agents.warm_start import AgentGames
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
 from ludus.trainer.learner.warm_start import Conversation, texts_of, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
@@ -38,7 +39,6 @@ from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling
 from tests.agents.exactness import Recorded, logprob_error
 from tests.agents.wild_agent import check_exact
 

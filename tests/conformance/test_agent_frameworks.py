@@ -16,7 +16,7 @@ from upstream_environment import UpstreamEnvironmentError
 from ludus.proto.config import RolloutConfig
 from ludus.trainer.agents.endpoint import Endpoint
 from ludus.trainer.agents.tree import ConversationTree
-from ludus.trainer.types import Completion, Sampling
+from ludus.trainer.core.types import Completion, Sampling
 from tests.agents.exactness import Recorded
 from tests.agents.random_policy import tiny_chat
 from tests.agents.wild_agent import check_exact

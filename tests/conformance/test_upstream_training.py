@@ -9,9 +9,9 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.metrics import TrainMetric
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.types import RolloutStatus
 from tests.conformance.parties import upstream_server
 from tests.e2e.runs import start_run
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player

@@ -23,9 +23,9 @@ from ludus.trainer.actors import supervisor, worker_process
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.types import CanaryPrompt, GroupSpec, RolloutGroup, WeightManifest
 from ludus.trainer.data.buffer import Refusal
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, WeightManifest
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 

@@ -19,16 +19,9 @@ from ludus.proto.config import RunConfig
 from ludus.proto.errors import BufferLostError, LearnerLostError
 from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
-from ludus.trainer.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
-from ludus.trainer.controller import Controller
-from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.parts import Parts
-from ludus.trainer.processes import Slot
-from ludus.trainer.run_folder import RunFolder
-from ludus.trainer.schedule import in_steps
-from ludus.trainer.types import (
+from ludus.trainer.actors.processes import Slot
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.types import (
     Batch,
     CanaryPrompt,
     Coefficients,
@@ -38,6 +31,13 @@ from ludus.trainer.types import (
     WeightManifest,
     lost_group,
 )
+from ludus.trainer.data.buffer import BufferState, GroupSummary, Refusal, TakenBatch
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.parts import Parts
+from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, newest_checkpoint, read_state
+from ludus.trainer.run.folder import RunFolder
+from ludus.trainer.run.schedule import in_steps
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 

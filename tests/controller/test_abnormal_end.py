@@ -17,11 +17,11 @@ from ludus.proto.errors import (
     UnavailableError,
 )
 from ludus.trainer.__main__ import main
-from ludus.trainer.checkpoint import list_checkpoints, newest_checkpoint, read_state, step_of
-from ludus.trainer.controller import Controller
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.types import SavedFile
+from ludus.trainer.driver.controller import Controller
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.types import SavedFile
+from ludus.trainer.run.checkpoint import list_checkpoints, newest_checkpoint, read_state, step_of
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -178,7 +178,7 @@ async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_ru
 async def test_a_learner_that_does_not_answer_holds_up_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("ludus.trainer.driver.controller._LAST_CHECKPOINT_TIMEOUT_S", 0.2)
     run = make_run(tmp_path)
     run.prepare = Failure(run, 4, Broken("a bug")).prepare
 
@@ -239,7 +239,7 @@ def test_the_command_line_says_what_to_continue_from(
         error.add_note("continue with --resume from step 7")
         raise error
 
-    monkeypatch.setattr("ludus.trainer.main.train", fail)
+    monkeypatch.setattr("ludus.trainer.driver.main.train", fail)
     (tmp_path / "run.toml").write_text('name = "run"')
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 1
     said = "error: the server is away; continue with --resume from step 7\n"

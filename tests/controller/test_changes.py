@@ -11,10 +11,10 @@ from ludus.proto.config import RunConfig, load_run_config, run_config_from
 from ludus.proto.config.changes import in_words
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
-from ludus.trainer.changes import changes_since
-from ludus.trainer.metrics import StepValues
-from ludus.trainer.run_folder import RunFolder
-from ludus.trainer.trainer import Trainer
+from ludus.trainer.driver.trainer import Trainer
+from ludus.trainer.run.changes import changes_since
+from ludus.trainer.run.folder import RunFolder
+from ludus.trainer.run.metrics import StepValues
 from tests.controller.test_checkpoints import save
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"

@@ -9,9 +9,9 @@ import pytest
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import CHECKPOINTS_FOLDER
-from ludus.trainer import checkpoint
-from ludus.trainer.checkpoint import CheckpointFolder, RunState, check_streams, read_state
-from ludus.trainer.trainer import Trainer
+from ludus.trainer.driver.trainer import Trainer
+from ludus.trainer.run import checkpoint
+from ludus.trainer.run.checkpoint import CheckpointFolder, RunState, check_streams, read_state
 
 
 def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.checkpoint import (
+from ludus.trainer.core.types import SavedFile
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     RunState,
     list_checkpoints,
     newest_checkpoint,
     read_state,
 )
-from ludus.trainer.controller import Controller
-from ludus.trainer.types import SavedFile
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 
 pytestmark = pytest.mark.timeout(120)
@@ -60,7 +60,7 @@ def truncate(file: Path) -> None:
 async def test_what_a_rank_wrote_elsewhere_is_no_checkpoint_and_removes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr("ludus.trainer.checkpoint._APPEARS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("ludus.trainer.run.checkpoint._APPEARS_TIMEOUT_S", 0.0)
     await save(tmp_path, 5, keep=1)
     checkpoints = CheckpointFolder(tmp_path, keep=1)
     with (
@@ -102,7 +102,9 @@ async def test_a_file_that_appears_late_is_waited_for(
         late = aside / "learner" / "__1_0.distcp"
         text = late.read_text()
         late.unlink()
-        monkeypatch.setattr("ludus.trainer.checkpoint.time.sleep", lambda _: late.write_text(text))
+        monkeypatch.setattr(
+            "ludus.trainer.run.checkpoint.time.sleep", lambda _: late.write_text(text)
+        )
         checkpoint = await checkpoints.commit(aside, RunState(step=10), written)
     assert checkpoint == newest_checkpoint(tmp_path)
 

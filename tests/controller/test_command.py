@@ -10,8 +10,8 @@ import pytest
 
 from ludus.proto.config import run_config_from
 from ludus.trainer import __main__ as command
-from ludus.trainer.build import resolved
-from ludus.trainer.main import _named_checkpoint
+from ludus.trainer.driver.build import resolved
+from ludus.trainer.driver.main import _named_checkpoint
 
 
 def test_a_full_disk_is_a_sentence(

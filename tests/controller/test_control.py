@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
-from ludus.trainer import control
+from ludus.trainer.run import control
 from tests.env.polling import eventually
 
 
@@ -34,7 +34,7 @@ class Followed:
 async def followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     monkeypatch.setattr(control, "_INTERVAL_S", 0.01)
     run = Followed(folder)
-    task = asyncio.create_task(control.follow(folder, run.workers, run.stop))
+    task = asyncio.create_task(control.follow(folder, run.workers.resize, run.stop))
     yield run
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

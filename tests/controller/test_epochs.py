@@ -11,11 +11,11 @@ import pytest
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import read_metrics
-from ludus.trainer.controller import Controller
+from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.data.seeds import GroupSeeds
-from ludus.trainer.schedule import in_steps
-from ludus.trainer.types import GroupSpec
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.run.schedule import in_steps
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.controller.test_recovery import die_in
 

@@ -15,12 +15,12 @@ from ludus.env.types import TextView
 from ludus.proto.config import RewardTerm
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
 from ludus.proto.metrics import TrainMetric
-from ludus.trainer.controller import Controller
+from ludus.trainer.core.types import GroupSpec, RolloutGroup
+from ludus.trainer.driver.controller import Controller
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.rewards import Reward
-from ludus.trainer.types import GroupSpec, RolloutGroup
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.rollout.scripted_policy import SAMPLING, make_player
 

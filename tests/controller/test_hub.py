@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import Resume
+from ludus.trainer.checks.preflight import preflight
 from ludus.trainer.models import load
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.preflight import preflight
-from ludus.trainer.prepare import check_model_path
+from ludus.trainer.setup.prepare import check_model_path
 
 MODEL = "nobody/model"
 

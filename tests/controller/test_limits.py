@@ -12,9 +12,9 @@ from ludus.proto.config import RayWeightStore, RunConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.build import make_learner_spec
-from ludus.trainer.tasks import limited
-from ludus.trainer.types import Coefficients
+from ludus.trainer.core.tasks import limited
+from ludus.trainer.core.types import Coefficients
+from ludus.trainer.driver.build import make_learner_spec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +41,7 @@ async def test_what_is_waited_for_is_said_meanwhile(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("ludus.trainer.tasks._SAY_EVERY_S", 0.001)
+    monkeypatch.setattr("ludus.trainer.core.tasks._SAY_EVERY_S", 0.001)
     with pytest.raises(TimeoutError):
         await limited(forever([]), "a friend", timeout_s=0.02, setting="patience")
     assert "waiting for a friend" in caplog.text

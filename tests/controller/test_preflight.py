@@ -14,9 +14,9 @@ from ludus.proto.config import load_run_config
 from ludus.proto.errors import UserError
 from ludus.proto.run_lock import RunLock
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume
-from ludus.trainer.checkpoint import CheckpointFolder, RunState
-from ludus.trainer.functions import name_of
-from ludus.trainer.preflight import preflight
+from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.core.functions import name_of
+from ludus.trainer.run.checkpoint import CheckpointFolder, RunState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
@@ -72,7 +72,7 @@ async def test_a_resume_with_other_random_numbers_is_told(
     checkpoints = CheckpointFolder(tmp_path / "run" / CHECKPOINTS_FOLDER, keep=1)
     with checkpoints.writing(5) as aside:
         await checkpoints.commit(aside, RunState(step=5), [])
-    monkeypatch.setattr("ludus.trainer.checkpoint.STREAMS_VERSION", 2)
+    monkeypatch.setattr("ludus.trainer.run.checkpoint.STREAMS_VERSION", 2)
     with pytest.raises(UserError, match="streams of version 2, got 1"):
         await asyncio.to_thread(check, tmp_path, resume=Resume.ALWAYS)
 

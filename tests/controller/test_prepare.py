@@ -14,11 +14,11 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
-from ludus.trainer.environments import Environment
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.prepare import check_first_prompts, make_canary, prepare_model
 from ludus.trainer.rollout.renderer import make_renderer
+from ludus.trainer.setup.environments import Environment
+from ludus.trainer.setup.prepare import check_first_prompts, make_canary, prepare_model
 from tests.env.counting_env import CountObservation
 from tests.rollout.fragile_env import FragileEnv
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import BufferLostError, LearnerLostError, WeightSyncError
-from ludus.trainer.checkpoint import newest_checkpoint, read_state
-from ludus.trainer.controller import Controller
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.types import GroupSpec, SavedFile
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.types import GroupSpec, SavedFile
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.run.checkpoint import newest_checkpoint, read_state
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers, at_once
 
 pytestmark = pytest.mark.timeout(120)

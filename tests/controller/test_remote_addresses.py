@@ -12,10 +12,11 @@ import pytest
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer import build, environments
-from ludus.trainer.build import infrastructure_of
-from ludus.trainer.environments import check_remote
-from ludus.trainer.preflight import preflight
+from ludus.trainer.checks.preflight import preflight
+from ludus.trainer.driver import build
+from ludus.trainer.driver.build import infrastructure_of
+from ludus.trainer.setup import environments
+from ludus.trainer.setup.environments import check_remote
 from tests.env.served import port_of_nobody
 
 

@@ -13,10 +13,10 @@ from ludus.proto.config import RunConfig
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.trainer.actors import rollout_worker
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor
-from ludus.trainer.interfaces import FetchedWeights, PublishedWeights
+from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.reward_models import RewardModels
-from ludus.trainer.types import Sampling
 from tests.controller.fake_workers import groups_of, weights_of
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ludus.proto.config import RunConfig
-from ludus.trainer.schedule import coefficients
+from ludus.trainer.run.schedule import coefficients
 
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):

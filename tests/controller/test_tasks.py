@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ludus.proto.errors import GroupMismatchError
-from ludus.trainer.tasks import Tasks, together
+from ludus.trainer.core.tasks import Tasks, together
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,8 +19,8 @@ from ludus.proto.errors import (
 )
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
-from ludus.trainer.controller import Controller
-from ludus.trainer.evaluation import Evaluator
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.evaluation import Evaluator
 from tests.controller.fake_workers import FakeActor, FakeFleet, Method, weights_of
 from tests.controller.simulated_run import SimulatedRun, SimulatedWorkers
 from tests.env.polling import eventually

@@ -16,9 +16,9 @@ from ludus.env import Transition
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RunConfig
-from ludus.trainer.environments import Environment
-from ludus.trainer.prepare import prepare_model
 from ludus.trainer.rollout.renderer import make_renderer
+from ludus.trainer.setup.environments import Environment
+from ludus.trainer.setup.prepare import prepare_model
 from tests.env.counting_env import CountAction, CountingEnv, CountObservation
 
 NUM_GAMES = 120

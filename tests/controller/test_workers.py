@@ -12,7 +12,7 @@ import pytest
 from ludus.proto.errors import CanaryError, EngineLostError, WeightSyncError, WorkerStartError
 from ludus.trainer.actors import worker_process
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.interfaces import PublishedWeights
 from tests.controller.fake_workers import FakeActor, FakeFleet, groups_of, weights_of
 from tests.env.polling import eventually, move_loop_clock, turns_of_the_loop
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ludus.trainer.types import (
+from ludus.trainer.core.types import (
     Rollout,
     RolloutGroup,
     RolloutStatus,

@@ -10,9 +10,9 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
+from ludus.trainer.core.types import RolloutGroup
 from ludus.trainer.data.admission import Admission
 from ludus.trainer.data.buffer import GroupBuffer
-from ludus.trainer.types import RolloutGroup
 from tests.data.rollouts import make_group
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ludus.proto.config import GrpoConfig, PpoConfig, ReinforceConfig
-from ludus.trainer.data.batch import collate, make_batch, shuffle_rewards
-from ludus.trainer.types import (
+from ludus.trainer.core.types import (
     Batch,
     Completion,
     Rollout,
@@ -25,6 +24,7 @@ from ludus.trainer.types import (
     TurnSpan,
     join_turns,
 )
+from ludus.trainer.data.batch import collate, make_batch, shuffle_rewards
 from tests.data.rollouts import make_group, make_rollout
 
 PPO = PpoConfig()

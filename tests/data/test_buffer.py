@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ludus.trainer.core.types import GroupSpec, lost_group
 from ludus.trainer.data.buffer import GroupBuffer, Refusal
 from ludus.trainer.data.counts import RolloutCounts, total
-from ludus.trainer.types import GroupSpec, lost_group
 from tests.data.rollouts import make_group
 
 

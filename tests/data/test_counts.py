@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ludus.trainer.checkpoint import RunState
+from ludus.trainer.core.types import RolloutStatus, ScoredTerm
 from ludus.trainer.data.counts import RolloutCounts, TermSum, count_group, total
-from ludus.trainer.types import RolloutStatus, ScoredTerm
+from ludus.trainer.run.checkpoint import RunState
 from tests.data.rollouts import make_group
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ludus.env.evaluation import EpisodeOutcome, summarize
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.checkpoint import RunState
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture, MixtureState
 from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.run.checkpoint import RunState
 
 
 def make_run(weights: dict[str, float], **rest: object) -> RunConfig:

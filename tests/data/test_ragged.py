@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from ludus.trainer.ragged import Ragged
+from ludus.trainer.core.ragged import Ragged
 
 ROWS = [[1, 2, 3], [], [4]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ludus.services.cli.trainer_process import STOP_GRACE_S
-from ludus.trainer.checkpoint import RunState
+from ludus.trainer.run.checkpoint import RunState
 from tests.e2e.runs import start_run, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -12,7 +12,7 @@ from ludus.env.client import AsyncEnvClient, EnvClient
 from ludus.proto.config.environment import ClientTls, RemoteEnvironment
 from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
-from ludus.trainer.environments import how_to_reach
+from ludus.trainer.setup.environments import how_to_reach
 from tests.env.served import address_of, running
 from tests.gateway.gateways import FAST, NAME, served
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForSequenceClassification
 
 from ludus.proto.config import GrpoConfig, HeadCritic, ModelCritic, NoCorrection, PpoConfig
 from ludus.proto.errors import CheckpointError, ConfigError
+from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.reward_model import RewardModel
-from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
 
 STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)

@@ -21,11 +21,11 @@ from transformers import (
 
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
+from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.models.tiny import save
-from ludus.trainer.ragged import Ragged
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
 PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)

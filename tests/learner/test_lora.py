@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ludus.proto.config import GrpoConfig, LoraConfig
-from ludus.trainer.types import CanaryPrompt, Coefficients
+from ludus.trainer.core.types import CanaryPrompt, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner
 
 pytestmark = pytest.mark.slow

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.attention_check import can_pack_trees
 from ludus.trainer.learner.micro_batches import (
@@ -21,7 +22,6 @@ from ludus.trainer.learner.micro_batches import (
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.learner.packing import RowCosts, lay_out
 from ludus.trainer.models.load import load_language_model
-from ludus.trainer.types import Batch, TrainingSample
 from tests.learner.tiny_policy import make_batch
 
 SHARE_ALL = RowCosts(per_token=1.0, per_pair=0.0)

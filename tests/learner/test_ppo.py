@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, HeadCritic, PpoConfig, ReinforceConfig
 from ludus.proto.errors import CheckpointError
+from ludus.trainer.core.types import Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.algorithm import make_algorithm
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.micro_batches import one_micro_batch
 from ludus.trainer.learner.model import PolicyOutput
-from ludus.trainer.types import Coefficients, TrainingSample
 from tests.learner.tiny_policy import make_batch, make_learner, make_samples
 
 STEP = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)

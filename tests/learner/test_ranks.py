@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, ModelCritic, PpoConfig
 from ludus.trainer.actors.learner import LearnerActor
+from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.process_group import leave_process_group
-from ludus.trainer.types import Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.types import SavedFile
+from ludus.trainer.core.types import SavedFile
 from tests.learner.tiny_policy import make_learner
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.types import Batch, Coefficients
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.learner.step_metrics import StepMetrics
-from ludus.trainer.ragged import Ragged
-from ludus.trainer.types import Batch, Coefficients
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
 
 PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)

@@ -12,10 +12,10 @@ from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.types import Transition
 from ludus.proto.config import LocalEnvironment, RunConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.environments import Environment
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.prepare import prepare_model
 from ludus.trainer.rollout.renderer import ServerRenderer
+from ludus.trainer.setup.environments import Environment
+from ludus.trainer.setup.prepare import prepare_model
 from tests.env.counting_env import CountingEnv, CountingRenderer, CountObservation
 from tests.rollout.calculator_env import CalculatorEnv
 

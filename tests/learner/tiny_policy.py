@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from ludus.proto.config import AlgorithmConfig, GrpoConfig, LearnerConfig, LoraConfig, TinyModel
+from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner, LearnerSpec
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
-from ludus.trainer.types import Batch, TrainingSample
 
 TEXTS = ["hard 16 vs 10", "HIT", "STAND", "soft 18 vs A"]
 VOCABULARY = 290

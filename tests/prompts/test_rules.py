@@ -8,7 +8,7 @@ import pytest
 
 from ludus.proto.config import load_run_config
 from ludus.proto.runs import Resume
-from ludus.trainer.preflight import preflight
+from ludus.trainer.checks.preflight import preflight
 from ludus.trainer.rollout.reward_function import check_columns
 from prompts_env import rules
 

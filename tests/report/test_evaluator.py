@@ -9,7 +9,7 @@ from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.types import JsonObject
 from ludus.proto.config import EvalConfig, LocalEnvironment
 from ludus.proto.errors import EpisodesFailedError
-from ludus.trainer.evaluation import Evaluator, eval_seeds, play_baselines
+from ludus.trainer.driver.evaluation import Evaluator, eval_seeds, play_baselines
 from tests.report.test_evaluation import CoinClient, guess
 
 FIRST_SEED = 2**31

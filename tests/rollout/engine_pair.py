@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ludus.proto.config import TinyModel, VllmGenerator
-from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest
+from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest
+from ludus.trainer.core.types import CanaryPrompt, Sampling
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.transformers_engine import TransformersEngine
 from ludus.trainer.rollout.vllm_environment import vllm_environment
-from ludus.trainer.types import CanaryPrompt, Sampling
 
 MAX_TOKENS = 128
 END_TOKEN_ID = 1

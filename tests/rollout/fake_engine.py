@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Collection
 
-from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.types import CanaryPrompt
 
 
 class FakeEngine:

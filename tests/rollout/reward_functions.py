@@ -9,9 +9,9 @@ from typing import Any
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionParseError
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import Ended
-from ludus.trainer.types import RolloutStatus
 
 CALLS: list[dict[str, list[Any]]] = []
 """What `remember` was called with."""

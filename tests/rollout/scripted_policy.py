@@ -8,10 +8,10 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig
+from ludus.trainer.core.types import Completion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.types import Completion, Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=8)
 LIMITS = RolloutConfig(max_completion_tokens=8, max_tokens=256)

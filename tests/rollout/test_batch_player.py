@@ -17,6 +17,7 @@ from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.compat.trl import generate_rollout_completions
+from ludus.trainer.core.types import CanaryPrompt, GroupSpec, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.rollout.batch.arguments import RolloutTrainer, TrainerState, with_overrides
@@ -26,7 +27,6 @@ from ludus.trainer.rollout.generator import Generator
 from ludus.trainer.rollout.group_player import GroupPlayer, WorkerParts, make_group_player
 from ludus.trainer.rollout.player import sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
-from ludus.trainer.types import CanaryPrompt, GroupSpec, RolloutGroup, RolloutStatus, Sampling
 from tests.rollout import batch_functions
 from tests.rollout.engine_pair import TOLERANCE, make_folder, make_transformers_engine
 

@@ -6,10 +6,10 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import LocalEnvironment
-from ludus.trainer import prepare
-from ludus.trainer.environments import Environment
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.renderer import make_renderer
+from ludus.trainer.setup import prepare
+from ludus.trainer.setup.environments import Environment
 from tests.rollout.chat_templates import FAMILIES, QWEN3, Family, tokenizer_of
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
+from ludus.trainer.core.types import Completion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError
-from ludus.trainer.types import Completion, Sampling
 from tests.rollout.chat_templates import CHATML, QWEN3, Family, tokenizer_of
 from tests.rollout.scripted_policy import ScriptedPolicy
 

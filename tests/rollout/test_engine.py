@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.trainer.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.core.types import CanaryPrompt, Sampling
 from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
-from ludus.trainer.types import CanaryPrompt, Sampling
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     END_TOKEN_ID,

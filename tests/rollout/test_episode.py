@@ -7,12 +7,12 @@ import itertools
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.renderer import ImportedRenderer, ServerRenderer
 from ludus.trainer.rollout.rewards import Reward
-from ludus.trainer.types import GroupSpec, Rollout, RolloutStatus, Sampling
 from openspiel_env import make_environment
 from tests.env.counting_env import CountingEnv
 from tests.env.goal_env import GoalEnv

@@ -14,10 +14,10 @@ import pytest_asyncio
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import ConfigError
+from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.renderer import ImportedRenderer
-from ludus.trainer.types import Completion, GroupSpec, RolloutStatus, Sampling
 from tests.rollout.fragile_env import (
     FAILS_IN_FIRST_RENDER,
     FAILS_IN_RESET,

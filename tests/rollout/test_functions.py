@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer import Trainer, functions
+from ludus.trainer import Trainer
 from ludus.trainer.actors.sending import check_given_functions
-from ludus.trainer.functions import given_functions, import_object, name_of, take_functions
+from ludus.trainer.core import functions
+from ludus.trainer.core.functions import given_functions, import_object, name_of, take_functions
 
 
 @pytest.fixture(autouse=True)

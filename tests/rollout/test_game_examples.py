@@ -10,10 +10,10 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.player import limits_of, make_player, sampling_of
-from ludus.trainer.types import RolloutStatus
 from openspiel_env import make_environment
 from tests.rollout.scripted_policy import ScriptedPolicy
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ludus.proto.errors import EngineLostError
+from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling
 from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.types import CanaryPrompt, Completion, Sampling
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
 

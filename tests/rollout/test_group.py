@@ -10,12 +10,12 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
+from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.renderer import ServerRenderer
-from ludus.trainer.types import Completion, GroupSpec, RolloutStatus, Sampling
 from openspiel_env import make_environment
 from tests.env.counting_env import GloballyRandomEnv
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player

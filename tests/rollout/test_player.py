@@ -10,10 +10,10 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
+from ludus.trainer.core.types import GroupSpec, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.player import limits_of, make_player
-from ludus.trainer.types import GroupSpec, RolloutStatus
 from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy
 
 FUNCTIONS = "tests.rollout.reward_functions"

@@ -10,9 +10,9 @@ import pytest
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
-from ludus.trainer.environments import check_rewards, local_servers
-from ludus.trainer.preflight import preflight
+from ludus.trainer.checks.preflight import preflight
 from ludus.trainer.rollout.reward_function import check_columns
+from ludus.trainer.setup.environments import check_rewards, local_servers
 from prompts_env import write_rows
 
 

@@ -14,14 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from ludus.proto.config import RewardModelTerm, RewardTerm, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.trainer.build import resolved
+from ludus.trainer.core.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
+from ludus.trainer.driver.build import resolved
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.models.tiny import make_tokenizer
-from ludus.trainer.prepare import check_critic, check_reward_models
 from ludus.trainer.reward_model import RewardModel, load_reward_model
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.types import Rollout, RolloutStatus, TokenSequence, TurnSpan
+from ludus.trainer.setup.prepare import check_critic, check_reward_models
 from tests.learner.tiny_policy import make_policy_folder
 
 

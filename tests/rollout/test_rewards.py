@@ -16,10 +16,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.proto.errors import ConfigError
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.rollout.group import play_group
-from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.types import (
+from ludus.trainer.core.types import (
     GroupSpec,
     Rollout,
     RolloutGroup,
@@ -28,6 +25,9 @@ from ludus.trainer.types import (
     TokenSequence,
     TurnSpan,
 )
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.group import play_group
+from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
 from tests.env.counting_env import CountingEnv
 from tests.rollout import reward_functions
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from ludus.proto.config import EvalConfig
-from ludus.trainer.data.seeds import group_seeds
-from ludus.trainer.streams import (
+from ludus.trainer.core.streams import (
     Stream,
     key_of,
     mix,
@@ -21,6 +20,7 @@ from ludus.trainer.streams import (
     uniforms,
     warm_start_seed,
 )
+from ludus.trainer.data.seeds import group_seeds
 
 RUN_SEEDS = (0, 1, 2, 2**31, 2**32, 2**63, 2**64, 2**128 + 1)
 

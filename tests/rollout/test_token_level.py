@@ -11,13 +11,13 @@ from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import PpoConfig, RolloutConfig
+from ludus.trainer.core.types import Completion, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.data.batch import make_batch
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.token_level import play_tokens
-from ludus.trainer.types import Completion, Rollout, RolloutGroup, RolloutStatus, Sampling
 from tests.env.token_env import END, TOKENS
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.token_sampling import sample_tokens
-from ludus.trainer.types import Sampling
 
 LOGITS = torch.tensor([0.5, 0.3, 0.2, 1e-30]).log()
 

@@ -15,13 +15,13 @@ from ludus.env.client import AsyncEnvClient, AsyncSession, EnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ActionParseError, ConfigError, RateLimitError, ToolError
+from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.tool_adapter import MAX_BAD_ANSWERS, MAX_RESULT_CHARACTERS, Toolbox
 from ludus.trainer.rollout.tool_calls import MAX_CALLS, ToolCall, read_calls
-from ludus.trainer.types import Completion, RolloutStatus, Sampling
 from tests.env.counting_env import CountingEnv
 from tests.rollout.calculator_env import CalculatorEnv
 from tests.rollout.chat_templates import QWEN3, QWEN25, tokenizer_of

@@ -13,11 +13,11 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.errors import UnavailableError
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.types import Completion, GroupSpec, RolloutGroup, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout import transcript
 from ludus.trainer.rollout.group import play_group
 from ludus.trainer.rollout.transcript import num_transcripts
-from ludus.trainer.types import Completion, GroupSpec, RolloutGroup, Sampling
 from tests.rollout.scripted_policy import LIMITS, SAMPLING, make_player
 
 SPEC = GroupSpec(6, "game", (11,) * 4)

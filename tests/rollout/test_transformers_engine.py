@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.trainer.interfaces import EngineRequest
-from ludus.trainer.types import Sampling
+from ludus.trainer.core.interfaces import EngineRequest
+from ludus.trainer.core.types import Sampling
 from tests.rollout.engine_pair import answer, make_folder, make_transformers_engine
 
 pytestmark = pytest.mark.slow

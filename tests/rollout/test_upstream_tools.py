@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ludus.env.client import AsyncEnvClient
+from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.tool_adapter import Toolbox
-from ludus.trainer.types import Completion, RolloutStatus, Sampling
 from tests.env.upstream_sdk import SOURCES, upstream_python
 from tests.rollout.chat_templates import QWEN25, tokenizer_of
 from tests.rollout.test_tools import LIMITS, call

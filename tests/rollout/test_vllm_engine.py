@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.engines import has_vllm
 from ludus.trainer.rollout.generator import Generator
-from ludus.trainer.types import Sampling
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     TOLERANCE,

@@ -16,9 +16,9 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.trainer import run_folder
-from ludus.trainer.metrics import StepValues
-from ludus.trainer.run_folder import RunFolder, run_id
+from ludus.trainer.run import folder as run_folder
+from ludus.trainer.run.folder import RunFolder, run_id
+from ludus.trainer.run.metrics import StepValues
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
 

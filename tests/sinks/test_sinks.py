@@ -9,7 +9,7 @@ import pytest
 from ludus.env.types import JsonObject
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.sinks import Sinks, open_sinks
+from ludus.trainer.run.sinks import Sinks, open_sinks
 from tests.sinks.mixed_run import run_config, step_rows
 
 
@@ -91,7 +91,7 @@ def test_a_sink_that_cannot_start_leaves_none_open(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     closed: list[str] = []
     monkeypatch.setattr(
-        "ludus.trainer.sinks.tensorboard.TensorboardWriter.close",
+        "ludus.trainer.run.sinks.tensorboard.TensorboardWriter.close",
         lambda self: closed.append(self.name),
     )
     with pytest.raises(ConfigError):

@@ -5,7 +5,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ludus.proto.runs import Phase
-from ludus.trainer.sinks import Sinks, open_sinks
+from ludus.trainer.run.sinks import Sinks, open_sinks
 from tests.sinks.mixed_run import eval_rows, phase, run_config, step_rows
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from ludus.trainer.sinks import open_sinks
+from ludus.trainer.run.sinks import open_sinks
 from tests.sinks.mixed_run import run_config, step_rows
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ludus.proto.config import FolderWeightStore, WeightStoreConfig
-from ludus.trainer.interfaces import PublishedWeights, StateDict
-from ludus.trainer.types import CanaryPrompt, WeightManifest
+from ludus.trainer.core.interfaces import PublishedWeights, StateDict
+from ludus.trainer.core.types import CanaryPrompt, WeightManifest
 from ludus.trainer.weights import VersionStore, make_manifest
 
 CANARY_PROMPT = CanaryPrompt([1, 2], [3])

@@ -11,7 +11,7 @@ import torch
 
 from ludus.proto.config import CanaryConfig
 from ludus.proto.errors import CanaryError
-from ludus.trainer.types import WeightManifest
+from ludus.trainer.core.types import WeightManifest
 from ludus.trainer.weights import (
     CanaryJudge,
     CanaryReport,

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.folder import FolderFiles
 from tests.weights.states import assert_same, make_state, publish, settings

@@ -13,7 +13,7 @@ import torch
 from ludus.proto.config import RayWeightStore
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.interfaces import PublishedWeights
 from tests.weights.states import assert_same, make_state, publish
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

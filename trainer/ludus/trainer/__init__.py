@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ludus.trainer.parts import Step
-    from ludus.trainer.trainer import Policy, Stopped, Trainer
+    from ludus.trainer.driver.parts import Step
+    from ludus.trainer.driver.trainer import Policy, Stopped, Trainer
 
 __all__ = ["Policy", "Step", "Stopped", "Trainer"]
 
@@ -12,11 +12,11 @@ __all__ = ["Policy", "Step", "Stopped", "Trainer"]
 def __getattr__(name: str) -> Any:
     # torch and Ray take seconds to import, and most of what lies here needs neither.
     if name == "Step":
-        from ludus.trainer.parts import Step
+        from ludus.trainer.driver.parts import Step
 
         return Step
     if name in __all__:
-        from ludus.trainer import trainer
+        from ludus.trainer.driver import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'ludus.trainer' has no attribute '{name}'")

@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
-from ludus.trainer.disk import why_unwritten
+from ludus.trainer.core.disk import why_unwritten
 
 _INTERRUPTED_EXIT_CODE = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -64,8 +64,8 @@ def _train_network(run: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _train_language_model(run: RunConfig, args: argparse.Namespace) -> int:
-    from ludus.trainer.main import train
-    from ludus.trainer.trainer import Stopped
+    from ludus.trainer.driver.main import train
+    from ludus.trainer.driver.trainer import Stopped
 
     try:
         asyncio.run(train(run, resume=Resume(args.resume), overwrite=args.overwrite))
@@ -84,15 +84,15 @@ def _check(args: argparse.Namespace) -> int:
 
         check(run, Resume(args.resume))
         return 0
-    from ludus.trainer.build import resolved
-    from ludus.trainer.preflight import preflight
+    from ludus.trainer.checks.preflight import preflight
+    from ludus.trainer.driver.build import resolved
 
     preflight(resolved(run), Resume(args.resume))
     return 0
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from ludus.trainer.run_folder import write_atomically
+    from ludus.trainer.run.folder import write_atomically
 
     run = _run_of(args)
     if args.run_dir is not None:
@@ -114,7 +114,7 @@ def _evaluation(run: RunConfig, args: argparse.Namespace) -> Evaluation:
         return classic.evaluate(
             run, args.checkpoint, num_games=num_games, temperature=args.temperature
         )
-    from ludus.trainer.main import evaluate
+    from ludus.trainer.driver.main import evaluate
 
     return asyncio.run(
         evaluate(run, args.checkpoint, num_games=num_games, temperature=args.temperature)

@@ -25,13 +25,13 @@ from ludus.proto.config import RunConfig
 from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
+from ludus.trainer.core.functions import Function, given_functions, take_functions
+from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.types import Batch, RolloutGroup
 from ludus.trainer.data.batch import make_batch, shuffle_rewards
 from ludus.trainer.data.buffer import BufferState, GroupBuffer, Refusal, TakenBatch, summarize
 from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.functions import Function, given_functions, take_functions
-from ludus.trainer.streams import Stream, random_of
-from ludus.trainer.tasks import TookTooLongError, limited
-from ludus.trainer.types import Batch, RolloutGroup
 
 
 class BufferActor:

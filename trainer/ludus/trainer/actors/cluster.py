@@ -36,7 +36,7 @@ from ludus.trainer.actors.placement import (
     in_cluster,
     on_one_machine,
 )
-from ludus.trainer.tasks import Tasks
+from ludus.trainer.core.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 

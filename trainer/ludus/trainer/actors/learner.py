@@ -15,12 +15,12 @@ from ludus.env.runtime import freeze_heap
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.functions import Function, take_functions
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.functions import Function, take_functions
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.shared_folder import FolderToken
+from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients, SavedFile
 from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
-from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile
 from ludus.trainer.weights import cast_floats, make_manifest
 
 

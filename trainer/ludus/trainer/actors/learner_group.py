@@ -16,12 +16,12 @@ from ludus.trainer.actors.cluster import while_waiting
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.placement import Placement
-from ludus.trainer.functions import given_functions
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.functions import given_functions
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.shared_folder import FolderToken
+from ludus.trainer.core.tasks import TookTooLongError, limited, together
+from ludus.trainer.core.types import CanaryPrompt, Coefficients, SavedFile
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
-from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.tasks import TookTooLongError, limited, together
-from ludus.trainer.types import CanaryPrompt, Coefficients, SavedFile
 
 _STARTS_WITH = {
     "answer": "the learner's ranks to start",

@@ -23,9 +23,19 @@ from ludus.proto.config import RunConfig, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.agents.player import AgentPlayer
-from ludus.trainer.environments import how_to_reach
-from ludus.trainer.functions import Function, given_functions, take_functions
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.functions import Function, given_functions, take_functions
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.shared_folder import FolderToken
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.types import (
+    Completion,
+    GroupSpec,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Sampling,
+    lost_group,
+)
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.completions import Completions
 from ludus.trainer.rollout.batch.generate_port import GeneratePort
@@ -35,17 +45,7 @@ from ludus.trainer.rollout.group_player import WorkerParts, make_group_player
 from ludus.trainer.rollout.player import limits_of, sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
-from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.tasks import Tasks
-from ludus.trainer.types import (
-    Completion,
-    GroupSpec,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Sampling,
-    lost_group,
-)
+from ludus.trainer.setup.environments import how_to_reach
 from ludus.trainer.weights import WorkerWeights, check_canary
 from ludus.trainer.weights.adapters import AdapterMerger
 

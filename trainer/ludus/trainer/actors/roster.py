@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.actors.worker_process import WorkerProcess
-from ludus.trainer.interfaces import PublishedWeights
+from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)

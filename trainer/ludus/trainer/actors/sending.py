@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray import cloudpickle
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.functions import forget_function, given_functions
+from ludus.trainer.core.functions import forget_function, given_functions
 
 
 def check_given_functions() -> None:

@@ -35,8 +35,8 @@ from ludus.trainer.actors.placement import Placement
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.worker_process import WorkerProcess
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.tasks import TookTooLongError, limited
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.tasks import TookTooLongError, limited
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from ray.actor import ActorHandle
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.processes import Slot
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor, RolloutWorkerSpec
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.processes import Slot
+from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.rollout.vllm_environment import vllm_environment
 from ludus.trainer.weights import WorkerWeights
 

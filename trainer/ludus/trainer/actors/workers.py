@@ -32,15 +32,15 @@ from ludus.proto.errors import WorkerStartError
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import LOOK_EVERY_S, draining_nodes, while_waiting
 from ludus.trainer.actors.placement import Placement
+from ludus.trainer.actors.processes import Slot
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.roster import Roster
 from ludus.trainer.actors.supervisor import Supervisor
 from ludus.trainer.actors.worker_process import LOST, WorkerProcess
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.tasks import TookTooLongError, limited
+from ludus.trainer.core.types import Completion, GroupSpec, Sampling, lost_group
 from ludus.trainer.data.buffer import Refusal
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.processes import Slot
-from ludus.trainer.tasks import TookTooLongError, limited
-from ludus.trainer.types import Completion, GroupSpec, Sampling, lost_group
 from ludus.trainer.weights import CanaryJudge, WorkerWeights
 
 _log = logging.getLogger(__name__)

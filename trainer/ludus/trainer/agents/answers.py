@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from ludus.proto.errors import ActionParseError
 from ludus.trainer.agents.exchange import Asked, FunctionCall, Said, TokenSaid
+from ludus.trainer.core.types import Completion
 from ludus.trainer.models.chat import ChatTokenizer, begin_of_answer, split_reasoning
 from ludus.trainer.rollout.tool_calls import end_of_first_call, read_calls, words_beside_calls
-from ludus.trainer.types import Completion
 
 
 @dataclass(frozen=True, slots=True)

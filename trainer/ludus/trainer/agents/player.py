@@ -25,13 +25,13 @@ from ludus.trainer.agents.endpoint import Endpoint
 from ludus.trainer.agents.runners import AgentRunner, make_runner
 from ludus.trainer.agents.task import AgentTask, Returned, read_returned
 from ludus.trainer.agents.tree import ConversationTree
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.types import RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter, Reply
 from ludus.trainer.rollout.episode import Ended, LastResult
 from ludus.trainer.rollout.tool_adapter import ToolAdapter
 from ludus.trainer.rollout.tool_calls import ToolCall
-from ludus.trainer.types import RolloutStatus, Sampling
 
 _EVERYWHERE = ("0.0.0.0", "::")
 

@@ -30,8 +30,8 @@ from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgen
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
 from ludus.trainer.agents.endpoint import Access
 from ludus.trainer.agents.task import OUTPUT_SHOWN_CHARACTERS, AgentTask
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
 
 _NUM_THREADS = 256
 _MAX_VARIABLE_BYTES = 120_000

@@ -32,11 +32,11 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.agents.answers import Answer, read_answer
 from ludus.trainer.agents.api_error import ApiError, LimitError
 from ludus.trainer.agents.exchange import Asked, ChatMessage, MessageKey, Said
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.streams import mix
+from ludus.trainer.core.types import Completion, Sampling, TokenSequence, Turn, TurnSpan
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Exchanged
-from ludus.trainer.streams import mix
-from ludus.trainer.types import Completion, Sampling, TokenSequence, Turn, TurnSpan
 
 
 @dataclass(slots=True, eq=False)

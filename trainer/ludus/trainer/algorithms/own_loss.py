@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.functions import import_object
+from ludus.trainer.core.functions import import_object
 
 OWN_LOSS = "algorithm.loss.function"
 

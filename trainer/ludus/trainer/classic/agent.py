@@ -18,7 +18,7 @@ from ludus.trainer.classic.environments import VectorEnvironment
 from ludus.trainer.classic.playing import Playing
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.update import PpoUpdate, UpdateMetrics
-from ludus.trainer.streams import Stream, torch_seeded, training_seed
+from ludus.trainer.core.streams import Stream, torch_seeded, training_seed
 
 _MAX_JUDGED = 32
 """Environments that an evaluation plays side by side."""

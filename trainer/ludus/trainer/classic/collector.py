@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ludus.trainer.classic.playing import EndedEpisode, Played, Playing
 from ludus.trainer.classic.policy import Policy
-from ludus.trainer.streams import Stream, torch_seeded
+from ludus.trainer.core.streams import Stream, torch_seeded
 
 OnStep = Callable[[np.ndarray, np.ndarray, Played], None]
 """Called with the observations acted on, the actions as the space has them, and the step."""

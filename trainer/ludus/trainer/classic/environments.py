@@ -31,7 +31,7 @@ from ludus.proto.errors import (
     did_you_mean,
 )
 from ludus.trainer.classic.schemas import field_and_space
-from ludus.trainer.environments import how_to_reach
+from ludus.trainer.setup.environments import how_to_reach
 
 AnySpace = spaces.Space[Any]
 _LINGER_S = 30.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ludus.proto.config import NetworkModel
 from ludus.proto.errors import ConfigError
 from ludus.trainer.classic.heads import Head, NormalHead, Output, head_of
-from ludus.trainer.functions import import_object
+from ludus.trainer.core.functions import import_object
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _LAST_GAIN = 0.01

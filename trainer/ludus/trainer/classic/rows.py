@@ -13,7 +13,7 @@ from ludus.proto.runs import Said, Transcript, TranscriptTurn
 from ludus.trainer.classic.agent import Trained
 from ludus.trainer.classic.collector import Batch
 from ludus.trainer.classic.playing import EndedEpisode
-from ludus.trainer.metrics import StepValues
+from ludus.trainer.run.metrics import StepValues
 
 _MAX_TURNS = 8
 _DIGITS = 4

@@ -34,8 +34,6 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.trainer.changes import changes_since
-from ludus.trainer.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
 from ludus.trainer.classic.agent import Agent, Trained, judge, num_judged, play, threads
 from ludus.trainer.classic.collector import OnStep
 from ludus.trainer.classic.environments import VectorEnvironment, make_environments
@@ -45,10 +43,12 @@ from ludus.trainer.classic.playing import Played
 from ludus.trainer.classic.policy import Policy
 from ludus.trainer.classic.rows import transcripts_of, values_of
 from ludus.trainer.classic.state import NetworkState, read_agent, read_network_state, write_agent
-from ludus.trainer.run_folder import RunFolder, logging_to, path_of
-from ludus.trainer.streams import Stream, torch_seeded
-from ludus.trainer.summary import installed_versions
-from ludus.trainer.types import SavedFile
+from ludus.trainer.core.streams import Stream, torch_seeded
+from ludus.trainer.core.types import SavedFile
+from ludus.trainer.run.changes import changes_since
+from ludus.trainer.run.checkpoint import CheckpointFolder, list_checkpoints, newest_checkpoint
+from ludus.trainer.run.folder import RunFolder, logging_to, path_of
+from ludus.trainer.run.summary import installed_versions
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import PolicyResult
-from ludus.trainer.checkpoint import learner_folder
-from ludus.trainer.streams import VERSION as STREAMS_VERSION
+from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
+from ludus.trainer.run.checkpoint import learner_folder
 
 _AGENT_FILE = "agent.pt"
 _STATE_FILE = "state.json"

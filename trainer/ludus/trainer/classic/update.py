@@ -23,7 +23,7 @@ from ludus.trainer.algorithms.value_loss import squared_error
 from ludus.trainer.classic.adam import Adam
 from ludus.trainer.classic.collector import Batch
 from ludus.trainer.classic.policy import Moments, Policy
-from ludus.trainer.streams import Stream, torch_seeded
+from ludus.trainer.core.streams import Stream, torch_seeded
 
 _STD_EPS = 1e-8
 _MOST_LOST_IN_A_ROW = 10

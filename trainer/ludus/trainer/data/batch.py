@@ -32,9 +32,8 @@ from ludus.trainer.algorithms.advantages import (
     turn_advantages,
 )
 from ludus.trainer.algorithms.moments import moments, whiten
-from ludus.trainer.data.own_advantages import GroupAdvantages
-from ludus.trainer.ragged import Ragged
-from ludus.trainer.types import (
+from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.types import (
     Batch,
     Rollout,
     RolloutGroup,
@@ -43,6 +42,7 @@ from ludus.trainer.types import (
     TrainingSample,
     TurnSpan,
 )
+from ludus.trainer.data.own_advantages import GroupAdvantages
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: AlgorithmConfig) -> Batch:

@@ -41,8 +41,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.types import RolloutGroup
 from ludus.trainer.data.counts import RolloutCounts, count_group
-from ludus.trainer.types import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ludus.env.evaluation import OutcomeKind, classify_outcome
+from ludus.trainer.core.types import RolloutGroup, RolloutStatus
 from ludus.trainer.data.failures import Failures, add_failures, count_failures
-from ludus.trainer.types import RolloutGroup, RolloutStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyResult
+from ludus.trainer.core.types import GroupSpec
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.seeds import GroupSeeds
-from ludus.trainer.types import GroupSpec
 
 _log = logging.getLogger(__name__)
 

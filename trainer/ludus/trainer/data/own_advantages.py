@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.proto.errors import ConfigError, UserError
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.types import Rollout, RolloutGroup
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
-from ludus.trainer.types import Rollout, RolloutGroup
 
 _FIELD = "algorithm.advantages"
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ludus.proto.seeds import FIRST_WARM_START_SEED
-from ludus.trainer.streams import training_seed
+from ludus.trainer.core.streams import training_seed
 
 
 @dataclass(frozen=True, slots=True)

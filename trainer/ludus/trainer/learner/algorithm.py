@@ -30,9 +30,9 @@ from ludus.trainer.algorithms.aggregation import loss_denominator
 from ludus.trainer.algorithms.moments import moments, whiten
 from ludus.trainer.algorithms.policy_loss import LossTerms, policy_gradient_loss
 from ludus.trainer.algorithms.value_loss import value_loss
+from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.micro_batches import MicroBatch
 from ludus.trainer.learner.model import PolicyOutput
-from ludus.trainer.types import Coefficients
 
 
 @dataclass(frozen=True, slots=True)

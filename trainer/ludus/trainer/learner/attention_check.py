@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.micro_batches import (
     MicroBatchConfig,
@@ -23,7 +24,6 @@ from ludus.trainer.learner.micro_batches import (
 )
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.learner.packing import RowCosts
-from ludus.trainer.types import Batch, TrainingSample
 
 _log = logging.getLogger(__name__)
 

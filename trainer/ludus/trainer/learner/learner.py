@@ -43,7 +43,9 @@ from ludus.proto.config import (
     PpoConfig,
 )
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.disk import why_unwritten
+from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.streams import Stream, seed_torch
+from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients, SavedFile, TrainingSample
 from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees, reads_alike
@@ -85,8 +87,6 @@ from ludus.trainer.learner.step_metrics import (
 )
 from ludus.trainer.models.flops import TrainingWork
 from ludus.trainer.models.load import load_language_model, load_tokenizer
-from ludus.trainer.streams import Stream, seed_torch
-from ludus.trainer.types import Batch, CanaryPrompt, Coefficients, SavedFile, TrainingSample
 from ludus.trainer.weights.adapters import AdapterMerger
 
 _VALUE_HEAD_FILE = "value_head.safetensors"

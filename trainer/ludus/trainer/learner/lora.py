@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config import LoraConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.interfaces import StateDict
+from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.learner.model import full_tensor
 from ludus.trainer.models.load import load_skeleton
 

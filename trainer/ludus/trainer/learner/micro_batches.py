@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludus.trainer.core.ragged import Ragged
+from ludus.trainer.core.types import Batch, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.packing import Ints, Layout, RowCosts, cut_rows, lay_out
-from ludus.trainer.ragged import Ragged
-from ludus.trainer.types import Batch, TrainingSample
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.trainer.ragged import Ragged
+from ludus.trainer.core.ragged import Ragged
 
 Ints = NDArray[np.int64]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ludus.trainer.algorithms.moments import moments, variance
 from ludus.trainer.algorithms.policy_loss import LossTerms
+from ludus.trainer.core.types import Batch, Coefficients
 from ludus.trainer.learner.algorithm import CriticTargets, Loss
 from ludus.trainer.learner.micro_batches import MicroBatch
 from ludus.trainer.models.flops import TrainingWork
-from ludus.trainer.types import Batch, Coefficients
 
 _NUM_TERMS = len(fields(LossTerms))
 _NUM_MOMENTS = 3

@@ -16,12 +16,12 @@ from transformers import LlamaForCausalLM
 
 from ludus.env import Message
 from ludus.proto.config import TinyModel
+from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.types import TrainingSample
 from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.template import ToolSpec, tools_in_words
-from ludus.trainer.streams import Stream, random_of
-from ludus.trainer.types import TrainingSample
 
 _SAMPLES_PER_UPDATE = 16
 

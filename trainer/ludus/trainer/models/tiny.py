@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.disk import why_unwritten, written_whole
-from ludus.trainer.streams import Stream, seed_torch
+from ludus.trainer.core.disk import why_unwritten, written_whole
+from ludus.trainer.core.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

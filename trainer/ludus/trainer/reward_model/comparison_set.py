@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.proto.errors import ConfigError
+from ludus.trainer.core.streams import Stream, random_of
 from ludus.trainer.reward_model.preferences import Comparison, Said
 from ludus.trainer.reward_model.texts import Texts
-from ludus.trainer.streams import Stream, random_of
 
 _FEWEST_PROMPTS = 20
 """With fewer of them, whole prompts cannot be held out in any exact share."""

@@ -21,7 +21,7 @@ from ludus.proto.reward_models import (
     TRAINING_SUFFIX,
     RewardModelProgress,
 )
-from ludus.trainer.disk import why_unwritten
+from ludus.trainer.core.disk import why_unwritten
 
 OF_NO_ACCOUNT = ("output", "device", "num_threads")
 """What a training may change when it continues."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.disk import why_unwritten, written_whole
+from ludus.trainer.core.disk import why_unwritten, written_whole
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 from ludus.trainer.reward_model.batches import Padded, pad, within_budget
 from ludus.trainer.reward_model.preferences import Said

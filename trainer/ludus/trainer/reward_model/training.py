@@ -34,6 +34,7 @@ from ludus.proto.reward_models import (
     RewardModelProgress,
 )
 from ludus.trainer.algorithms.preference import listwise_loss
+from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.reward_model.batches import pad, within_budget
 from ludus.trainer.reward_model.comparison_set import ComparisonSet, encode, epoch_batches, split
 from ludus.trainer.reward_model.folder import TrainingFolder, check_output, write_atomically
@@ -46,7 +47,6 @@ from ludus.trainer.reward_model.model import (
 )
 from ludus.trainer.reward_model.position import Position
 from ludus.trainer.reward_model.preferences import comparisons_of
-from ludus.trainer.streams import Stream, seed_torch
 
 _log = logging.getLogger(__name__)
 

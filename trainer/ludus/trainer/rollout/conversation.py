@@ -22,11 +22,11 @@ from typing import Any, Protocol
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError, LudusError
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.streams import mix
+from ludus.trainer.core.types import Sampling, TokenSequence, Turn, join_turns
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.template import ToolSpec
-from ludus.trainer.streams import mix
-from ludus.trainer.types import Sampling, TokenSequence, Turn, join_turns
 
 
 class ConversationFullError(LudusError):

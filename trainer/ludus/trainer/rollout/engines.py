@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from ludus.proto.config import RunConfig, TransformersGenerator, VllmGenerator
-from ludus.trainer.interfaces import Engine
+from ludus.trainer.core.interfaces import Engine
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 

@@ -15,10 +15,10 @@ from typing import Any
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncSession
 from ludus.proto.errors import ActionError
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.models.template import ToolSpec
 from ludus.trainer.rollout.renderer import ChatRenderer, ServerRenderer
-from ludus.trainer.types import RolloutStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,16 @@ from ludus.proto.errors import (
     LudusError,
     UserError,
 )
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 from ludus.trainer.data.failures import describe, unwrapped
-from ludus.trainer.interfaces import GenerateFn
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.conversation import Conversation, ConversationFullError, Record
 from ludus.trainer.rollout.environment_adapter import EnvironmentAdapter
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.streams import Stream, key_of
-from ludus.trainer.types import Rollout, RolloutStatus, Sampling, ScoredTerm, join_turns
 
 _OpenedT = TypeVar("_OpenedT")
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.interfaces import Engine, EngineOutput, EngineRequest, StateDict
-from ludus.trainer.types import CanaryPrompt, Completion, Sampling
+from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling
 
 
 @dataclass(slots=True)

@@ -22,11 +22,11 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ludus.proto.runs import Transcript
+from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 from ludus.trainer.rollout.episode import Player, close_session
 from ludus.trainer.rollout.rewards import PlayedEpisode
 from ludus.trainer.rollout.transcript import make_transcript
-from ludus.trainer.streams import Stream, key_of
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, RolloutStatus, Sampling
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RunConfig
+from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.completions import Completions
 from ludus.trainer.rollout.batch.function import BatchFunction
@@ -24,7 +25,6 @@ from ludus.trainer.rollout.player import limits_of, make_player
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import Reward
-from ludus.trainer.types import GroupSpec, Rollout, RolloutGroup, Sampling
 
 
 class GroupPlayer(Protocol):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RolloutConfig, RunConfig
-from ludus.trainer.functions import import_object
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Agent, Player
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.rewards import Reward
 from ludus.trainer.rollout.tool_adapter import Toolbox
-from ludus.trainer.types import Sampling
 
 
 def make_player(

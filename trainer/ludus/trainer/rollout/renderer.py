@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from ludus.env import Message, StepResult
 from ludus.proto.config import EnvironmentConfig
 from ludus.proto.errors import ActionError, ConfigError, LudusError, UserError
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
 
 NO_PICTURES = (
     "and of its observation's arrays no policy sees anything: policies read text alone; give it a"

@@ -14,8 +14,8 @@ from numbers import Real
 from typing import Any
 
 from ludus.proto.errors import ConfigError, RewardFunctionError, UserError, did_you_mean
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
 
 Columns = dict[str, list[Any]]
 """The arguments of a reward function by name, each with one entry per episode."""

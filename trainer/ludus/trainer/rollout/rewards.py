@@ -24,11 +24,11 @@ from typing import Any, Protocol
 from ludus.env import Message
 from ludus.proto.config.environment import RewardModelTerm, RewardTerm, name_of_term
 from ludus.proto.errors import UserError
+from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe
 from ludus.trainer.rollout.conversation import Readable
 from ludus.trainer.rollout.reward_function import Columns, RewardFunction
 from ludus.trainer.rollout.reward_models import RewardModels
-from ludus.trainer.types import Rollout, RolloutStatus, ScoredTerm
 
 ENVIRONMENT_TERM = RewardTerm()
 """The environment's own return, with weight 1."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from ludus.env import StepResult
 from ludus.env.client import AsyncSession
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.rollout.conversation import Conversation
 from ludus.trainer.rollout.environment_adapter import status_of
 from ludus.trainer.rollout.episode import Ended
-from ludus.trainer.types import RolloutStatus
 
 
 async def play_tokens(

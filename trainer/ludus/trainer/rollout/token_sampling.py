@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ludus.trainer.types import Sampling
+from ludus.trainer.core.types import Sampling
 
 
 def sample_tokens(

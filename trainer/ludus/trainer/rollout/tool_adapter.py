@@ -27,6 +27,7 @@ from ludus.proto.errors import (
     InvalidCallError,
     ToolError,
 )
+from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import strip_reasoning
 from ludus.trainer.rollout.environment_adapter import (
     EnvironmentAdapter,
@@ -36,7 +37,6 @@ from ludus.trainer.rollout.environment_adapter import (
 )
 from ludus.trainer.rollout.renderer import ServerRenderer
 from ludus.trainer.rollout.tool_calls import ToolCall, read_calls, tool_spec
-from ludus.trainer.types import RolloutStatus
 
 MAX_BAD_ANSWERS = 3
 """In a row that call no tool in a way that can be understood, before the episode ends."""

@@ -15,9 +15,9 @@ from pydantic_core import to_jsonable_python
 
 from ludus.env import Message
 from ludus.proto.runs import Said, Transcript, TranscriptTurn
+from ludus.trainer.core.streams import Stream, random_of
+from ludus.trainer.core.types import Rollout
 from ludus.trainer.rollout.conversation import Readable
-from ludus.trainer.streams import Stream, random_of
-from ludus.trainer.types import Rollout
 
 MAX_TEXT_CHARACTERS = 20_000
 MAX_TRANSCRIPT_CHARACTERS = 100_000

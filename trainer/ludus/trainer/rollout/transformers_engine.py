@@ -15,10 +15,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ludus.trainer.algorithms.logits import token_logprobs
-from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.streams import uniforms
+from ludus.trainer.core.types import CanaryPrompt
 from ludus.trainer.rollout.token_sampling import sample_tokens
-from ludus.trainer.streams import uniforms
-from ludus.trainer.types import CanaryPrompt
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
-from ludus.trainer.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
+from ludus.trainer.core.types import CanaryPrompt
 from ludus.trainer.rollout.vllm_environment import IN_PROCESS
-from ludus.trainer.types import CanaryPrompt
 
 _GIB = 2**30
 _CANARY_ID = "canary"

@@ -13,7 +13,7 @@ import torch
 
 from ludus.proto.config import LoraConfig
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import StateDict
+from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.models.load import load_language_model
 
 DOWN, UP = "lora_A.weight", "lora_B.weight"

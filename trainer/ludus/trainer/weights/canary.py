@@ -24,7 +24,7 @@ from statistics import median
 
 from ludus.proto.config import CanaryConfig
 from ludus.proto.errors import CanaryError
-from ludus.trainer.types import WeightManifest
+from ludus.trainer.core.types import WeightManifest
 
 _EXACT_TOLERANCE = 1e-4
 _REDUCED_TOLERANCE = 0.5

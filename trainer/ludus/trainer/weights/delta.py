@@ -21,7 +21,7 @@ import torch
 import zstandard
 
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import StateDict
+from ludus.trainer.core.interfaces import StateDict
 from ludus.trainer.weights.manifest import from_raw_bytes, raw_bytes
 from ludus.trainer.weights.payload import Payload
 

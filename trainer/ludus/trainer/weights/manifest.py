@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import StateDict
-from ludus.trainer.types import CanaryPrompt, TensorEntry, WeightManifest
+from ludus.trainer.core.interfaces import StateDict
+from ludus.trainer.core.types import CanaryPrompt, TensorEntry, WeightManifest
 
 _DIGEST_BYTES = 16
 

@@ -30,8 +30,8 @@ import torch
 
 from ludus.proto.config import WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import FetchedWeights, PublishedWeights, StateDict
-from ludus.trainer.types import TensorEntry, WeightManifest
+from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
+from ludus.trainer.core.types import TensorEntry, WeightManifest
 from ludus.trainer.weights.delta import apply_delta, encode_delta
 from ludus.trainer.weights.manifest import verify
 from ludus.trainer.weights.payload import Payload, from_buffers, to_buffers

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from ludus.trainer.trainer import Stopped
+    from ludus.trainer.driver.trainer import Stopped
 
     try:
         asyncio.run(_train(args))
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _train(args: argparse.Namespace) -> None:
     from ludus.trainer.compat.forge.training import run_of
-    from ludus.trainer.main import train
+    from ludus.trainer.driver.main import train
 
     resume = Resume(args.resume)
     run = await run_of(args.config, args.overrides, resume=resume, overwrite=args.overwrite)

@@ -8,7 +8,7 @@ from typing import Any
 from ludus.env import Message
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.data_models.completion import Completion
-from ludus.trainer.policy import Policy
+from ludus.trainer.driver.policy import Policy
 
 SAMPLING_PARAMETERS = {"n": "num", "temperature": "temperature", "max_tokens": "max_tokens"} | {
     "top_p": "top_p",

@@ -13,7 +13,7 @@ from ludus.env.client import AsyncEnvClient
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config.environment import RANDOM_POLICY, name_of_environment
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
-from ludus.trainer.functions import import_object
+from ludus.trainer.core.functions import import_object
 
 _PACKAGE = "openspiel_env"
 _POLICIES = f"{_PACKAGE}.policies:fixed_policies"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ludus.proto.config import FolderWeightStore
 from ludus.proto.errors import WeightSyncError
-from ludus.trainer.interfaces import FetchedWeights, PublishedWeights, StateDict
-from ludus.trainer.types import WeightManifest
+from ludus.trainer.core.interfaces import FetchedWeights, PublishedWeights, StateDict
+from ludus.trainer.core.types import WeightManifest
 from ludus.trainer.weights import VersionStore
 from ludus.trainer.weights.folder import FolderFiles
 

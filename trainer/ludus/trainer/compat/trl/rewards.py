@@ -11,7 +11,7 @@ from torch import nn
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.tools import environment_reward
-from ludus.trainer.functions import name_of
+from ludus.trainer.core.functions import name_of
 from ludus.trainer.rollout.reward_function import OWN_ARGUMENTS
 
 _NOT_HERE = frozenset({"trainer_state", "log_extra", "log_metric"})

@@ -9,7 +9,7 @@ from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.completions import generate_rollout_completions
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.tools import Factory, Tool, ToolRollout, kind_of_factory
-from ludus.trainer.functions import name_of
+from ludus.trainer.core.functions import name_of
 from ludus.trainer.rollout.batch.completions import Prompt
 from ludus.trainer.rollout.batch.contract import form_of
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
-from ludus.trainer.checkpoint import model_folder, newest_checkpoint
 from ludus.trainer.compat.trl import rollouts
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.dataset import PromptRows
@@ -38,9 +37,10 @@ from ludus.trainer.compat.trl.run_settings import (
     run_settings,
 )
 from ludus.trainer.compat.trl.tools import COLUMNS, ToolRollout
-from ludus.trainer.functions import name_of
+from ludus.trainer.core.functions import name_of
+from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.rollout.batch.function import GivenRollout
-from ludus.trainer.trainer import Trainer
+from ludus.trainer.run.checkpoint import model_folder, newest_checkpoint
 
 ResultT = TypeVar("ResultT")
 

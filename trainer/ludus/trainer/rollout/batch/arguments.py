@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ludus.proto.config import RolloutConfig
 from ludus.proto.errors import ConfigError, RolloutFunctionError
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.batch.completions import Call, Completions, Prompt
-from ludus.trainer.types import Sampling
 
 _NO_TRAINER = (
     "the model is trained in another process; sample with generate_rollout_completions(trainer, "

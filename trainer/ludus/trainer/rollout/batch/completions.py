@@ -22,10 +22,10 @@ from typing import TypeAlias
 
 from ludus.env import Message
 from ludus.proto.errors import RolloutFunctionError
-from ludus.trainer.interfaces import GenerateFn
+from ludus.trainer.core.interfaces import GenerateFn
+from ludus.trainer.core.streams import Stream, key_of, mix
+from ludus.trainer.core.types import Completion, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.streams import Stream, key_of, mix
-from ludus.trainer.types import Completion, Sampling
 
 Prompt: TypeAlias = "str | Sequence[Message] | Sequence[int]"
 """Text as it is, a conversation that the chat template is applied to, or tokens."""

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from ludus.env import Message
 from ludus.proto.config import RolloutConfig, RunConfig
 from ludus.proto.errors import RolloutFunctionError, UserError
+from ludus.trainer.core.functions import import_object
+from ludus.trainer.core.types import CanaryPrompt, Sampling
 from ludus.trainer.data.failures import describe
-from ludus.trainer.functions import import_object
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.arguments import (
     RolloutTrainer,
@@ -26,7 +27,6 @@ from ludus.trainer.rollout.batch.arguments import (
 )
 from ludus.trainer.rollout.batch.completions import Call, Completions
 from ludus.trainer.rollout.batch.contract import Expected, Form, Row, form_of, read_rows
-from ludus.trainer.types import CanaryPrompt, Sampling
 
 MAX_LOGPROB_ERROR = {"float32": 1e-3, "bfloat16": 0.5}
 """By the type that the engine computes in: farther from what it says itself is a wrong log-prob."""

@@ -23,8 +23,8 @@ from starlette.routing import Route
 from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.env.serving.listeners import HttpListener
 from ludus.proto.errors import LudusError
+from ludus.trainer.core.types import Sampling
 from ludus.trainer.rollout.batch.completions import Completions
-from ludus.trainer.types import Sampling
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,16 @@ from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import InfrastructureError, UserError
+from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.types import (
+    GroupSpec,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    Sampling,
+    TokenSequence,
+    TurnSpan,
+)
 from ludus.trainer.data.failures import describe, unwrapped
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.contract import Row
@@ -31,16 +41,6 @@ from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.group import group_keys, paused_where_all_failed, written
 from ludus.trainer.rollout.renderer import ChatRenderer
 from ludus.trainer.rollout.rewards import PlayedEpisode, Reward
-from ludus.trainer.streams import Stream, key_of
-from ludus.trainer.types import (
-    GroupSpec,
-    Rollout,
-    RolloutGroup,
-    RolloutStatus,
-    Sampling,
-    TokenSequence,
-    TurnSpan,
-)
 
 _log = logging.getLogger(__name__)
 

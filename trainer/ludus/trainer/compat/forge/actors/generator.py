@@ -18,13 +18,13 @@ from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
 from ludus.trainer.compat.forge.policy import own_words
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
+from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.types import Sampling
+from ludus.trainer.driver.policy import Answer
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.policy import Answer
 from ludus.trainer.rollout.engines import make_engine
 from ludus.trainer.rollout.generator import Generator as EngineGenerator
 from ludus.trainer.rollout.vllm_environment import prepare_process
-from ludus.trainer.streams import Stream, key_of
-from ludus.trainer.types import Sampling
 from ludus.trainer.weights import CanaryJudge, check_canary
 
 _LONGEST = 2048

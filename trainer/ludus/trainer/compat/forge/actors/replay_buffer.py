@@ -9,7 +9,7 @@ from typing import Any
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
-from ludus.trainer.streams import Stream, random_of
+from ludus.trainer.core.streams import Stream, random_of
 
 
 @dataclass

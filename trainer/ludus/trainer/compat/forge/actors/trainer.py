@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.build import make_learner_spec
 from ludus.trainer.compat.forge.controller.actor import ForgeActor
 from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.losses import simple_grpo_loss
 from ludus.trainer.compat.forge.padding import rows_of
 from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
+from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.logits_loss import LogitsLoss
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.schedule import coefficients
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.run.schedule import coefficients
 from ludus.trainer.weights import make_manifest
 
 _CANARY = (CanaryPrompt([5, 6, 7, 8], [9, 10, 11, 12]),)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ludus.trainer.policy import Answer
+from ludus.trainer.driver.policy import Answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

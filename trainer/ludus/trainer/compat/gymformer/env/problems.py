@@ -14,8 +14,8 @@ from typing import Any
 
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.env.rewards import number_in
+from ludus.trainer.core.streams import Stream, random_of
 from ludus.trainer.reward_model.rows import rows_of
-from ludus.trainer.streams import Stream, random_of
 
 _QUESTIONS = ("question", "problem", "prompt")
 _SOLUTIONS = ("answer", "solution")

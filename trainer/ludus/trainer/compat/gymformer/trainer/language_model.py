@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
-from ludus.trainer.checkpoint import model_folder
 from ludus.trainer.compat.gymformer.rl.transformers_nn import LMActorNetwork, LMCriticNetwork
 from ludus.trainer.compat.gymformer.trainer.language_run import CRITIC_FOLDER, make_run
 from ludus.trainer.compat.gymformer.trainer.request import (
@@ -33,9 +32,10 @@ from ludus.trainer.compat.gymformer.trainer.request import (
     running_average,
 )
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.disk import written_whole
+from ludus.trainer.core.disk import written_whole
+from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.models.load import load_tokenizer
-from ludus.trainer.trainer import Trainer
+from ludus.trainer.run.checkpoint import model_folder
 
 _T = TypeVar("_T")
 

@@ -11,7 +11,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig, WandbSink
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.sinks.names import tagged_values
+from ludus.trainer.run.sinks.names import tagged_values
 
 if TYPE_CHECKING:
     import wandb

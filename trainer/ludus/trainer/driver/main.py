@@ -15,12 +15,12 @@ from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.build import baselines_of, infrastructure_of, resolved, worker_spec
-from ludus.trainer.checkpoint import model_folder, newest_checkpoint, read_state
-from ludus.trainer.evaluation import Evaluator
-from ludus.trainer.run_folder import logging_to, path_of
-from ludus.trainer.tasks import together
-from ludus.trainer.trainer import Trainer
+from ludus.trainer.core.tasks import together
+from ludus.trainer.driver.build import baselines_of, infrastructure_of, resolved, worker_spec
+from ludus.trainer.driver.evaluation import Evaluator
+from ludus.trainer.driver.trainer import Trainer
+from ludus.trainer.run.checkpoint import model_folder, newest_checkpoint, read_state
+from ludus.trainer.run.folder import logging_to, path_of
 
 _log = logging.getLogger(__name__)
 

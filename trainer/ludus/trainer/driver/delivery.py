@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ludus.proto.errors import CanaryError, WeightSyncError
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.processes import Learners, Workers
-from ludus.trainer.tasks import Tasks
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.actors.processes import Learners, Workers
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.types import CanaryPrompt
 
 _GRACE_S = 10.0
 """A store that gives up by itself says more about why than can be said here."""

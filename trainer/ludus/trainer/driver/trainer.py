@@ -27,20 +27,20 @@ from ludus.proto.config import RunConfig, load_run_config, run_config_from
 from ludus.proto.config.changes import Change, in_words
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
-from ludus.trainer import control
-from ludus.trainer.build import built, infrastructure_of, resolved, starting_point
-from ludus.trainer.changes import changes_since
-from ludus.trainer.checkpoint import RunState, check_streams, read_state
-from ludus.trainer.controller import Controller
-from ludus.trainer.environments import chart_prompts, check_names
-from ludus.trainer.functions import name_of
-from ludus.trainer.parts import Parts, Step
-from ludus.trainer.policy import Policy
-from ludus.trainer.prepare import check_models
-from ludus.trainer.run_folder import RunFolder, logging_to, path_of
-from ludus.trainer.schedule import in_steps
-from ludus.trainer.summary import chart_questions, make_chart, make_summary
-from ludus.trainer.tasks import Tasks
+from ludus.trainer.core.functions import name_of
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.driver.build import built, infrastructure_of, resolved
+from ludus.trainer.driver.controller import Controller
+from ludus.trainer.driver.parts import Parts, Step
+from ludus.trainer.driver.policy import Policy
+from ludus.trainer.run import control
+from ludus.trainer.run.changes import changes_since
+from ludus.trainer.run.checkpoint import RunState, check_streams, read_state, starting_point
+from ludus.trainer.run.folder import RunFolder, logging_to, path_of
+from ludus.trainer.run.schedule import in_steps
+from ludus.trainer.run.summary import chart_questions, make_chart, make_summary
+from ludus.trainer.setup.environments import chart_prompts, check_names
+from ludus.trainer.setup.prepare import check_models
 
 _log = logging.getLogger(__name__)
 
@@ -264,7 +264,9 @@ class Trainer:
     async def _train(self) -> None:
         """Run the controller, and do on the way what the run's control file says."""
         async with Tasks() as tasks:
-            tasks.start(control.follow(self.folder, self._parts.workers, self._stop_as_wanted))
+            tasks.start(
+                control.follow(self.folder, self._parts.workers.resize, self._stop_as_wanted)
+            )
             await self._controller.run()
 
     def _stop_as_wanted(self) -> None:

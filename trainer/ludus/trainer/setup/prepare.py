@@ -29,8 +29,9 @@ from ludus.proto.config import (
 )
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
+from ludus.trainer.core.streams import Stream, random_of, warm_start_seed
+from ludus.trainer.core.types import CanaryPrompt
 from ludus.trainer.data.failures import commonest, count_failures, describe
-from ludus.trainer.environments import Environment
 from ludus.trainer.learner.critic import check_same_tokens
 from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
@@ -48,8 +49,7 @@ from ludus.trainer.rollout.episode import close_session, when_there_is_room
 from ludus.trainer.rollout.player import limits_of
 from ludus.trainer.rollout.renderer import NO_PICTURES
 from ludus.trainer.rollout.tool_adapter import ToolAdapter, Toolbox
-from ludus.trainer.streams import Stream, random_of, warm_start_seed
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.setup.environments import Environment
 
 _log = logging.getLogger(__name__)
 

@@ -16,12 +16,16 @@ from ludus.proto.runs import Resume
 from ludus.trainer.actors.cluster import is_local
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.weight_store import check_reachable, located
-from ludus.trainer.build import starting_point
-from ludus.trainer.changes import changes_since
-from ludus.trainer.checkpoint import check_streams, read_state
-from ludus.trainer.environments import check_names, check_remote, check_rewards_of, fixed_policies
-from ludus.trainer.prepare import check_models
-from ludus.trainer.run_folder import new_run_id, path_of
+from ludus.trainer.run.changes import changes_since
+from ludus.trainer.run.checkpoint import check_streams, read_state, starting_point
+from ludus.trainer.run.folder import new_run_id, path_of
+from ludus.trainer.setup.environments import (
+    check_names,
+    check_remote,
+    check_rewards_of,
+    fixed_policies,
+)
+from ludus.trainer.setup.prepare import check_models
 
 
 def preflight(run: RunConfig, resume: Resume) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ludus.proto.config import LearnerConfig, RunConfig
 from ludus.proto.errors import ConfigError
-from ludus.trainer.types import Coefficients
+from ludus.trainer.core.types import Coefficients
 
 _DIGITS = 9
 """To which passes over a data set are told apart: 0.1 of 30 tasks are 3, and not 4."""

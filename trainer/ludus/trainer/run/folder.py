@@ -35,8 +35,8 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
-from ludus.trainer.metrics import StepValues, delivery_values, eval_values, held_weights
-from ludus.trainer.sinks import Sinks, open_sinks
+from ludus.trainer.run.metrics import StepValues, delivery_values, eval_values, held_weights
+from ludus.trainer.run.sinks import Sinks, open_sinks
 from ludus.trainer.weights import WorkerWeights
 
 _log = logging.getLogger(__name__)

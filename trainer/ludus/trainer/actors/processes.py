@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
-from ludus.trainer.data.counts import RolloutCounts
-from ludus.trainer.interfaces import PublishedWeights
-from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.types import (
+from ludus.trainer.core.interfaces import PublishedWeights
+from ludus.trainer.core.types import (
     CanaryPrompt,
     Coefficients,
     Completion,
@@ -28,6 +25,9 @@ from ludus.trainer.types import (
     Sampling,
     SavedFile,
 )
+from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
+from ludus.trainer.data.counts import RolloutCounts
+from ludus.trainer.learner.learner import StepMetrics
 from ludus.trainer.weights import WorkerWeights
 
 

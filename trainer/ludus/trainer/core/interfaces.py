@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ludus.trainer.types import CanaryPrompt, Completion, Sampling, WeightManifest
+from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling, WeightManifest
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by the names of the Hugging Face model."""

@@ -12,7 +12,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from ludus.env.types import JsonObject
 from ludus.proto.runs import MetricsRow
-from ludus.trainer.sinks.names import tagged_values
+from ludus.trainer.run.sinks.names import tagged_values
 
 _FLUSH_S = 5
 """How old a value may be when TensorBoard shows it."""

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 from ludus.env.types import JsonObject
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsRow
-from ludus.trainer.sinks.job_log import JobLog
+from ludus.trainer.run.sinks.job_log import JobLog
 
 _log = logging.getLogger(__name__)
 
@@ -104,17 +104,17 @@ def open_sinks(
         if job_log is not None:
             sinks.append(JobLog(job_log))
         if run.metrics.tensorboard:
-            from ludus.trainer.sinks.tensorboard import TensorboardWriter
+            from ludus.trainer.run.sinks.tensorboard import TensorboardWriter
 
             sinks.append(TensorboardWriter(folder / TENSORBOARD_FOLDER, resume_from))
         if run.metrics.prometheus is not None:
-            from ludus.trainer.sinks.prometheus import PrometheusExporter
+            from ludus.trainer.run.sinks.prometheus import PrometheusExporter
 
             sinks.append(PrometheusExporter(run, run.metrics.prometheus))
             for row in past:
                 sinks[-1].write(row)
         if run.metrics.wandb is not None:
-            from ludus.trainer.sinks.wandb import WandbWriter
+            from ludus.trainer.run.sinks.wandb import WandbWriter
 
             sinks.append(WandbWriter.start(run, run.metrics.wandb, folder / WANDB_FOLDER))
     except BaseException:

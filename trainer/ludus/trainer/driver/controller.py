@@ -60,7 +60,17 @@ from ludus.proto.errors import (
 )
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Phase
-from ludus.trainer.checkpoint import (
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.data.buffer import TakenBatch
+from ludus.trainer.data.counts import total
+from ludus.trainer.data.mixture import Mixture
+from ludus.trainer.data.progress import Progress
+from ludus.trainer.data.seeds import GroupSeeds
+from ludus.trainer.driver.delivery import Delivered, Delivery
+from ludus.trainer.driver.parts import BetweenSteps, Parts, Step, go_on
+from ludus.trainer.driver.sampling import SamplingLoop
+from ludus.trainer.learner.learner import StepMetrics
+from ludus.trainer.run.checkpoint import (
     RunState,
     check_whole,
     learner_folder,
@@ -68,18 +78,8 @@ from ludus.trainer.checkpoint import (
     read_state,
     step_of,
 )
-from ludus.trainer.data.buffer import TakenBatch
-from ludus.trainer.data.counts import total
-from ludus.trainer.data.mixture import Mixture
-from ludus.trainer.data.progress import Progress
-from ludus.trainer.data.seeds import GroupSeeds
-from ludus.trainer.delivery import Delivered, Delivery
-from ludus.trainer.learner.learner import StepMetrics
-from ludus.trainer.metrics import StepTimes, train_values
-from ludus.trainer.parts import BetweenSteps, Parts, Step, go_on
-from ludus.trainer.sampling import SamplingLoop
-from ludus.trainer.schedule import coefficients
-from ludus.trainer.tasks import Tasks
+from ludus.trainer.run.metrics import StepTimes, train_values
+from ludus.trainer.run.schedule import coefficients
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from ludus.env import Message
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import ConfigError
+from ludus.trainer.actors.processes import Workers
+from ludus.trainer.core.streams import Stream, key_of
+from ludus.trainer.core.types import Completion
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.processes import Workers
 from ludus.trainer.rollout.player import sampling_of
-from ludus.trainer.streams import Stream, key_of
-from ludus.trainer.types import Completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.proto.config import RunConfig
-from ludus.trainer.checkpoint import RunState
+from ludus.trainer.actors.processes import Buffer, Slot, Workers
+from ludus.trainer.core.tasks import Tasks
+from ludus.trainer.core.types import GroupSpec, RolloutGroup
 from ludus.trainer.data.admission import Admission
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture
-from ludus.trainer.processes import Buffer, Slot, Workers
-from ludus.trainer.tasks import Tasks
-from ludus.trainer.types import GroupSpec, RolloutGroup
+from ludus.trainer.run.checkpoint import RunState
 
 
 @dataclass(frozen=True, slots=True)

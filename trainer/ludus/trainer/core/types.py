@@ -40,7 +40,7 @@ from pydantic_core import core_schema
 
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Transcript
-from ludus.trainer.ragged import Ragged
+from ludus.trainer.core.ragged import Ragged
 
 
 def _listed(dtype: DTypeLike) -> GetPydanticSchema:

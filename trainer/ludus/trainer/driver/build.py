@@ -24,7 +24,7 @@ from ludus.proto.config import (
     VllmGenerator,
 )
 from ludus.proto.config.environment import RANDOM_POLICY, name_of_term
-from ludus.proto.runs import CHECKPOINTS_FOLDER, Phase, Resume
+from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import place_in_ray
 from ludus.trainer.actors.learner_group import LearnerGroup
@@ -33,13 +33,20 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.sending import check_given_functions
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.checkpoint import (
+from ludus.trainer.core.shared_folder import FolderToken
+from ludus.trainer.core.tasks import together
+from ludus.trainer.driver.evaluation import Evaluator, play_baselines
+from ludus.trainer.driver.parts import Parts
+from ludus.trainer.learner.learner import LearnerSpec
+from ludus.trainer.models.chat import ChatTokenizer
+from ludus.trainer.rollout.engines import has_vllm
+from ludus.trainer.rollout.player import limits_of
+from ludus.trainer.run.checkpoint import (
     CheckpointFolder,
     learner_folder,
-    list_checkpoints,
-    newest_checkpoint,
 )
-from ludus.trainer.environments import (
+from ludus.trainer.run.folder import RunFolder, run_id
+from ludus.trainer.setup.environments import (
     Environment,
     check_remote,
     check_rewards,
@@ -47,21 +54,12 @@ from ludus.trainer.environments import (
     fixed_policies,
     local_servers,
 )
-from ludus.trainer.evaluation import Evaluator, play_baselines
-from ludus.trainer.learner.learner import LearnerSpec
-from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.parts import Parts
-from ludus.trainer.prepare import (
+from ludus.trainer.setup.prepare import (
     check_first_prompts,
     is_folder,
     make_canary,
     prepare_model,
 )
-from ludus.trainer.rollout.engines import has_vllm
-from ludus.trainer.rollout.player import limits_of
-from ludus.trainer.run_folder import RunFolder, path_of, run_id
-from ludus.trainer.shared_folder import FolderToken
-from ludus.trainer.tasks import together
 
 _INITIAL_MODEL_FOLDER = "initial_model"
 
@@ -167,14 +165,6 @@ def _token(run_path: Path, placement: Placement) -> Iterator[FolderToken | None]
         yield token
     finally:
         token.remove()
-
-
-def starting_point(run: RunConfig, resume: Resume) -> Path | None:
-    """The checkpoint that the run continues from; None where it begins anew."""
-    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
-    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
-        return None
-    return newest_checkpoint(checkpoints)
 
 
 def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:

@@ -18,13 +18,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ludus.proto.runs import CONTROL_FILE, CONTROL_VARIABLE, RunControl
-from ludus.trainer.processes import Workers
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 
 
-async def follow(run_folder: Path, workers: Workers, stop: Callable[[], None]) -> None:
+async def follow(run_folder: Path, resize: Callable[[int], None], stop: Callable[[], None]) -> None:
     """Do what the control files of the run say, for ever, each time that one changes.
 
     A file that cannot be read is named in the log and changes nothing.
@@ -37,7 +36,7 @@ async def follow(run_folder: Path, workers: Workers, stop: Callable[[], None]) -
             text = await asyncio.to_thread(_read, path)
             if text is not None and text != before.get(path):
                 before[path] = text
-                _apply(text, path, workers, stop)
+                _apply(text, path, resize, stop)
         await asyncio.sleep(_INTERVAL_S)
 
 
@@ -49,7 +48,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _apply(text: str, path: Path, workers: Workers, stop: Callable[[], None]) -> None:
+def _apply(text: str, path: Path, resize: Callable[[int], None], stop: Callable[[], None]) -> None:
     try:
         wanted = RunControl.model_validate_json(text)
     except ValidationError as error:
@@ -57,7 +56,7 @@ def _apply(text: str, path: Path, workers: Workers, stop: Callable[[], None]) ->
         return
     if wanted.num_workers is not None:
         _log.info("%d rollout workers are wanted", wanted.num_workers)
-        workers.resize(wanted.num_workers)
+        resize(wanted.num_workers)
     if wanted.stop:
         _log.info("an end after this step is wanted")
         stop()

@@ -25,13 +25,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ludus.proto.config import RunConfig
 from ludus.proto.errors import CheckpointError
-from ludus.proto.runs import PolicyResult
+from ludus.proto.runs import CHECKPOINTS_FOLDER, PolicyResult, Resume
+from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
+from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import MixtureState
-from ludus.trainer.disk import why_unwritten
-from ludus.trainer.streams import VERSION as STREAMS_VERSION
-from ludus.trainer.types import GroupSpec, RolloutGroup, SavedFile
+from ludus.trainer.run.folder import path_of
 
 _STATE_FILE = "state.json"
 _FILES_FILE = "files.json"
@@ -204,6 +206,14 @@ def newest_checkpoint(folder: Path) -> Path:
         else:
             return checkpoint
     raise failure
+
+
+def starting_point(run: RunConfig, resume: Resume) -> Path | None:
+    """The checkpoint that the run continues from; None where it begins anew."""
+    checkpoints = path_of(run) / CHECKPOINTS_FOLDER
+    if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
+        return None
+    return newest_checkpoint(checkpoints)
 
 
 def check_whole(checkpoint: Path) -> None:

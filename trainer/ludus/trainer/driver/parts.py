@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import EvalReport, Transcript
-from ludus.trainer.checkpoint import CheckpointFolder
-from ludus.trainer.evaluation import Evaluator
+from ludus.trainer.actors.processes import Buffer, Learners, Workers
+from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.processes import Buffer, Learners, Workers
-from ludus.trainer.run_folder import RunFolder
-from ludus.trainer.types import CanaryPrompt
+from ludus.trainer.run.checkpoint import CheckpointFolder
+from ludus.trainer.run.folder import RunFolder
 
 
 @dataclass(slots=True)

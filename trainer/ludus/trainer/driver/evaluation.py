@@ -18,8 +18,8 @@ from ludus.env.evaluation import (
 from ludus.proto.config import EnvironmentConfig, EvalConfig
 from ludus.proto.errors import EpisodesFailedError
 from ludus.proto.runs import EvalReport
-from ludus.trainer.processes import Workers
-from ludus.trainer.tasks import TookTooLongError, limited
+from ludus.trainer.actors.processes import Workers
+from ludus.trainer.core.tasks import TookTooLongError, limited
 
 _log = logging.getLogger(__name__)
 

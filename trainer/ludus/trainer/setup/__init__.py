@@ -1,0 +1,1 @@
+"""Environments, tiny models and canary prompts, made ready before a run starts."""
