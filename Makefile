@@ -1,5 +1,6 @@
-# An index: each target is one line; the scripts behind it are in dev/.
+# An index: each target is one line; the scripts behind the targets are in dev/.
 PYTHON ?= python3.11
+ACCELERATOR ?=
 GENERATOR ?= transformers
 TORCH_INDEX_URL ?=
 NAME ?= $(if $(filter vllm,$(GENERATOR)),demo-vllm,demo)
@@ -9,13 +10,13 @@ VENV := .venv/bin
 PYTEST := $(VENV)/python -m pytest --dist loadscope --no-loadscope-reorder --durations=25
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic proto images cluster-test clean
+.PHONY: help setup demo learn learn-examples learn-reward learn-language learn-forge learn-trl learn-agents learn-classic test test-again test-fast chart-test conformance chaos soak lint bench bench-env bench-train bench-classic dist dist-test docs proto images cluster-test clean
 
 help:       ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup:      ## make .venv with everything (TORCH_INDEX_URL= for PyTorch's CPU wheels)
-	@PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
+setup:      ## make .venv with locked versions (ACCELERATOR=cpu|cuda, PYTHON=, TORCH_INDEX_URL=)
+	@PYTHON=$(PYTHON) ACCELERATOR=$(ACCELERATOR) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/setup.sh
 
 demo: setup ## train a language model at blackjack, prove it (GENERATOR=vllm, SEED=, ARGS=)
 	@$(VENV)/ludus train examples/blackjack/tiny.toml --overwrite --set name=$(NAME) --set generator.kind=$(GENERATOR) $(if $(SEED),--set seed=$(SEED)) $(ARGS)
@@ -80,6 +81,15 @@ bench-classic: setup ## CartPole by classic PPO beside stable-baselines3, in tur
 
 bench-env: setup ## steps per second of the environment plane, beside OpenEnv's own
 	@$(VENV)/python bench/environments.py
+
+dist: setup ## build the wheels and their lock files into dist/
+	@bash dev/dist.sh
+
+dist-test: dist ## install those wheels in a new environment and train from an empty folder
+	@PYTHON=$(PYTHON) TORCH_INDEX_URL=$(TORCH_INDEX_URL) bash dev/dist_test.sh
+
+docs: setup ## build the documentation site into build/site and check its links, offline
+	@bash dev/site.sh
 
 proto: setup ## generate the gRPC stubs again
 	@$(VENV)/python dev/generate_proto.py

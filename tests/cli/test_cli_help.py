@@ -10,6 +10,7 @@ from tests.cli.commands import RunCli
 pytestmark = pytest.mark.slow
 
 COMMANDS = [
+    ("init",),
     ("train",),
     ("train-reward",),
     ("eval",),

@@ -115,6 +115,7 @@ def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
     wheels.mkdir()
     listed = (
         "global.index-url='https://a/'\n:env:.index-url='https://b/'\nglobal.cert='/here.pem'\n"
+        "global.constraint='/here/constraints.txt'\n"
     )
     listed += f"global.extra-index-url='file://{index}'\nglobal.find-links='{wheels} https://d/'\n"
     configuration = pip_configuration(listed)
@@ -125,6 +126,7 @@ def test_pip_is_told_in_the_image_what_it_is_told_here(tmp_path: Path) -> None:
     write_secrets(secrets, configuration)
     assert "index-url = https://b/" in (secrets / "pip.conf").read_text(encoding="utf-8")
     assert "here.pem" not in (secrets / "pip.conf").read_text(encoding="utf-8")
+    assert "constraint" not in (secrets / "pip.conf").read_text(encoding="utf-8")
 
 
 def test_an_engine_is_handed_secrets_and_folders_but_no_docker_volumes(

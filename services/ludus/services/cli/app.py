@@ -7,6 +7,8 @@ Commands import what they need when they run, and the trainer runs as a process 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -14,6 +16,7 @@ from ludus.proto.errors import LudusError, UserError
 from ludus.services.cli import (
     env_commands,
     gateway_command,
+    init_command,
     report_command,
     runs_commands,
     scale_command,
@@ -24,7 +27,7 @@ from ludus.services.cli import (
 )
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, by shell convention (128 + SIGINT)."""
 
 app = typer.Typer(
     name="ludus",
@@ -34,7 +37,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        sys.stdout.write(f"ludus {version('ludus-services')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def set_options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train language-model agents with reinforcement learning in any environment."""
+
+
 app.add_typer(env_commands.app, name="env")
+app.command("init")(init_command.init)
 app.command("train", cls=train_command.TrainCommand)(train_command.train)
 app.command("train-reward")(train_reward_command.train_reward)
 app.command("eval")(train_command.evaluate)
