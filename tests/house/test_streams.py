@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TRAINER = Path(__file__).parents[2] / "trainer"
-STREAMS = TRAINER / "ludus" / "trainer" / "streams.py"
+STREAMS = TRAINER / "ludus" / "trainer" / "core" / "streams.py"
 SEEDING = {
     "Random",
     "RandomState",
