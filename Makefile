@@ -47,10 +47,11 @@ learn-classic: setup ## the same for networks in Gymnasium's environments (ARGS=
 	@$(VENV)/python bench/classic.py $(or $(ARGS),--only lunar_lander pendulum frozen_lake value shuffled)
 
 test: setup ## all tests but those of `make conformance`, `chaos` and `cluster-test`
-	@$(PYTEST) -n 2 -m "not conformance and not chaos and not cluster"
+	@$(PYTEST) -n 2 --junit-xml=.cache/tests.xml -m "not conformance and not chaos and not cluster"
+	@$(VENV)/python dev/durations.py check
 
-test-again: ## the tests that failed last, one at a time; at most five, more are no accident
-	@bash dev/test_again.sh
+test-again: ## run the tests that failed last again, alone; at most five
+	@$(VENV)/python dev/test_again.py
 
 test-fast: setup ## the tests that start nothing and take no time; a quarter of the random examples
 	@$(PYTEST) -n 3 --hypothesis-profile=quick -m "not slow and not conformance and not chaos and not cluster"

@@ -48,7 +48,7 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Keep how it ended for dev/test_again.sh: a part is enough only where all tests ran."""
+    """Keep how it ended for dev/test_again.py: a part is enough only where all tests ran."""
     if not hasattr(session.config, "workerinput") and hasattr(session.config, "cache"):
         session.config.cache.set("ludus/exit_status", int(exitstatus))
 

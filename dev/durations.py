@@ -1,0 +1,103 @@
+"""Compare how long each test took with the recorded durations, or record them.
+
+    python dev/durations.py check     fails if a test takes half as long again as recorded
+    python dev/durations.py record    writes tests/durations.json from the last `make test`
+
+`make test` leaves its report in .cache/tests.xml. Only tests of 3 s and more are compared. The
+median ratio of all of them stands for the speed of the machine. A test that exceeds its limit is
+run once more, alone, before it fails: the other processes may have delayed it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / ".cache" / "tests.xml"
+RECORD = ROOT / "tests" / "durations.json"
+MIN_RECORDED_S = 3.0
+MAX_GROWTH = 1.5
+SLACK_S = 2.0
+MAX_UNRECORDED_S = 30.0
+
+
+def read_report(path: Path) -> dict[str, float]:
+    """Return the seconds of each passed test in a JUnit report, by node id."""
+    durations = {}
+    for case in ET.parse(path).iter("testcase"):
+        if list(case):  # skipped, failed
+            continue
+        node_id = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+        durations[node_id] = float(case.attrib["time"])
+    return durations
+
+
+def find_grown(
+    durations: Mapping[str, float], recorded: Mapping[str, float], machine: float
+) -> dict[str, float]:
+    """Return the limit in seconds of each test that exceeds it.
+
+    Args:
+        durations: the seconds of each test of this run.
+        recorded: the recorded seconds.
+        machine: the time that this machine takes for what the recording machine did in 1 s.
+    """
+    limits = {
+        test: recorded[test] * machine * MAX_GROWTH + SLACK_S
+        if test in recorded
+        else MAX_UNRECORDED_S * machine
+        for test in durations
+    }
+    return {test: limit for test, limit in limits.items() if durations[test] > limit}
+
+
+def measure_machine(durations: Mapping[str, float], recorded: Mapping[str, float]) -> float:
+    """Return the median ratio of measured to recorded seconds; 1.0 without common tests."""
+    ratios = [durations[test] / seconds for test, seconds in recorded.items() if test in durations]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def check() -> int:
+    """Compare the last report with the record; return the exit status."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    durations = read_report(REPORT)
+    machine = measure_machine(durations, recorded)
+    grown = find_grown(durations, recorded, machine)
+    for test in list(grown):
+        print(f"{test} took {durations[test]:.1f} s, limit {grown[test]:.1f} s; running it alone")
+        alone = REPORT.with_name("alone.xml")
+        command = [sys.executable, "-m", "pytest", f"--junit-xml={alone}", test]
+        if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
+            measured = read_report(alone).get(test, 0.0)
+            if measured <= grown[test]:
+                del grown[test]
+    for test, limit in grown.items():
+        print(
+            f"error: {test} exceeds its limit of {limit:.1f} s twice; make it faster, or record "
+            "the new duration: python dev/durations.py record"
+        )
+    return 1 if grown else 0
+
+
+def record() -> int:
+    """Write the durations of the last report."""
+    durations = {
+        test: round(seconds, 1)
+        for test, seconds in sorted(read_report(REPORT).items())
+        if seconds >= MIN_RECORDED_S
+    }
+    RECORD.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(durations)} tests of {MIN_RECORDED_S:.0f} s and more recorded in {RECORD}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] not in (["check"], ["record"]):
+        sys.exit("usage: python dev/durations.py check|record")
+    sys.exit(check() if sys.argv[1] == "check" else record())

@@ -1,0 +1,45 @@
+"""Run the tests that failed last once more, alone, and count in which tests that helped.
+
+    python dev/test_again.py
+
+At most five tests get a second chance. Each test that passes only alone is counted in
+tests/retries.json: commit that file, so that a flaky test cannot hide.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".pytest_cache" / "v"
+RETRIES = ROOT / "tests" / "retries.json"
+MAX_RETRIED = 5
+
+
+def main() -> int:
+    """Run the failed tests again; return the exit status."""
+    status = CACHE / "ludus" / "exit_status"
+    if not status.is_file() or status.read_text(encoding="utf-8").strip() != "1":
+        print("the tests did not run to their end with some of them failed; run them all")
+        return 1
+    failed = list(json.loads((CACHE / "cache" / "lastfailed").read_text(encoding="utf-8")))
+    if len(failed) > MAX_RETRIED:
+        print(f"{len(failed)} tests failed; at most {MAX_RETRIED} get a second chance")
+        return 1
+    print("FAILED THE FIRST TIME, run again alone:", *failed, sep="\n  ")
+    command = [sys.executable, "-m", "pytest", "--last-failed", "--last-failed-no-failures=none"]
+    if subprocess.run(command, cwd=ROOT).returncode != 0:
+        return 1
+    counts = json.loads(RETRIES.read_text(encoding="utf-8")) if RETRIES.is_file() else {}
+    for test in failed:
+        counts[test] = counts.get(test, 0) + 1
+    RETRIES.write_text(json.dumps(counts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print("PASSED ONLY ALONE, counted in tests/retries.json:", *failed, sep="\n  ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

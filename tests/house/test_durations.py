@@ -1,0 +1,37 @@
+"""The check of recorded test durations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from durations import find_grown, measure_machine, read_report
+
+
+def test_a_report_is_read_without_tests_that_did_not_pass(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.env.test_a" name="test_x[1]" time="4.5"/>'
+        '<testcase classname="tests.env.test_a" name="test_y" time="1"><skipped/></testcase>'
+        "</testsuite></testsuites>",
+        encoding="utf-8",
+    )
+    assert read_report(report) == {"tests/env/test_a.py::test_x[1]": 4.5}
+
+
+def test_a_test_that_grows_by_more_than_half_is_reported() -> None:
+    recorded = {"a": 10.0, "b": 10.0, "c": 10.0}
+    assert find_grown({"a": 16.9, "b": 17.1, "c": 9.0}, recorded, 1.0) == {"b": 17.0}
+
+
+def test_a_slow_machine_moves_the_limits() -> None:
+    recorded = {"a": 10.0, "b": 10.0, "c": 10.0}
+    durations = {"a": 20.0, "b": 21.0, "c": 40.0}
+    machine = measure_machine(durations, recorded)
+    assert machine == pytest.approx(2.1)
+    assert list(find_grown(durations, recorded, machine)) == ["c"]
+
+
+def test_a_long_test_must_be_recorded() -> None:
+    assert list(find_grown({"new": 31.0, "short": 5.0}, {}, 1.0)) == ["new"]
