@@ -200,7 +200,7 @@ async def test_a_line_of_another_format_is_refused_with_its_number(tmp_path):
     path = tmp_path / "r.jsonl"
     await play(recorded(path), [DONE], seed=1)
     path.write_text(path.read_text() + '{"format": 2}\n')
-    with pytest.raises(ConfigError, match=f"format 1 in line 2 of {path}"):
+    with pytest.raises(ConfigError, match=f"line 2 of {path}"):
         episodes_of(path)
 
 
@@ -297,7 +297,7 @@ async def test_an_episode_with_calls_of_tools_replays_and_a_change_is_named(tmp_
     ):
         assert (await replay_episode(client, episode)).is_same
         changed = await replay_episode(client, other)
-        assert changed.difference.startswith("step 4: expected the tool 'note' to return")
+        assert changed.difference.startswith("step 4: expected the recorded result of the tool 'note'")
         succeeded = await replay_episode(client, failing)
         assert succeeded.difference.startswith("step 3: expected the error TOOL_ERROR")
 
@@ -324,7 +324,7 @@ async def test_what_a_client_plays_is_written_in_the_same_form(tmp_path):
         session, first = await client.open(seed=2)
         writer.begin(2, first)
         for action in ({"add": 1}, DONE):
-            writer.note(action, await session.step(action))
+            writer.add_step(action, await session.step(action))
         writer.end("truncated")
     assert await replays_of(path) == [""]
 

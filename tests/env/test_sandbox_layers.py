@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
-from ludus.env.sandbox.surroundings import (
+from ludus.env.sandbox.worker_resources import (
     code_paths,
     disk_usage_bytes,
     filter_variables,
@@ -98,13 +98,13 @@ import os, signal
 from ludus.env.sandbox import namespaces
 
 fork_server = os.getpid()
-leave = namespaces._leave
+leave = namespaces.unshare_namespaces
 
 def die_first(without_network):
     os.kill(fork_server, signal.SIGKILL)
     leave(without_network)
 
-namespaces._leave = die_first
+namespaces.unshare_namespaces = die_first
 try:
     namespaces.fork_into_namespaces(without_network=False)
 finally:

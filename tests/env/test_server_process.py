@@ -288,7 +288,7 @@ def test_a_local_server_passes_on_isolation_arguments_and_secrets(monkeypatch):
         assert KEY not in repr(server) and not any(KEY.encode() in one for one in arguments)
         assert server.addresses is not None
         signed = SessionKey(KEY.encode()).sign("counting", "elsewhere")
-        with pytest.raises(AssertionError, match="issued for this server"):
+        with pytest.raises(AssertionError, match="belongs to another server"):
             open_signed(server.addresses.grpc, signed)
 
 

@@ -95,7 +95,7 @@ async def test_files_that_cannot_be_used_start_nothing_and_leave_the_ports_free(
     tmp_path, server_files
 ):
     other = written(tmp_path, "other")
-    with pytest.raises(ConfigError, match="private key of the certificate"):
+    with pytest.raises(ConfigError, match="does not belong to the certificate"):
         await running(tls_cert=server_files.cert, tls_key=other.key).start()
     with pytest.raises(ConfigError, match=r"nowhere\.pem"):
         await running(tls_cert=tmp_path / "nowhere.pem", tls_key=other.key).start()

@@ -134,7 +134,7 @@ async def test_https_keeps_the_old_certificate_while_the_new_pair_is_half_writte
             connection = await Https.connect(port, context)
             assert connection.serial == first_serial
             await connection.close()
-        assert caplog.text.count("the TLS certificate stays as it was") == 1
+        assert caplog.text.count("the old certificate stays") == 1
         assert str(files.key) in caplog.text
         files.key.write_bytes(new_key)
         connection = await Https.connect(port, context)
@@ -260,7 +260,7 @@ async def test_grpc_keeps_the_old_certificate_when_the_new_pair_is_bad(
         good = files.cert.read_bytes()
         files.cert.write_bytes(b"-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----")
         assert await served_serial(port, ca_file) == first_serial
-        assert "the TLS certificate stays as it was" in caplog.text
+        assert "the old certificate stays" in caplog.text
         files.cert.unlink()
         async with channel(port, ca_file) as new:
             assert await say(new, b"hi") == b"hi"
@@ -345,14 +345,14 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (missing_cert, r"as cert, got No such file or directory for .*tls\.crt; create it"),
-        (missing_key, r"as key, got No such file or directory for .*tls\.key; create it"),
-        (key_of_another, r"private key of the certificate .*tls\.crt, got another one in .*\.key"),
-        (swapped, r"a CERTIFICATE as cert, got something else in .*tls\.key; name the right"),
-        (encrypted, r"without a passphrase, got an encrypted one; decrypt it with: openssl"),
-        (nonsense, r"expected a certificate in .*tls\.crt and its private key in .*; write both"),
-        (no_authorities, r"a CERTIFICATE as client_ca, got something else in .*empty\.pem"),
-        (missing_authorities, r"as client_ca, got No such file or directory for .*absent\.pem"),
+        (missing_cert, r"cert = .*tls\.crt must be a readable PEM file, got No such file or directory; create"),
+        (missing_key, r"key = .*tls\.key must be a readable PEM file, got No such file or directory; create"),
+        (key_of_another, r"private key in .*\.key does not belong to the certificate .*tls\.crt"),
+        (swapped, r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, got something else; name"),
+        (encrypted, r"must not have a passphrase; decrypt it with: openssl"),
+        (nonsense, r"cannot load the certificate .*tls\.crt and its private key .*; write both"),
+        (no_authorities, r"client_ca = .*empty\.pem must be a PEM file with a CERTIFICATE"),
+        (missing_authorities, r"client_ca = .*absent\.pem must be a readable PEM file, got No such file"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -34,7 +34,7 @@ from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import restrict_files
 from ludus.env.sandbox.privileges import give_up_privileges
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.surroundings import device_paths, system_paths
+from ludus.env.sandbox.worker_resources import device_paths, system_paths
 
 _FILE = "answer.py"
 _NUM_DESCRIPTORS = 5

@@ -1,4 +1,4 @@
-"""How long to wait before what failed is tried again."""
+"""Pauses between the attempts of a retry loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def doubling(first_s: float, last_s: float) -> Iterator[float]:
-    """Pauses for a loop that tries again: each twice the one before, up to the last, for ever."""
+    """Yield pauses without end: `first_s`, then twice the previous pause, up to `last_s`."""
     pause_s = first_s
     while True:
         yield pause_s

@@ -1,4 +1,4 @@
-"""How a long-running process of servers lives: its event loop, its signals, its heap."""
+"""The life of a server process: its event loop, its signals and its heap."""
 
 from __future__ import annotations
 
@@ -20,40 +20,43 @@ _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # mallopt(3)
 _LARGE_BLOCK = 128 * 1024
 
 
-class Service(AbstractAsyncContextManager[Any], Protocol):
-    """A server or gateway: it listens while it is entered."""
+class DrainableServer(AbstractAsyncContextManager[Any], Protocol):
+    """A server or gateway, which listens while its context is entered."""
 
     @property
     def num_sessions(self) -> int:
-        """Those that it would end if it stopped now."""
+        """Number of open sessions."""
 
     def drain(self) -> None:
-        """Take no new sessions from now on."""
+        """Refuse new sessions from now on."""
 
 
 def run_until_signal(
-    service: Service,
+    server: DrainableServer,
     *,
     drain_grace_s: float,
     on_ready: Callable[[], None] | None = None,
     sigint_drains: bool = False,
 ) -> None:
-    """Run it until SIGTERM or SIGINT.
+    """Run a server until SIGTERM or SIGINT.
 
-    SIGTERM drains: the service stops as soon as its last session has ended, at most
-    `drain_grace_s` later. A second signal stops it at once.
+    SIGTERM drains: the server stops when its last session has closed, at most `drain_grace_s`
+    later. A second signal stops it at once.
 
     Args:
-        on_ready: called when it listens.
-        sigint_drains: treats SIGINT as SIGTERM; else it stops the service at once.
+        on_ready: called when the server listens.
+        sigint_drains: True if SIGINT drains like SIGTERM; by default SIGINT stops the server.
     """
     _map_large_blocks()
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(_run_until_signal(service, drain_grace_s, on_ready, sigint_drains))
+        runner.run(_serve_and_drain(server, drain_grace_s, on_ready, sigint_drains))
 
 
-async def _run_until_signal(
-    service: Service, drain_grace_s: float, on_ready: Callable[[], None] | None, sigint_drains: bool
+async def _serve_and_drain(
+    server: DrainableServer,
+    drain_grace_s: float,
+    on_ready: Callable[[], None] | None,
+    sigint_drains: bool,
 ) -> None:
     draining, stopping = asyncio.Event(), asyncio.Event()
 
@@ -67,7 +70,7 @@ async def _run_until_signal(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, drain_or_stop)
     loop.add_signal_handler(signal.SIGINT, drain_or_stop if sigint_drains else stop)
-    async with service:
+    async with server:
         freeze_heap()
         trimming = asyncio.create_task(_trim_forever())
         if on_ready is not None:
@@ -76,49 +79,48 @@ async def _run_until_signal(
         trimming.cancel()
         if drain_grace_s <= 0 or stopping.is_set():
             return
-        service.drain()
-        if service.num_sessions:
+        server.drain()
+        if server.num_sessions:
             _log.warning(
                 "draining: waiting for %d sessions, at most %g s; a second signal ends the wait",
-                service.num_sessions,
+                server.num_sessions,
                 drain_grace_s,
             )
         deadline_s = loop.time() + drain_grace_s
-        while service.num_sessions and loop.time() < deadline_s and not stopping.is_set():
+        while server.num_sessions and loop.time() < deadline_s and not stopping.is_set():
             await asyncio.sleep(_DRAIN_POLL_S)
 
 
 def freeze_heap() -> None:
-    """Keep Python's collector off all that exists now.
+    """Exclude all existing objects from Python's garbage collection.
 
-    Call it once a long-running process has started. A process that has imported torch and ray
-    holds 400,000 objects, and every full collection walks over all of them with the
-    event loop standing still, for 0.2 s: the blackjack demo took half as long again.
+    Call this once a long-running process has started. A process that has imported torch and ray
+    has 400,000 objects. Every full collection visits all of them and pauses the event loop for
+    0.2 s, which made the blackjack demo take 1.5 times as long.
     """
     gc.collect()
     gc.freeze()
 
 
 def _map_large_blocks() -> None:
-    """Give every large block pages of its own, which go back as soon as it is freed.
+    """Allocate every large block separately, so that freeing it returns memory to the system.
 
-    glibc raises its threshold to the largest block that was ever freed, up to 32 MiB: after one
-    oversized message the next ones lie between small blocks in the heap, in an arena of each
-    thread.
+    By default glibc raises this threshold to the size of the largest freed block, up to 32 MiB.
+    After one oversized message, later messages would fragment the heaps of all threads.
     """
-    with contextlib.suppress(AttributeError):  # only glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
         mallopt(_M_ARENA_MAX, 2)
 
 
 async def _trim_forever() -> None:
-    """Give memory back that a burst of large messages has left free in the midst of the heap.
+    """Return free memory in the middle of the heap to the system every minute.
 
-    glibc by itself gives back the end of its heap alone, so one small block that is still in use
-    keeps all before it: a gateway stayed at the most that it had ever needed.
+    Without it glibc only returns the end of the heap, and one small block in use keeps everything
+    before it: a gateway stayed at its highest memory use.
     """
-    with contextlib.suppress(AttributeError):  # only glibc has it
+    with contextlib.suppress(AttributeError):  # only glibc has malloc_trim
         trim = ctypes.CDLL(None).malloc_trim
         while True:
             await asyncio.sleep(_TRIM_EVERY_S)
@@ -128,6 +130,6 @@ async def _trim_forever() -> None:
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # not available on Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -180,7 +180,7 @@ class _Table:
             self._show_legal(result)
             return None
         if self._writer is not None:
-            self._writer.note(action, following)
+            self._writer.add_step(action, following)
         return following
 
     def _show(self, result: StepResult) -> None:

@@ -25,7 +25,7 @@ import httpx
 
 from ludus.env.programs.client import ProgramHost
 from ludus.env.programs.order import NOT_CONFINED
-from ludus.env.sandbox.surroundings import filter_variables
+from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.proto.config import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.errors import AgentError, ConfigError, UnavailableError
 from ludus.trainer.agents.endpoint import Access

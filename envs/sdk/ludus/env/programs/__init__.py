@@ -1,1 +1,1 @@
-"""Programs that are not ours: each confined as workers are, and ended with what it started."""
+"""Third-party programs, each confined as workers are and killed with all of its descendants."""

@@ -1,9 +1,9 @@
-"""Starts programs through the launcher, and reads what they say.
+"""Client of the launcher, which starts programs and collects their output.
 
     async with ProgramHost("offered") as host:
-        ended = await host.run(["python", "agent.py"], variables=..., folder=..., readable=...)
+        result = await host.run(["python", "agent.py"], variables=..., folder=..., readable=...)
 
-A call that is cancelled ends its program, with all that the program has started.
+A cancelled call kills its program with all of the program's descendants.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from ludus.env.programs.launcher import SIZE, STATUS
+from ludus.env.programs.launcher import EXIT_STATUS, LENGTH_PREFIX
 from ludus.env.programs.order import ProgramExit, ProgramOrder
-from ludus.env.sandbox.surroundings import filter_variables, make_workers_folder, remove_folder
+from ludus.env.sandbox.worker_resources import (
+    filter_variables,
+    make_workers_folder,
+    remove_folder,
+)
 from ludus.proto.errors import UnavailableError
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of a program's standard output, its end; what came before is left out."""
+"""Maximum kept size of a program's standard output; earlier output is dropped."""
 MAX_ERROR_BYTES = 16 << 10
-"""Of its standard error."""
+"""Maximum kept size of a program's standard error."""
 _CHUNK_BYTES = 1 << 16
-_STOP_WITHIN_S = 5.0
+_STOP_TIMEOUT_S = 5.0
 
 Confinement = Literal["offered", "required", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What a program said, and how it ended."""
+    """The output and the exit status of a program."""
 
     exit: ProgramExit
     output: str
-    """The end of its standard output."""
+    """The end of standard output."""
     errors: str
-    """The end of its standard error."""
+    """The end of standard error."""
 
 
 class ProgramHost:
@@ -57,27 +61,27 @@ class ProgramHost:
     async def __aenter__(self) -> Self:
         """Start the launcher."""
         self._folder = make_workers_folder()
-        self._orders, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "ludus.env.programs.launcher", str(theirs.fileno())]
+        self._orders, remote = socket.socketpair()
+        command = [sys.executable, "-m", "ludus.env.programs.launcher", str(remote.fileno())]
         try:
             self._launcher = subprocess.Popen(
                 [*command, str(self._folder), self._confinement],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env={**filter_variables(os.environ, ()), "PYTHONPATH": os.pathsep.join(sys.path)},
-                # A terminal's Ctrl-C is for the run, which then ends the programs.
+                # Ctrl-C in a terminal is for the run, which then stops the programs.
                 start_new_session=True,
             )
         finally:
-            theirs.close()
+            remote.close()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """End the launcher and whatever it has started."""
+        """Stop the launcher and all programs."""
         self._orders.close()
         if self._launcher is not None:
             try:
-                await asyncio.to_thread(self._launcher.wait, _STOP_WITHIN_S)
+                await asyncio.to_thread(self._launcher.wait, _STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._launcher.kill()
                 await asyncio.to_thread(self._launcher.wait)
@@ -91,12 +95,12 @@ class ProgramHost:
         folder: str,
         readable: Iterable[str] = (),
     ) -> ProgramResult:
-        """What the program said, once it has ended.
+        """Run a program until it exits and return its result.
 
         Args:
-            variables: all of its environment.
-            folder: in which it begins.
-            readable: files and folders beside the system's.
+            variables: all environment variables of the program.
+            folder: working folder of the program.
+            readable: readable files and folders in addition to the system's.
 
         Raises:
             UnavailableError: the launcher has died.
@@ -104,62 +108,62 @@ class ProgramHost:
         order = ProgramOrder(
             next(self._ids), list(command), dict(variables), folder, list(readable)
         )
-        line, their_line = socket.socketpair()
-        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        life_line, remote_line = socket.socketpair()
+        (out, remote_out), (err, remote_err) = os.pipe(), os.pipe()
         try:
-            await self._send(order.to_json(), [their_line.fileno(), their_out, their_err])
+            await self._send(order.to_json(), [remote_line.fileno(), remote_out, remote_err])
         except BaseException:
-            line.close()
-            for one in (out, err):
-                os.close(one)
+            life_line.close()
+            for pipe in (out, err):
+                os.close(pipe)
             raise
         finally:
-            their_line.close()
-            for one in (their_out, their_err):
-                os.close(one)
-        return await _followed(line, out, err)
+            remote_line.close()
+            for pipe in (remote_out, remote_err):
+                os.close(pipe)
+        return await _collect_result(life_line, out, err)
 
     async def _send(self, order: bytes, descriptors: list[int]) -> None:
         def send() -> None:
-            socket.send_fds(self._orders, [SIZE.pack(len(order))], descriptors)
+            socket.send_fds(self._orders, [LENGTH_PREFIX.pack(len(order))], descriptors)
             self._orders.sendall(order)
 
         async with self._sending:
             try:
-                # It blocks where an order is larger than what a socket holds.
+                # In a thread, because an order larger than the socket's buffer blocks.
                 await asyncio.shield(asyncio.to_thread(send))
             except OSError as error:
                 raise UnavailableError(f"the launcher of programs has died: {error}") from error
 
 
-async def _followed(line: socket.socket, out: int, err: int) -> ProgramResult:
-    reader, writer = await asyncio.open_unix_connection(sock=line)
+async def _collect_result(life_line: socket.socket, out: int, err: int) -> ProgramResult:
+    reader, writer = await asyncio.open_unix_connection(sock=life_line)
     try:
         output, errors, status = await asyncio.gather(
-            _end_of(out, MAX_OUTPUT_BYTES), _end_of(err, MAX_ERROR_BYTES), reader.read()
+            _read_end(out, MAX_OUTPUT_BYTES), _read_end(err, MAX_ERROR_BYTES), reader.read()
         )
     finally:
-        writer.close()  # whatever still runs ends with its life line
+        writer.close()  # closing the life line kills everything that still runs
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    if len(status) < STATUS.size:
+    if len(status) < EXIT_STATUS.size:
         raise UnavailableError("the process that minds the program has died")
-    (ended,) = STATUS.unpack(status[: STATUS.size])
-    return ProgramResult(ProgramExit(ended), output, errors)
+    (wait_status,) = EXIT_STATUS.unpack(status[: EXIT_STATUS.size])
+    return ProgramResult(ProgramExit(wait_status), output, errors)
 
 
-async def _end_of(descriptor: int, max_bytes: int) -> str:
-    """The last bytes of a pipe, as text, once its other end is closed everywhere."""
+async def _read_end(descriptor: int, max_bytes: int) -> str:
+    """Read a pipe until all its writers are closed, and return its last bytes as text."""
     reader = asyncio.StreamReader(limit=_CHUNK_BYTES)
     loop = asyncio.get_running_loop()
     pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    kept = bytearray()
+    tail = bytearray()
     try:
         while chunk := await reader.read(_CHUNK_BYTES):
-            kept += chunk
-            if len(kept) > 2 * max_bytes:
-                del kept[:-max_bytes]
+            tail += chunk
+            if len(tail) > 2 * max_bytes:
+                del tail[:-max_bytes]
     finally:
         transport.close()
-    return bytes(kept[-max_bytes:]).decode(errors="replace")
+    return bytes(tail[-max_bytes:]).decode(errors="replace")

@@ -1,12 +1,12 @@
-"""`python -m ludus.env.programs.launcher FD`: the process from which programs are started.
+"""`python -m ludus.env.programs.launcher FD FOLDER MODE`: the process that starts programs.
 
     client --order, three descriptors--> launcher --fork--> minder --fork--> program
     client <---- life line, stdout, stderr ---------------- minder           (confined, then exec)
 
-Each program has a minder. When the program ends, or nobody holds the other end of its life line
-any more, the minder kills whatever the program has started, in sessions of its own too, removes its
-folder, and says on the life line how it ended. So nothing outlives its caller, whoever dies. The
-launcher imports once what all of them need; it has no threads, and holds no program's secrets.
+Each program has a minder. When the program exits or its caller closes the life line, the minder
+kills all of the program's descendants, including those in other process sessions. It then removes
+the program's folder and sends the exit status over the life line, so no process outlives its
+caller. The launcher imports everything once, has no threads and stores no program's secrets.
 """
 
 from __future__ import annotations
@@ -25,90 +25,97 @@ from ludus.env.programs.order import NOT_CONFINED, NOT_STARTED, ProgramOrder
 from ludus.env.sandbox.confine import Sandbox, confine, describe_missing_layers
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
-    Forked,
+    ForkedProcess,
     adopt_orphans,
     enter_namespaces,
     fork_into_namespaces,
     require_namespaces,
 )
-from ludus.env.sandbox.surroundings import WORKER_PID_VARIABLE, remove_folder, use_folder
+from ludus.env.sandbox.processes import child_pids, kill_group, pid_outside_namespace
+from ludus.env.sandbox.worker_resources import (
+    WORKER_PID_VARIABLE,
+    remove_folder,
+    set_home_and_temp,
+)
 
-SIZE = struct.Struct("<I")
-"""Before each order: its bytes."""
-STATUS = struct.Struct("<i")
-"""On a life line: how the program ended."""
+LENGTH_PREFIX = struct.Struct("<I")
+"""Length of the following order in bytes."""
+EXIT_STATUS = struct.Struct("<i")
+"""Exit status of a program, sent over its life line."""
 NUM_DESCRIPTORS = 3
-"""With each order: life line, stdout, stderr."""
+"""Number of descriptors that come with each order: life line, stdout and stderr."""
 
 _MAX_FILE_BYTES = 1 << 30
 
 
 def main(descriptor: int, folder: str, mode: str) -> None:
-    """Start programs until the client is gone.
+    """Start programs until the client disconnects.
 
     Args:
-        descriptor: of the socket on which orders come.
-        folder: in which each program gets its own.
-        mode: "offered", "required" or "off": what is confined.
+        descriptor: socket from which orders are read.
+        folder: parent of the programs' folders.
+        mode: confinement of programs: "offered", "required" or "off".
     """
-    # Minders end by themselves and nobody asks how; each sets this back for its own children.
+    # Exited minders are reaped automatically. Each minder restores the default for its children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     orders = socket.socket(fileno=descriptor)
-    why_shared = _why_shared() if mode != "off" else ""
+    sharing_reason = _find_sharing_reason() if mode != "off" else ""
     with contextlib.suppress(ConnectionError):
         while True:
-            header, descriptors, _, _ = socket.recv_fds(orders, SIZE.size, NUM_DESCRIPTORS)
-            if len(header) < SIZE.size:
+            header, descriptors, _, _ = socket.recv_fds(orders, LENGTH_PREFIX.size, NUM_DESCRIPTORS)
+            if len(header) < LENGTH_PREFIX.size:
                 break
-            order = ProgramOrder.from_json(_exactly(orders, *SIZE.unpack(header)))
+            order = ProgramOrder.from_json(_receive(orders, *LENGTH_PREFIX.unpack(header)))
             if os.fork() == 0:
                 orders.close()
-                _mind(order, descriptors, Path(folder), mode, why_shared)
-            for one in descriptors:
-                os.close(one)
+                _run_minder(order, descriptors, Path(folder), mode, sharing_reason)
+            for inherited in descriptors:
+                os.close(inherited)
     remove_folder(Path(folder))
 
 
-def _mind(
-    order: ProgramOrder, descriptors: list[int], folder: Path, mode: str, why_shared: str
+def _run_minder(
+    order: ProgramOrder, descriptors: list[int], folder: Path, mode: str, sharing_reason: str
 ) -> None:
-    """Never returns: this is the minder now."""
+    """Start the program and report its exit. Never returns."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+        with contextlib.suppress(OSError, AttributeError):  # only Linux supports it
             adopt_orphans()
-        line, out, err = descriptors
-        apart = mode != "off" and not why_shared
+        life_line, out, err = descriptors
         try:
-            forked = fork_into_namespaces(without_network=False) if apart else Forked(os.fork())
+            if mode == "off" or sharing_reason:
+                forked = ForkedProcess(os.fork())
+            else:
+                forked = fork_into_namespaces(without_network=False)
         except (OSError, LayerUnavailableError) as error:
             os.write(err, f"no process for the program: {error}\n".encode())
-            os.write(line, STATUS.pack(NOT_STARTED << 8))
+            os.write(life_line, EXIT_STATUS.pack(NOT_STARTED << 8))
             return
         if forked.pid == 0:
-            os.close(line)
-            _become(order, out, err, Sandbox(str(folder), order.readable), mode, why_shared)
-        for one in (out, err):
-            os.close(one)
-        status = _outlive(forked, line)
+            os.close(life_line)
+            sandbox = Sandbox(str(folder), order.readable)
+            _exec_program(order, out, err, sandbox, mode, sharing_reason)
+        for stream in (out, err):
+            os.close(stream)
+        status = _wait_and_kill_descendants(forked, life_line)
         remove_folder(folder / str(order.id))
         with contextlib.suppress(OSError):
-            os.write(line, STATUS.pack(status))
+            os.write(life_line, EXIT_STATUS.pack(status))
     finally:
         os._exit(0)
 
 
-def _outlive(forked: Forked, line: int) -> int:
-    """How the program ended, once all that it has started is gone as well."""
-    program = os.pidfd_open(forked.pid)
-    waiting = select.poll()
-    waiting.register(line, select.POLLIN)
-    waiting.register(program, select.POLLIN)
-    waiting.poll()
-    _kill_group(forked.pid)
+def _wait_and_kill_descendants(forked: ForkedProcess, life_line: int) -> int:
+    """Wait for the program or its caller to end, kill all descendants, return the exit status."""
+    events = select.poll()
+    events.register(life_line, select.POLLIN)
+    events.register(os.pidfd_open(forked.pid), select.POLLIN)
+    events.poll()
+    kill_group(forked.pid)
     _, status = os.waitpid(forked.pid, 0)
-    while children := _children():
+    while children := child_pids():
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -117,76 +124,64 @@ def _outlive(forked: Forked, line: int) -> int:
     return status
 
 
-def _become(
-    order: ProgramOrder, out: int, err: int, sandbox: Sandbox, mode: str, why_shared: str
+def _exec_program(
+    order: ProgramOrder, out: int, err: int, sandbox: Sandbox, mode: str, sharing_reason: str
 ) -> None:
-    """Never returns: this is the program now."""
+    """Replace this process by the program. Never returns."""
     exit_code = NOT_STARTED
     try:
         os.setsid()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for place, source in enumerate((nothing, out, err)):
-            os.dup2(source, place)
+        null = os.open(os.devnull, os.O_RDWR)
+        for target, source in enumerate((null, out, err)):
+            os.dup2(source, target)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
         os.environ.clear()
         os.environ.update(order.variables)
-        pid = int(os.readlink("/proc/self")) if Path("/proc/self").exists() else os.getpid()
+        pid = pid_outside_namespace()
         os.environ[WORKER_PID_VARIABLE] = str(pid)
         if mode == "off":
-            own = sandbox.folder_of(order.id)
-            own.mkdir(mode=0o700)
-            use_folder(own)
+            folder = sandbox.worker_folder(order.id)
+            folder.mkdir(mode=0o700)
+            set_home_and_temp(folder)
         else:
-            if not why_shared:
+            if not sharing_reason:
                 enter_namespaces()
-            missing = confine(sandbox, order.id, pid, [], why_shared)
+            missing = confine(sandbox, order.id, pid, [], sharing_reason)
             if missing and mode == "required":
                 exit_code = NOT_CONFINED
                 raise PermissionError(f"the sandbox lacks {describe_missing_layers(missing)}")
         os.chdir(order.working_folder)
         os.execvpe(order.command[0], order.command, os.environ)
-    except BaseException as error:  # noqa: BLE001 - the process ends here, and says why
+    except BaseException as error:  # noqa: BLE001 - the process exits here and reports the error
         os.write(2, f"{order.command[0]} cannot be started: {error}\n".encode())
     finally:
         os._exit(exit_code)
 
 
-def _why_shared() -> str:
-    """Why programs share this process's namespaces; empty where each has its own."""
+def _find_sharing_reason() -> str:
+    """Return why programs share this process's namespaces, or "" if each program gets its own."""
     try:
-        # Trying it out waits for children, which nobody could while their ends are ignored.
+        # The trial must wait for its child processes, which SIG_IGN makes impossible.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt_orphans()
         require_namespaces(without_network=False)
     except (LayerUnavailableError, OSError, AttributeError) as error:
-        return str(error) or "only Linux has them"
+        return str(error) or "namespaces need Linux"
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     return ""
 
 
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def _children() -> set[int]:
-    with contextlib.suppress(OSError):
-        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
-    return set()
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    read = b""
-    while len(read) < size:
-        more = connection.recv(size - len(read))
-        if not more:
-            raise ConnectionError("the client is gone")
-        read += more
-    return read
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        chunk = connection.recv(size - len(received))
+        if not chunk:
+            raise ConnectionError("the client disconnected")
+        received += chunk
+    return received
 
 
 if __name__ == "__main__":

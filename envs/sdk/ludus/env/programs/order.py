@@ -1,4 +1,4 @@
-"""What is to be started, and how it ended: what the launcher and its client must agree on."""
+"""Messages between the launcher of programs and its client."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass, field
 import orjson
 
 NOT_STARTED = 127
-"""Exit code of a program that could not be started, as shells have it."""
+"""Exit code of a program that could not be started, by shell convention."""
 NOT_CONFINED = 126
-"""Exit code where a required layer of the sandbox is missing."""
+"""Exit code of a program for which a required layer of the sandbox is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOrder:
-    """A program to be started; travels as JSON."""
+    """A program to start; sent as JSON."""
 
     id: int
-    """Names its folder."""
+    """Name of the program's folder."""
     command: list[str]
     variables: dict[str, str]
-    """All that its environment holds, but for the folder of its own (TMPDIR, HOME)."""
+    """All environment variables, except those of the program's folder (TMPDIR, HOME)."""
     working_folder: str
     readable: list[str] = field(default_factory=list)
-    """Files and folders, beside the system's."""
+    """Readable files and folders in addition to the system's."""
 
     def to_json(self) -> bytes:
-        """The order as it travels."""
+        """Encode the order."""
         return orjson.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes) -> ProgramOrder:
-        """The order that has travelled."""
+        """Decode an order that `to_json` encoded."""
         return cls(**orjson.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramExit:
-    """How a program ended."""
+    """The exit status of a program."""
 
     status: int
-    """As `os.wait` has it."""
+    """Status in the encoding of `os.wait`."""
 
     @property
     def code(self) -> int:
-        """The exit code; the number of the signal that ended it, negative."""
+        """Exit code, or the negative number of the signal that killed the program."""
         return os.waitstatus_to_exitcode(self.status)

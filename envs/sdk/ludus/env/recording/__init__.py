@@ -1,1 +1,1 @@
-"""Episodes as they were played: written down, read, and verified by playing them again."""
+"""Recordings of played episodes: written, read, and verified by a replay."""

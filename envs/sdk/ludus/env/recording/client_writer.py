@@ -1,4 +1,4 @@
-"""Writing down what a client plays, in the form of a server's recording."""
+"""A writer of the episodes that a client plays, in the format of a server's recording."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from ludus.env.recording.file import RecordingFile
 from ludus.env.recording.format import (
     RecordedEnvironment,
     RecordedEpisode,
-    RecordedResult,
     RecordedStep,
-    hash_observation,
+    record_result,
     timestamp,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 
 
 class EpisodeWriter:
-    """Appends one player's episodes to a file, one after the other.
+    """Appends the episodes of one player to a file.
 
     Args:
-        target: what makes the environment again; empty where that is not known.
+        target: target of the environment, for replays; "" if unknown.
     """
 
     def __init__(
@@ -42,19 +41,19 @@ class EpisodeWriter:
             environment=self._environment,
             episode_id=secrets.token_hex(8),
             seed=seed,
-            first=_recorded(first),
+            first=record_result(first, first.observation, keep_observation=True),
             started_at=timestamp(),
         )
 
-    def note(self, action: JsonObject | str, result: StepResult) -> None:
-        """Add a step."""
+    def add_step(self, action: JsonObject | str, result: StepResult) -> None:
+        """Add a step to the episode."""
         assert self._episode is not None, "an episode has begun"
         step = RecordedStep(text=action) if isinstance(action, str) else RecordedStep(action=action)
-        step.result = _recorded(result)
+        step.result = record_result(result, result.observation, keep_observation=True)
         self._episode.steps.append(step)
 
     def end(self, reason: str) -> None:
-        """Write the episode, if one has begun."""
+        """Write the episode, if there is one."""
         if self._episode is None:
             return
         self._episode.ended_at = timestamp()
@@ -62,14 +61,3 @@ class EpisodeWriter:
         self._file.append(self._episode.model_dump_json(exclude_none=True).encode())
         self._file.close()
         self._episode = None
-
-
-def _recorded(result: StepResult) -> RecordedResult:
-    return RecordedResult(
-        observation_hash=hash_observation(result.observation, result.tensors),
-        reward=result.reward,
-        terminated=result.terminated,
-        truncated=result.truncated,
-        success=result.success,
-        observation=result.observation,
-    )

@@ -1,7 +1,7 @@
-"""An episode in a recording: one line of JSON, written by `writer`, read by `verify`.
+"""The format of a recording: one line of JSON per episode.
 
-Rewards, flags and a hash of each observation are enough to see whether an episode goes the
-same way again; observations themselves are there when they were asked for.
+Rewards, flags and a hash of each observation are enough to check a replay. The observations
+themselves are included on request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.env.types import JsonObject
+from ludus.env.encoding import EncodedResult
+from ludus.env.types import JsonObject, StepResult
 from ludus.proto.errors import ConfigError, NotFoundError
 
 _log = logging.getLogger(__name__)
@@ -31,43 +32,43 @@ class _Line(BaseModel):
 
 
 class RecordedEnvironment(_Line):
-    """What was played."""
+    """The environment of an episode."""
 
     name: str
     version: str = ""
     target: str = ""
-    """What makes the environment again; empty where that is not known."""
+    """Target that makes the environment again; "" if unknown."""
     options: JsonObject = Field(default_factory=dict)
 
 
 class RecordedResult(_Line):
-    """What a reset or step gave."""
+    """The result of a reset or a step."""
 
     observation_hash: str
     reward: float | None = None
     terminated: bool = False
     truncated: bool = False
     success: bool | None = None
-    """None where the environment did not say, and in recordings that did not note it."""
+    """None if the environment did not report it, or the recording is older than the field."""
     observation: Any = None
 
 
 class RecordedStep(_Line):
-    """One call and its outcome."""
+    """One call and its result or error."""
 
     action: Any = None
-    """The action as JSON; None where another field holds it."""
+    """Action as JSON; None if the call is a text or a tool call."""
     text: str | None = None
-    """A language model's answer."""
+    """Text of a language model."""
     tool: str | None = None
-    """The name of a tool that was called, with its `arguments`."""
+    """Name of the called tool."""
     arguments: JsonObject | None = None
     result: RecordedResult | None = None
-    """None after an error and for tools."""
+    """None after an error and for tool calls."""
     tool_hash: str | None = None
-    """Of what the tool returned."""
+    """Hash of the tool's result."""
     error: str | None = None
-    """The code of the error that the call ended with; the episode continued."""
+    """Code of the error that the call returned; the episode continued."""
 
 
 class RecordedEpisode(_Line):
@@ -86,17 +87,17 @@ class RecordedEpisode(_Line):
 
     @property
     def episode_return(self) -> float:
-        """The sum of its rewards."""
+        """Sum of the rewards."""
         return sum((step.result.reward or 0.0) if step.result else 0.0 for step in self.steps)
 
 
 def timestamp() -> str:
-    """The present moment, as recordings write it."""
+    """Return the current time in the format of recordings."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str:
-    """A hash that is the same over every wire: of the JSON with sorted keys, and of the tensors."""
+    """Hash the JSON with sorted keys and the tensors; the hash is the same over every wire."""
     digest = hashlib.sha256(orjson.dumps(observation, option=orjson.OPT_SORT_KEYS))
     for name in sorted(tensors):
         array = tensors[name]
@@ -106,18 +107,32 @@ def hash_observation(observation: Any, tensors: Mapping[str, np.ndarray]) -> str
 
 
 def hash_json(value: Any) -> str:
-    """The same for what a tool returned."""
+    """Hash a tool's result, as `hash_observation` does."""
     return hash_observation(value, {})
 
 
-def read_recording(path: Path) -> Iterator[RecordedEpisode]:
-    """The episodes of a file, or of all files of a folder, in the order of their lines.
+def record_result(
+    result: EncodedResult | StepResult, observation: Any, *, keep_observation: bool
+) -> RecordedResult:
+    """Convert the result of a reset or step to its recorded form."""
+    return RecordedResult(
+        observation_hash=hash_observation(observation, result.tensors),
+        reward=result.reward,
+        terminated=result.terminated,
+        truncated=result.truncated,
+        success=result.success,
+        observation=observation if keep_observation else None,
+    )
 
-    Half a line is what a killed process left; it is logged and passed over.
+
+def read_recording(path: Path) -> Iterator[RecordedEpisode]:
+    """Yield the episodes of a file, or of all files of a folder, in order.
+
+    An incomplete line, which a killed process leaves, is logged and skipped.
 
     Raises:
-        NotFoundError: there is no such file.
-        ConfigError: a line is no recorded episode.
+        NotFoundError: the file does not exist.
+        ConfigError: a line is not a recorded episode.
     """
     if path.is_dir():
         for file in sorted(path.glob("*.jsonl")):
@@ -132,10 +147,10 @@ def read_recording(path: Path) -> Iterator[RecordedEpisode]:
             except ValidationError as error:
                 fault = error.errors(include_url=False)[0]
                 if fault["type"] == "json_invalid":
-                    _log.warning("line %d of %s is half a line; passed over", number, path)
+                    _log.warning("line %d of %s is incomplete and was skipped", number, path)
                     continue
-                place = ".".join(str(part) for part in fault["loc"])
+                field = ".".join(str(part) for part in fault["loc"])
                 raise ConfigError(
-                    f"expected a recorded episode of format {FORMAT} in line {number} of {path},"
-                    f" got {place or 'a line'} that is wrong: {fault['msg']}"
+                    f"line {number} of {path} is not a recorded episode of format {FORMAT}:"
+                    f" {field or 'line'}: {fault['msg']}"
                 ) from None

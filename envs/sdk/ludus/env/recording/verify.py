@@ -1,8 +1,8 @@
-"""Playing recorded episodes again, to see that they go the same way.
+"""Verification of recordings: play the episodes again and compare.
 
 RecordedEpisode --replay_episode--> Replay: same, or the first difference
                       |
-                      +-- a client: of the server at an address, or of one started here
+                      +-- a client of a server at an address, or of a local server
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from ludus.proto.errors import ConfigError, EnvError, InfrastructureError
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How one episode went when it was played again."""
+    """The comparison of an episode with its replay."""
 
     episode: RecordedEpisode
     num_steps: int
-    """Steps that were taken again."""
+    """Number of replayed steps."""
     difference: str = ""
-    """The first difference; empty where all was the same."""
+    """First difference; "" if there is none."""
 
     @property
     def is_same(self) -> bool:
-        """True when nothing differed."""
+        """True if the replay is the same."""
         return not self.difference
 
 
 def recorded_factory(episode: RecordedEpisode) -> TargetFactory:
-    """What makes the environment of a recording.
+    """Return a factory of the recording's environment.
 
     Raises:
-        ConfigError: the recording does not say; the message does.
-        NotFoundError: it is not installed here.
+        ConfigError: the recording does not name its environment.
+        NotFoundError: the environment is not installed.
     """
     environment = episode.environment
     target = environment.target or environment.name
     if not target:
-        raise ConfigError("expected a recording that names its environment; name a target or URL")
+        raise ConfigError("the recording does not name its environment; name a target or URL")
     return environment_factory(target, environment.options)
 
 
 async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Replay:
-    """The episode once more on the client's server, compared step by step.
+    """Play the episode again on the client's server and compare each step.
 
     Raises:
-        InfrastructureError: the server went away.
+        InfrastructureError: the connection to the server was lost.
     """
     try:
         session, first = await client.open(
@@ -80,11 +80,11 @@ async def replay_episode(client: AsyncEnvClient, episode: RecordedEpisode) -> Re
 
 
 async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
-    """What differed this time; empty where nothing did."""
+    """Repeat a step and return the difference, or "" if there is none."""
     try:
         if step.tool is not None:
             returned = await session.call_tool(step.tool, step.arguments or {})
-            return _difference_of_tool(step, returned)
+            return _tool_difference(step, returned)
         if step.text is not None:
             result = await session.step(text=step.text)
         else:
@@ -93,38 +93,42 @@ async def _repeat(session: AsyncSession, step: RecordedStep) -> str:
         raise
     except EnvError as error:
         code = str(error.code)
-        return "" if code == step.error else f"expected {_wanted(step)}, got {code}: {error}"
+        return (
+            ""
+            if code == step.error
+            else f"expected {_describe_expected(step)}, got {code}: {error}"
+        )
     if step.result is None:
-        return f"expected {_wanted(step)}, got a result"
+        return f"expected {_describe_expected(step)}, got a result"
     return _difference(step.result, result)
 
 
-def _difference_of_tool(step: RecordedStep, returned: JsonObject) -> str:
+def _tool_difference(step: RecordedStep, returned: JsonObject) -> str:
     if step.tool_hash is None:
-        return f"expected {_wanted(step)} from the tool {step.tool!r}, got {returned}"
-    found = hash_json(returned)
-    if found == step.tool_hash:
+        return f"expected {_describe_expected(step)} from the tool {step.tool!r}, got {returned}"
+    tool_hash = hash_json(returned)
+    if tool_hash == step.tool_hash:
         return ""
     return (
-        f"expected the tool {step.tool!r} to return what it did (hash {step.tool_hash}), got"
-        f" {returned} ({found})"
+        f"expected the recorded result of the tool {step.tool!r} (hash {step.tool_hash}), got"
+        f" {returned} (hash {tool_hash})"
     )
 
 
-def _wanted(step: RecordedStep) -> str:
+def _describe_expected(step: RecordedStep) -> str:
     return f"the error {step.error}" if step.error else "a result"
 
 
 def _difference(recorded: RecordedResult, result: StepResult) -> str:
     for name in ("reward", "terminated", "truncated"):
-        before, now = getattr(recorded, name), getattr(result, name)
-        if before != now:
-            return f"expected {name} {before}, got {now}"
+        recorded_value, value = getattr(recorded, name), getattr(result, name)
+        if recorded_value != value:
+            return f"expected {name} {recorded_value}, got {value}"
     if recorded.success not in (None, result.success):
         return f"expected success {recorded.success}, got {result.success}"
-    found = hash_observation(result.observation, result.tensors)
-    if found == recorded.observation_hash:
+    observation_hash = hash_observation(result.observation, result.tensors)
+    if observation_hash == recorded.observation_hash:
         return ""
     if recorded.observation is None:
-        return f"expected another observation (hash {recorded.observation_hash}), got {found}"
+        return f"expected observation hash {recorded.observation_hash}, got {observation_hash}"
     return f"expected observation {recorded.observation}, got {result.observation}"

@@ -1,1 +1,1 @@
-"""What keeps a worker process to itself: a module for each layer, `confine.py` for their order."""
+"""The sandbox of worker processes: a module for each layer, combined by `confine.py`."""

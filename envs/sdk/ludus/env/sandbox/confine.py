@@ -1,11 +1,11 @@
-"""The layers of a worker's sandbox, and the order in which they can be put on.
+"""The layers of a worker's sandbox, applied in the only order that works.
 
     namespaces -> own folder -> read-only mounts -> user id -> privileges -> Landlock -> seccomp
         -> non-dumpable
 
-Mounts need what the user id gives up, rules of Landlock name the /proc of the namespace, the
-filter refuses what the layers before it have used, and a change of user makes a process
-visible again.
+Mounting needs the privileges that the change of user id gives up. Landlock rules name the
+namespace's /proc. The seccomp filter refuses system calls that earlier layers use. A change of
+user id makes a process dumpable again.
 """
 
 from __future__ import annotations
@@ -18,102 +18,104 @@ from pathlib import Path
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope, restrict_files
-from ludus.env.sandbox.namespaces import make_read_only
+from ludus.env.sandbox.namespaces import mount_read_only
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process
 from ludus.env.sandbox.seccomp import refuse_system_calls
-from ludus.env.sandbox.surroundings import device_paths, system_paths, use_folder
 from ludus.env.sandbox.user_id import take_user_id
+from ludus.env.sandbox.worker_resources import device_paths, set_home_and_temp, system_paths
 
-Missing = dict["Layer", str]
-"""Why a layer is not in force; those in force are not in here."""
+MissingLayers = dict["Layer", str]
+"""Layers that are not active, with the reasons."""
 
 
 class Layer(StrEnum):
-    """What keeps a worker to itself."""
+    """A layer of the sandbox."""
 
     NAMESPACES = "namespaces"
     READ_ONLY = "read-only"
-    """Mounts, in the namespaces."""
+    """Read-only mounts, which need the namespaces."""
     USER_ID = "user-id"
     NO_NEW_PRIVILEGES = "no-new-privileges"
     LANDLOCK = "landlock"
     SIGNAL_SCOPE = "signal-scope"
-    """Landlock, from Linux 6.12 on."""
+    """Landlock's scope for signals, available since Linux 6.12."""
     SECCOMP = "seccomp"
     NON_DUMPABLE = "non-dumpable"
 
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """What the workers of a server may do; travels as JSON."""
+    """Permissions of a server's workers; sent as JSON."""
 
     folder: str
-    """In which each worker makes its own."""
+    """Folder that contains the folders of all workers."""
     readable: list[str] = field(default_factory=list)
-    """Beside the system and the code."""
+    """Readable paths in addition to the system and the code."""
     writable: list[str] = field(default_factory=list)
     without_network: bool = False
     is_required: bool = False
-    """A worker does not start without every layer."""
+    """True if a worker must not start with a missing layer."""
 
-    def folder_of(self, worker_id: int) -> Path:
-        """The worker's own folder."""
+    def worker_folder(self, worker_id: int) -> Path:
+        """Return the folder of a worker."""
         return Path(self.folder, str(worker_id))
 
 
 class SandboxError(Exception):
-    """A layer that is required is missing."""
+    """A required layer of the sandbox is missing."""
 
 
 def confine(
-    sandbox: Sandbox, worker_id: int, pid: int, code: list[Path], why_shared: str
-) -> Missing:
-    """Confine this process, and whatever it starts, as far as the machine offers it.
+    sandbox: Sandbox, worker_id: int, pid: int, code: list[Path], sharing_reason: str
+) -> MissingLayers:
+    """Confine this process and its descendants with every layer that the machine supports.
 
     Args:
-        pid: this process as its server sees it.
-        code: what it may read beside the system.
-        why_shared: why it has no namespaces of its own; empty where it has.
+        pid: id of this process as its server sees it.
+        code: readable paths of Python code.
+        sharing_reason: reason why the process has no namespaces; "" if it has them.
+
+    Returns the layers that are missing.
     """
-    missing: Missing = {Layer.NAMESPACES: why_shared} if why_shared else {}
-    folder = sandbox.folder_of(worker_id)
+    missing: MissingLayers = {Layer.NAMESPACES: sharing_reason} if sharing_reason else {}
+    folder = sandbox.worker_folder(worker_id)
     folder.mkdir(mode=0o700)
-    use_folder(folder)
-    named = [Path(path) for path in sandbox.readable]
+    set_home_and_temp(folder)
+    granted = [Path(path) for path in sandbox.readable]
     also_writable = [Path(path) for path in sandbox.writable]
-    readable = [*system_paths(), *code, *named]
+    readable = [*system_paths(), *code, *granted]
     writable = [folder, *device_paths(), *also_writable]
-    if not why_shared:
+    if not sharing_reason:
         writable.append(Path("/dev/shm"))
 
-    def close_mounts() -> None:
-        if why_shared:
-            raise LayerUnavailableError("it takes namespaces")
-        make_read_only(writable)
+    def make_mounts_read_only() -> None:
+        if sharing_reason:
+            raise LayerUnavailableError("read-only mounts need namespaces")
+        mount_read_only(writable)
 
     steps: Iterable[tuple[Layer, Callable[[], object]]] = (
-        (Layer.READ_ONLY, close_mounts),
-        (Layer.USER_ID, lambda: take_user_id(pid, folder, [*code, *named], also_writable)),
+        (Layer.READ_ONLY, make_mounts_read_only),
+        (Layer.USER_ID, lambda: take_user_id(pid, folder, [*code, *granted], also_writable)),
         (Layer.NO_NEW_PRIVILEGES, give_up_privileges),
         (Layer.LANDLOCK, lambda: restrict_files(readable, writable)),
         (Layer.SIGNAL_SCOPE, require_signal_scope),
-        (Layer.SECCOMP, lambda: refuse_system_calls(shares_processes=bool(why_shared))),
+        (Layer.SECCOMP, lambda: refuse_system_calls(shares_processes=bool(sharing_reason))),
         (Layer.NON_DUMPABLE, hide_process),
     )
-    for layer, put_on in steps:
+    for layer, apply in steps:
         try:
             _require_linux()
-            put_on()
+            apply()
         except (LayerUnavailableError, OSError) as error:
             missing[layer] = str(error)
     return missing
 
 
 def describe_missing_layers(missing: Mapping[Layer, str]) -> str:
-    """The layers that are missing, and why, for people."""
-    return "; ".join(f"{layer} ({why})" for layer, why in missing.items())
+    """List the missing layers and the reasons as text."""
+    return "; ".join(f"{layer} ({reason})" for layer, reason in missing.items())
 
 
 def _require_linux() -> None:
     if not sys.platform.startswith("linux"):
-        raise LayerUnavailableError("only Linux has it")
+        raise LayerUnavailableError("the sandbox needs Linux")

@@ -1,4 +1,4 @@
-"""System calls that Python has no function for; each raises OSError when the kernel refuses."""
+"""System calls without a Python function. Each raises OSError if the kernel refuses."""
 
 from __future__ import annotations
 
@@ -33,67 +33,67 @@ _AMBIENT_CLEAR_ALL = 4
 
 
 class LayerUnavailableError(Exception):
-    """This machine, or this process's place on it, has no such layer; the text says why."""
+    """This machine or process does not support a layer of the sandbox; the text is the reason."""
 
 
 def prctl(option: int, *values: Any) -> int:
-    """What the kernel answers to a call about this process."""
+    """Call prctl(2) for this process and return its result."""
     padded = [*values, *[0] * (4 - len(values))]
-    words = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in padded]
-    return _checked("prctl", _libc().prctl(option, *words))
+    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in padded]
+    return _check_status("prctl", _libc().prctl(option, *words))
 
 
 def syscall(number: int, *values: Any) -> int:
-    """What a system call without a name in the C library returns."""
+    """Make a system call that the C library has no function for, and return its result."""
     libc = _libc()
     libc.syscall.restype = ctypes.c_long
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in values]
-    return _checked(f"system call {number}", libc.syscall(ctypes.c_long(number), *words))
+    words = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
+    return _check_status(f"system call {number}", libc.syscall(ctypes.c_long(number), *words))
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces that are shared with the parent."""
-    _checked("unshare", _libc().unshare(flags))
+    """Leave the namespaces shared with the parent."""
+    _check_status("unshare", _libc().unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Mount in this process's mount namespace."""
+    """Mount a file system in this process's mount namespace."""
     words = [word.encode() for word in (source, target, kind)]
     status = _libc().mount(*words, ctypes.c_ulong(flags), options.encode())
-    _checked(f"mount on {target}", status)
+    _check_status(f"mount on {target}", status)
 
 
 def clone_mounts(path: str) -> int:
-    """A descriptor of what is mounted at and below a path, to be put in place again."""
+    """Copy the mounts at and below a path; return a descriptor for `put_mounts`."""
     flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_RECURSIVE
     return syscall(_OPEN_TREE, _AT_FDCWD, path.encode(), flags)
 
 
 def put_mounts(descriptor: int, path: str) -> None:
-    """Mount over a path what `clone_mounts` has found."""
-    where = (descriptor, b"", _AT_FDCWD, path.encode())
-    syscall(_MOVE_MOUNT, *where, _MOVE_MOUNT_F_EMPTY_PATH)
+    """Mount the copy made by `clone_mounts` over a path."""
+    target = (descriptor, b"", _AT_FDCWD, path.encode())
+    syscall(_MOVE_MOUNT, *target, _MOVE_MOUNT_F_EMPTY_PATH)
 
 
 def make_mounts_read_only() -> None:
-    """Let this process's mount namespace change no file, its mode and times included."""
+    """Make all mounts of this process's namespace read-only, including file modes and times."""
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-    where = (_AT_FDCWD, b"/", _AT_RECURSIVE)
-    syscall(_MOUNT_SETATTR, *where, ctypes.byref(attributes), ctypes.sizeof(attributes))
+    target = (_AT_FDCWD, b"/", _AT_RECURSIVE)
+    syscall(_MOUNT_SETATTR, *target, ctypes.byref(attributes), ctypes.sizeof(attributes))
 
 
 def drop_capabilities() -> None:
-    """Leave this process, whatever its user, without a privilege of its own."""
+    """Drop all capabilities of this process, even those of root."""
     prctl(PR_CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc().capset(header, (ctypes.c_uint32 * 6)()))
+    _check_status("capset", _libc().capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(name: str, status: int) -> int:
+def _check_status(name: str, status: int) -> int:
     if status < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,7 +1,7 @@
-"""Landlock: files outside the given folders are closed, processes outside cannot be looked into.
+"""Landlock: hides files outside the given folders and processes outside the sandbox.
 
-Each version of the kernel's interface adds rights that it can withhold. From the sixth on
-signals, too, reach nobody outside.
+Each version of the kernel interface can withhold more rights. Version 6 and later also block
+signals to processes outside.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import LayerUnavailableError
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_ASK_VERSION = 1
+_GET_VERSION = 1
 _RULE_PATH_BENEATH = 1
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
 _TRUNCATE, _DEVICE_CONTROL = 1 << 14, 1 << 15
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICE_CONTROL
-_READING = _EXECUTE | _READ_FILE | _READ_FOLDER
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICE_CONTROL
+_READ_RIGHTS = _EXECUTE | _READ_FILE | _READ_FOLDER
 _RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: 1 << 13, 3: _TRUNCATE, 5: _DEVICE_CONTROL}
 _SCOPES = 1 | 2
-"""Abstract sockets and signals."""
-_SCOPES_FROM = 6
+"""Scopes of abstract sockets and signals."""
+_MIN_SCOPE_VERSION = 6
 
 
 class _Ruleset(ctypes.Structure):
@@ -43,48 +43,48 @@ class _PathBeneath(ctypes.Structure):
 
 
 def require_signal_scope() -> None:
-    """Say whether `restrict_files` confines signals, too.
+    """Check that `restrict_files` also confines signals.
 
     Raises:
-        LayerUnavailableError: it does not.
+        LayerUnavailableError: signals are not confined.
     """
     version = _version()
-    if version < _SCOPES_FROM:
+    if version < _MIN_SCOPE_VERSION:
         raise LayerUnavailableError(
-            f"Landlock's interface has version {version} here, and signals come with"
-            f" {_SCOPES_FROM} (Linux 6.12)"
+            f"Landlock has version {version} here; signals need version"
+            f" {_MIN_SCOPE_VERSION} (Linux 6.12)"
         )
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Close all files but these, for this process and for whatever it starts.
+    """Hide all other files from this process and its descendants.
 
     Raises:
-        LayerUnavailableError: the kernel has no Landlock, or it is turned off.
+        LayerUnavailableError: the kernel has no Landlock, or Landlock is disabled.
     """
     version = _version()
     all_rights = sum(bits for since, bits in _RIGHTS_BY_VERSION.items() if since <= version)
-    scopes = _SCOPES if version >= _SCOPES_FROM else 0
-    asked = _Ruleset(all_rights, 0, scopes)
-    size = ctypes.sizeof(asked) if scopes else ctypes.sizeof(ctypes.c_uint64)
-    ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(asked), size, 0)
+    scopes = _SCOPES if version >= _MIN_SCOPE_VERSION else 0
+    attributes = _Ruleset(all_rights, 0, scopes)
+    size = ctypes.sizeof(attributes) if scopes else ctypes.sizeof(ctypes.c_uint64)
+    ruleset = kernel.syscall(_CREATE_RULESET, ctypes.byref(attributes), size, 0)
     try:
-        for paths, rights in ((readable, _READING), (writable, all_rights)):
+        for paths, rights in ((readable, _READ_RIGHTS), (writable, all_rights)):
             for path in paths:
-                _open_to(ruleset, path, rights)
+                _allow_path(ruleset, path, rights)
         kernel.syscall(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _open_to(ruleset: int, path: Path, rights: int) -> None:
+def _allow_path(ruleset: int, path: Path, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there needs no rule
+        return  # a missing path needs no rule
     try:
         if not path.is_dir():
-            rights &= _OF_FILES
+            rights &= _FILE_RIGHTS
         rule = _PathBeneath(rights, descriptor)
         kernel.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
@@ -93,10 +93,10 @@ def _open_to(ruleset: int, path: Path, rights: int) -> None:
 
 def _version() -> int:
     try:
-        return kernel.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
+        return kernel.syscall(_CREATE_RULESET, None, 0, _GET_VERSION)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             raise
         raise LayerUnavailableError(
-            f"there is no Landlock here ({os.strerror(error.errno)})"
+            f"the kernel has no Landlock ({os.strerror(error.errno)})"
         ) from None

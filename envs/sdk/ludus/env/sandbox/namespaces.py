@@ -1,12 +1,13 @@
-"""Namespaces of its own for each worker: processes, mounts, shared memory, the network where asked.
+"""Separate namespaces for each worker: processes, mounts, shared memory, optionally network.
 
-    fork server --fork--> divider, which leaves the namespaces and ends
-                            +--fork--> keeper, number 1 in the new one: reaps orphans
-                            +--fork--> worker, number 2
+    fork server --fork--> divider, which enters new namespaces and exits
+                            +--fork--> keeper, pid 1 in the namespace: reaps orphans
+                            +--fork--> worker, pid 2
 
-The divider's end hands both to the fork server, a subreaper, so that it hears how the worker
-ended. The keeper ends with the worker, and the kernel then kills whatever is left in there.
-Root needs no user namespace for this; everybody else gets one that maps his own id alone.
+When the divider exits, the keeper and the worker become children of the fork server, a
+subreaper, which then receives the worker's exit status. The keeper exits with the worker, and
+the kernel then kills every other process of the namespace.
+Root needs no user namespace for this. Other users get one that maps only their own id.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from pathlib import Path
 from ludus.env.sandbox import kernel
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.privileges import give_up_privileges, hide_process, show_process
+from ludus.env.sandbox.processes import effective_capabilities
 
 _CAP_SYS_ADMIN = 21
-_WORKER = 2
-"""Its process id in there."""
+_WORKER_PID = 2
+"""Process id of the worker in its namespace."""
 _PIDS = struct.Struct("<ii")
 _DONE, _FAILED = b"\1", b"\0"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,25 +36,25 @@ _SHARED_MEMORY_OPTIONS = "size=64m,mode=1777"
 
 
 @dataclass(frozen=True, slots=True)
-class Forked:
-    """A worker process."""
+class ForkedProcess:
+    """A forked worker process."""
 
     pid: int
-    """0 in the worker itself."""
+    """Process id; 0 in the worker."""
     keeper_pid: int = 0
-    """0 where it shares its parent's namespaces."""
+    """Process id of the keeper; 0 if the worker shares its parent's namespaces."""
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of what its descendants leave behind."""
+    """Make this process the parent of its descendants' orphans."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def require_namespaces(*, without_network: bool) -> None:
-    """Try once what every worker will do.
+    """Try to fork into new namespaces, as every worker will.
 
     Raises:
-        LayerUnavailableError: it cannot be done here.
+        LayerUnavailableError: the attempt failed.
     """
     if not hasattr(os, "pidfd_open"):
         raise LayerUnavailableError("this system has no process descriptors")
@@ -60,7 +62,7 @@ def require_namespaces(*, without_network: bool) -> None:
     try:
         forked = fork_into_namespaces(without_network=without_network)
     except LayerUnavailableError:
-        for descriptor in (reader, writer):  # or every worker would inherit them
+        for descriptor in (reader, writer):  # otherwise every worker would inherit them
             os.close(descriptor)
         raise
     if forked.pid == 0:
@@ -72,20 +74,20 @@ def require_namespaces(*, without_network: bool) -> None:
         finally:
             os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as told:
-        result = told.read()
+    with open(reader, "rb") as pipe:
+        result = pipe.read()
     for pid in (forked.pid, forked.keeper_pid):
         os.waitpid(pid, 0)
     if result != _DONE:
-        raise LayerUnavailableError(result[1:].decode() or "a process in them ended at once")
+        raise LayerUnavailableError(result[1:].decode() or "a process in them exited at once")
 
 
-def fork_into_namespaces(*, without_network: bool) -> Forked:
-    """Fork into new namespaces; in the child, `enter_namespaces` completes them.
+def fork_into_namespaces(*, without_network: bool) -> ForkedProcess:
+    """Fork into new namespaces. The child must then call `enter_namespaces`.
 
     Raises:
         LayerUnavailableError: the kernel refuses.
-        OSError: there is no process to be had for it.
+        OSError: no process can be forked.
     """
     reader, writer = os.pipe()
     try:
@@ -96,21 +98,21 @@ def fork_into_namespaces(*, without_network: bool) -> Forked:
         raise
     if divider == 0:
         os.close(reader)
-        _divide(writer, without_network)
-        return Forked(0)
+        _run_divider(writer, without_network)
+        return ForkedProcess(0)
     os.close(writer)
-    with open(reader, "rb") as told:
-        result = told.read()
+    with open(reader, "rb") as pipe:
+        result = pipe.read()
     os.waitpid(divider, 0)
     if result[:1] != _DONE:
         raise LayerUnavailableError(
-            result[1:].decode() or "the process that makes them ended at once"
+            result[1:].decode() or "the process that makes them exited at once"
         )
-    return Forked(*_PIDS.unpack(result[1:]))
+    return ForkedProcess(*_PIDS.unpack(result[1:]))
 
 
 def enter_namespaces() -> None:
-    """Give this process a /proc and shared memory of its own."""
+    """Mount a separate /proc and separate shared memory for this process."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
@@ -118,35 +120,35 @@ def enter_namespaces() -> None:
         kernel.mount("tmpfs", str(_SHARED_MEMORY), "tmpfs", flags, _SHARED_MEMORY_OPTIONS)
 
 
-def make_read_only(writable: Iterable[Path]) -> None:
-    """Mount everything read-only but these, in namespaces of this process's own.
+def mount_read_only(writable: Iterable[Path]) -> None:
+    """Make everything else read-only, in this process's mount namespace.
 
-    Landlock knows nothing of a file's mode, owner, times and attributes: who owns a file could
-    change them wherever it lies.
+    Landlock does not restrict a file's mode, owner, times and attributes, so without this a
+    process could change those of every file that its user owns.
     """
-    kept: list[tuple[int, str]] = []
+    mounts: list[tuple[int, str]] = []
     try:
         for path in writable:
             with contextlib.suppress(FileNotFoundError):
-                kept.append((kernel.clone_mounts(str(path)), str(path)))
+                mounts.append((kernel.clone_mounts(str(path)), str(path)))
         kernel.make_mounts_read_only()
-        for descriptor, place in kept:
-            kernel.put_mounts(descriptor, place)
+        for descriptor, target in mounts:
+            kernel.put_mounts(descriptor, target)
     finally:
-        for descriptor, _ in kept:
+        for descriptor, _ in mounts:
             os.close(descriptor)
     with contextlib.suppress(OSError):
-        os.chdir(os.getcwd())  # it may lie below what was mounted over
+        os.chdir(os.getcwd())  # the working folder may be below a new mount
 
 
-def _divide(writer: int, without_network: bool) -> None:
-    """Returns in the worker alone."""
+def _run_divider(writer: int, without_network: bool) -> None:
+    """Fork the keeper and the worker. Only the worker returns from this function."""
     try:
-        _leave(without_network)
+        unshare_namespaces(without_network)
         started, start = os.pipe()
         keeper = os.fork()
         if keeper == 0:
-            _keep(started)
+            _run_keeper(started)
         worker = os.fork()
         if worker == 0:
             for descriptor in (writer, started, start):
@@ -154,17 +156,18 @@ def _divide(writer: int, without_network: bool) -> None:
             return
         os.write(writer, _DONE + _PIDS.pack(worker, keeper))
     except OSError as error:
-        # Nobody reads where the fork server has died; the divider, a copy of it, goes no further.
+        # If the fork server has died, nothing reads the pipe; the divider must exit anyway.
         with contextlib.suppress(OSError):
             os.write(writer, _FAILED + str(error).encode())
     os._exit(0)
 
 
-def _leave(without_network: bool) -> None:
+def unshare_namespaces(without_network: bool) -> None:
+    """Move the children of this process into new namespaces."""
     flags = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
     if without_network:
         flags |= kernel.CLONE_NEWNET
-    if _may_administer():
+    if effective_capabilities() >> _CAP_SYS_ADMIN & 1:
         kernel.unshare(flags)
         return
     user, group = os.geteuid(), os.getegid()
@@ -175,26 +178,20 @@ def _leave(without_network: bool) -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
 
 
-def _may_administer() -> bool:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    (held,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(held, 16) >> _CAP_SYS_ADMIN & 1)
-
-
-def _keep(started: int) -> None:
-    """Never returns: this is the keeper now."""
+def _run_keeper(started: int) -> None:
+    """Wait until the worker exits, then exit. Never returns."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps by itself
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps children
         os.closerange(3, started)
         os.closerange(started + 1, os.sysconf("SC_OPEN_MAX"))
-        os.read(started, 1)  # ends when the divider has forked the worker, and has ended
+        os.read(started, 1)  # returns when the divider has forked the worker and exited
         give_up_privileges()
         hide_process()
         with contextlib.suppress(ProcessLookupError):
-            waiting = select.poll()
-            waiting.register(os.pidfd_open(_WORKER), select.POLLIN)
-            waiting.poll()
+            worker_exit = select.poll()
+            worker_exit.register(os.pidfd_open(_WORKER_PID), select.POLLIN)
+            worker_exit.poll()
     finally:
         os._exit(0)

@@ -1,9 +1,9 @@
-"""A filter that refuses system calls which no environment needs and escapes begin with.
+"""A filter that refuses system calls which environments do not need and escapes use.
 
-What would look into other processes, make namespaces, mount, load code into the kernel, or
-reach large parts of it that few use. Where process ids are shared with others, also what would
-set their limits and priorities, and memory that outlives who made it. Refused calls fail with
-EPERM, as they do for whoever lacks the privilege.
+Refused are calls that inspect other processes, make namespaces, mount, load code into the
+kernel, or reach large and rarely used parts of it. Where process ids are shared, the filter also
+refuses calls that change limits and priorities of other processes, and memory that outlives
+its process. Refused calls fail with EPERM, as they do without privileges.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _Code: TypeAlias = tuple[int, int, int, int]
 _NOT_PERMITTED: _Code = (_RETURN, 0, 0, _FAIL | errno.EPERM)
 _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST = 0x15, 0x35
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT, _ARGUMENT_BYTES = 0, 4, 16, 8
-_X32_NUMBERS_FROM = 0x4000_0000
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET, _ARGUMENT_BYTES = 0, 4, 16, 8
+_FIRST_X32_NUMBER = 0x4000_0000
 _NAMESPACE_FLAGS = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWCGROUP
@@ -34,24 +34,26 @@ _NAMESPACE_FLAGS = (
     | kernel.CLONE_NEWPID
     | kernel.CLONE_NEWNET
 )
-_SINCE_5_1 = {
+_REFUSED_SINCE_5_1 = {
     **{"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427},
     **{"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432},
     **{"fspick": 433, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442},
 }
-"""The same number on every architecture, as are all later calls."""
+"""Numbers of calls that are the same on every architecture, as for all later calls."""
 _CLONE3 = 435
-_ALONE_SINCE_5_1 = {
+_BEYOND_COMPUTING_SINCE_5_1 = {
     **{"pidfd_send_signal": 424, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466},
 }
 _SOCKET_FAMILIES = (1, 2, 10, 16)
-"""Local, IPv4, IPv6, and what libraries ask addresses by: none goes around a network namespace."""
-_ITSELF = {
+"""Local, IPv4, IPv6, and netlink for address look-ups. None bypasses a network namespace."""
+_OWN_PROCESS_ARGUMENTS = {
     **{"prlimit64": (0,), "setpriority": (0, 0), "ioprio_set": (1, 0), "sched_setparam": (0,)},
     **{"sched_setscheduler": (0,), "sched_setaffinity": (0,), "sched_setattr": (0,)},
 }
-"""First arguments with which a call is about who makes it. A limit of CPU time ends a process
-as a signal does."""
+"""First arguments with which a call concerns its own process.
+
+Limits of CPU time are included because they kill a process as a signal does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,15 @@ class _Architecture:
     socket: int
     refused: dict[str, int]
     shared: dict[str, int]
-    """Refused where others have the same process ids: memory and queues that stay."""
-    of_others: dict[str, int]
-    """Refused there unless it is about the caller, as `_ITSELF` says."""
-    alone: dict[str, int]
-    """Refused to a program that only computes: processes, threads, signals, sockets, limits, which
-    a privileged one could raise again, and what a file is beside its content, where Landlock has
-    no say."""
+    """Refused if process ids are shared: memory and queues that outlive their process."""
+    own_process_only: dict[str, int]
+    """Refused if process ids are shared, except with `_OWN_PROCESS_ARGUMENTS`."""
+    beyond_computing: dict[str, int]
+    """Refused to a program that only computes.
+
+    These are processes, threads, signals, sockets, limits that root could raise again, and the
+    metadata of files, which Landlock does not protect.
+    """
 
 
 _ARCHITECTURES = {
@@ -150,56 +154,56 @@ class _Program(ctypes.Structure):
 
 
 def refuse_system_calls(*, shares_processes: bool = True, computes_only: bool = False) -> None:
-    """Install the filter, for this process and for whatever it starts.
+    """Install the filter, for this process and its descendants.
 
     Args:
-        shares_processes: others have the same process ids, and what one leaves in memory.
-        computes_only: it starts no process and no thread, signals nobody, opens no socket
-            and changes no file's mode, owner, times or attributes.
+        shares_processes: True if other workers have the same process ids and shared memory.
+        computes_only: True if the process needs no child processes, threads, signals and
+            sockets, and changes no file's mode, owner, times or attributes.
 
     Raises:
-        LayerUnavailableError: it is not written for this architecture.
+        LayerUnavailableError: the filter does not support this architecture.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if architecture is None:
-        known = " and ".join(_ARCHITECTURES)
+        supported = " and ".join(_ARCHITECTURES)
         raise LayerUnavailableError(
-            f"there is a filter for {known}, and this is {platform.machine()}"
+            f"the filter supports {supported}, and this machine is {platform.machine()}"
         )
-    program = _program(architecture, shares_processes, computes_only)
-    instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
+    program = _build_program(architecture, shares_processes, computes_only)
+    instructions = (_Instruction * len(program))(*(_Instruction(*code) for code in program))
     filter_ = _Program(len(program), instructions)
     kernel.prctl(kernel.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_))
 
 
-def _program(
+def _build_program(
     architecture: _Architecture, shares_processes: bool, computes_only: bool
 ) -> list[_Code]:
     program = [
-        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
         (_JUMP_IF_EQUAL, 1, 0, architecture.audit_number),
         (_RETURN, 0, 0, _KILL_PROCESS),
-        (_LOAD, 0, 0, _NUMBER_AT),
-        (_JUMP_IF_AT_LEAST, 0, 1, _X32_NUMBERS_FROM),
+        (_LOAD, 0, 0, _NUMBER_OFFSET),
+        (_JUMP_IF_AT_LEAST, 0, 1, _FIRST_X32_NUMBER),
         _NOT_PERMITTED,
         (_JUMP_IF_EQUAL, 0, 1, _CLONE3),
-        # Its flags cannot be seen by a filter. The C library takes clone where there is none.
+        # A filter cannot read the flags of clone3. Without clone3 the C library uses clone.
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]
-    refused = architecture.refused | _SINCE_5_1
+    refused = architecture.refused | _REFUSED_SINCE_5_1
     if shares_processes:
         refused |= architecture.shared
-        for name, number in architecture.of_others.items():
-            program += _unless_first_are(number, _ITSELF[name])
+        for name, number in architecture.own_process_only.items():
+            program += _refuse_unless_arguments(number, _OWN_PROCESS_ARGUMENTS[name])
     if computes_only:
-        refused |= architecture.alone | _ALONE_SINCE_5_1
+        refused |= architecture.beyond_computing | _BEYOND_COMPUTING_SINCE_5_1
     for number in refused.values():
         program += [(_JUMP_IF_EQUAL, 0, 1, number), _NOT_PERMITTED]
     return [
         *program,
-        *_unless_of_family(architecture.socket),
+        *_refuse_other_families(architecture.socket),
         (_JUMP_IF_EQUAL, 0, 4, architecture.clone),
-        (_LOAD, 0, 0, _ARGUMENTS_AT),
+        (_LOAD, 0, 0, _ARGUMENTS_OFFSET),
         (_AND, 0, 0, _NAMESPACE_FLAGS),
         (_JUMP_IF_EQUAL, 1, 0, 0),
         _NOT_PERMITTED,
@@ -207,23 +211,23 @@ def _program(
     ]
 
 
-def _unless_first_are(number: int, values: tuple[int, ...]) -> list[_Code]:
+def _refuse_unless_arguments(number: int, values: tuple[int, ...]) -> list[_Code]:
     checks: list[_Code] = []
     for index, value in enumerate(values):
         to_refusal = 2 * (len(values) - index) - 2
         checks += [
-            (_LOAD, 0, 0, _ARGUMENTS_AT + index * _ARGUMENT_BYTES),
+            (_LOAD, 0, 0, _ARGUMENTS_OFFSET + index * _ARGUMENT_BYTES),
             (_JUMP_IF_EQUAL, 0 if to_refusal else 1, to_refusal, value),
         ]
     checks += [_NOT_PERMITTED, (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]
 
 
-def _unless_of_family(number: int) -> list[_Code]:
+def _refuse_other_families(number: int) -> list[_Code]:
     families = [
         (_JUMP_IF_EQUAL, len(_SOCKET_FAMILIES) - index, 0, family)
         for index, family in enumerate(_SOCKET_FAMILIES)
     ]
-    checks = [(_LOAD, 0, 0, _ARGUMENTS_AT), *families]
+    checks = [(_LOAD, 0, 0, _ARGUMENTS_OFFSET), *families]
     checks += [(_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     return [(_JUMP_IF_EQUAL, 0, len(checks), number), *checks]

@@ -1,4 +1,4 @@
-"""A user id of its own for each worker: no file, process or signal of another's is its business."""
+"""A separate user id for each worker, without access to files and processes of others."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
+from ludus.env.sandbox.processes import effective_capabilities
 
 _FIRST_ID = 61_184
 _NUM_IDS = 4_336
-"""The ids that systemd, too, takes for services of a moment; a container maps them."""
+"""The range of systemd's dynamic service users, which containers map."""
 _NEEDED = {"CHOWN": 0, "DAC_OVERRIDE": 1, "KILL": 5, "SETGID": 6, "SETUID": 7}
-"""Capabilities: to hand over a folder, to measure and remove it, to end the worker, to change."""
+"""Capabilities to hand over, measure and remove a folder, kill a worker, and change user."""
 
 
 def take_user_id(
     number: int, folder: Path, readable: Iterable[Path], writable: Iterable[Path]
 ) -> None:
-    """Become a user that nobody else is, who owns the folder.
+    """Change to a user id that no other process has, and make it own the folder.
 
     Args:
-        number: ids differ where these do.
-        readable: what must stay so, as the process's own code must.
-        writable: what must stay so.
+        number: number of the worker; different numbers give different ids.
+        readable: paths that must stay readable, such as the process's code.
+        writable: paths that must stay writable.
 
     Raises:
-        LayerUnavailableError: this process may not, or could not use one of the paths afterwards.
+        LayerUnavailableError: this process lacks the rights, or would lose one of the paths.
     """
     _require_capabilities()
     for path in readable:
         _require_open_to_others(path, stat.S_IROTH)
     for path in writable:
         _require_open_to_others(path, stat.S_IROTH | stat.S_IWOTH)
-    own = _FIRST_ID + number % _NUM_IDS
-    os.chown(folder, own, own)
+    user_id = _FIRST_ID + number % _NUM_IDS
+    os.chown(folder, user_id, user_id)
     os.setgroups([])
-    os.setresgid(own, own, own)
-    os.setresuid(own, own, own)
+    os.setresgid(user_id, user_id, user_id)
+    os.setresuid(user_id, user_id, user_id)
 
 
 def _require_capabilities() -> None:
     if os.geteuid() != 0:
         raise LayerUnavailableError(
-            f"only root can take another user id, and this is {os.geteuid()}"
+            f"changing the user id needs root, but this process has user id {os.geteuid()}"
         )
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    (held,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    lacking = [name for name, bit in _NEEDED.items() if not int(held, 16) >> bit & 1]
+    capabilities = effective_capabilities()
+    lacking = [name for name, bit in _NEEDED.items() if not capabilities >> bit & 1]
     if lacking:
         raise LayerUnavailableError(f"root lacks the capabilities {', '.join(lacking)} here")
 
@@ -56,8 +56,9 @@ def _require_capabilities() -> None:
 def _require_open_to_others(path: Path, needed: int) -> None:
     if not path.exists():
         return
-    found = path.resolve()
-    through = [found, *found.parents] if found.is_dir() else found.parents
-    for one, mode in ((found, needed), *((folder, stat.S_IXOTH) for folder in through)):
-        if one.stat().st_mode & mode != mode:
-            raise LayerUnavailableError(f"{one}, which workers need, is closed to other users")
+    resolved = path.resolve()
+    parents = [resolved, *resolved.parents] if resolved.is_dir() else resolved.parents
+    needed_modes = ((resolved, needed), *((folder, stat.S_IXOTH) for folder in parents))
+    for entry, mode in needed_modes:
+        if entry.stat().st_mode & mode != mode:
+            raise LayerUnavailableError(f"{entry}, which workers need, is closed to other users")

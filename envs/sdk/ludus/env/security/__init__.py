@@ -1,1 +1,1 @@
-"""Who may call, and over what: TLS, tokens, signed session ids, and traces of calls."""
+"""Access control of servers: TLS, tokens, signed session ids and call traces."""

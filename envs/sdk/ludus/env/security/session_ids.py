@@ -1,14 +1,14 @@
-"""Session ids that route themselves: environment, server, tenant and expiry, signed.
+"""Session ids that contain their own route: environment, server, tenant and expiry, signed.
 
     blackjack~3f9a0c~team-a~6920c1f0~6922134f~kq3v0w2d9b1x~5m0u...   (text, safe in headers)
     env       server  tenant issued   expires  nonce        HMAC-SHA256, 16 bytes
 
-    ...~kq3v0w2d9b1x~tools~9c1e...      the same session, for calls of its tools alone
+    ...~kq3v0w2d9b1x~tools~9c1e...      the same session, restricted to tool calls
 
-Nobody without the key makes the first of the second: what is signed differs, and the signature is
-what an id is secret by. An agent gets the second, whoever trains it keeps the first.
-Whoever has the key can route a call with nothing but its session id, so gateways share no
-store; a server with the same key lets a client open a session that a gateway admitted.
+A tools id cannot be turned into a session id without the key, because the two signatures cover
+different texts. An agent gets the tools id; the trainer keeps the session id.
+With the key, a call can be routed by its session id alone, so gateways need no shared store.
+A server with the same key lets a client open a session that a gateway admitted.
 """
 
 from __future__ import annotations
@@ -34,33 +34,35 @@ from ludus.proto.errors import (
 
 MIN_KEY_BYTES = 16
 OPEN_WITHIN_S = 60.0
-"""An id that was not opened by then cannot be opened any more."""
+"""Time in which a signed id must be opened; later the id is refused."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,63}")
 _NUM_PARTS = 6
-"""Without the signature."""
+"""Number of parts before the signature."""
 _TOOLS = "tools"
-"""The part that an id has more which may call tools alone."""
+"""Additional part of an id that may only call tools."""
 _MAX_ID_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class SignedId:
-    """What a signed session id says."""
+    """The content of a signed session id."""
 
     environment: str
     server_id: str
     tenant: str
     issued_s: int
-    """Unix time."""
+    """Unix time in seconds."""
     expires_s: int
     nonce: str
     session_id: str
-    """The id that drives the session; for ids that may call tools alone, it is another one."""
+    """Full id of the session, which differs from the id that was read if that is a tools id."""
     is_tools_only: bool = False
 
 
 class SessionKey:
-    """Signs and reads session ids.
+    """Signs and verifies session ids.
+
+    Itsdangerous is not used: its signatures are twice as long, and ids travel with every call.
 
     Args:
         secret: at least 16 bytes, the same on every gateway and server of a fleet.
@@ -72,24 +74,24 @@ class SessionKey:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MIN_KEY_BYTES:
             raise ConfigError(
-                f"expected a session key of at least {MIN_KEY_BYTES} bytes, got {len(secret)};"
+                f"a session key needs at least {MIN_KEY_BYTES} bytes, got {len(secret)};"
                 " make one with: openssl rand -hex 32"
             )
         self._secret = secret
 
     @classmethod
     def random(cls) -> SessionKey:
-        """A key that nobody else has."""
+        """Make a key from random bytes."""
         return cls(secrets.token_bytes(32))
 
     def sign(
         self, environment: str, server_id: str, *, tenant: str = "", lifetime_s: float = 86_400.0
     ) -> str:
-        """A new session id."""
+        """Make a new session id."""
         for name in (environment, server_id, tenant):
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"expected letters, digits, '.', '_' and '-', at most 63; got {name!r}"
+                    f"name {name!r} must have at most 63 letters, digits, '.', '_' or '-'"
                 )
         now_s = int(time.time())
         body = "~".join(
@@ -105,16 +107,16 @@ class SessionKey:
         return f"{body}~{self._mac(body)}"
 
     def tools_id(self, session_id: str) -> str:
-        """The id under which the session's tools can be called, and nothing else."""
+        """Return the id that may call the session's tools and nothing else."""
         body = f"{session_id.rpartition('~')[0]}~{_TOOLS}"
         return f"{body}~{self._mac(body)}"
 
     def read(self, session_id: str) -> SignedId:
-        """What the id says.
+        """Verify an id and return its content.
 
         Raises:
-            AuthenticationError: it is not an id that this key signed.
-            SessionLostError: it has expired.
+            AuthenticationError: the id is not signed with this key.
+            SessionLostError: the id has expired.
         """
         body, _, mac = session_id.rpartition("~")
         parts = body.split("~")
@@ -124,14 +126,12 @@ class SessionKey:
             or len(parts) < _NUM_PARTS
             or not hmac.compare_digest(mac.encode(), self._mac(body).encode())
         ):
-            raise AuthenticationError(
-                "expected a session id that this fleet signed, got another one; open a session"
-            )
+            raise AuthenticationError("the session id is not signed by this fleet; open a session")
         is_tools_only = len(parts) > _NUM_PARTS
         if is_tools_only:
             driving = "~".join(parts[:_NUM_PARTS])
             session_id = f"{driving}~{self._mac(driving)}"
-        found = SignedId(
+        signed = SignedId(
             environment=parts[0],
             server_id=parts[1],
             tenant=parts[2],
@@ -141,9 +141,9 @@ class SessionKey:
             session_id=session_id,
             is_tools_only=is_tools_only,
         )
-        if found.expires_s < time.time():
+        if signed.expires_s < time.time():
             raise SessionLostError("the session id has expired; open a new session")
-        return found
+        return signed
 
     def _mac(self, body: str) -> str:
         digest = hmac.digest(self._secret, body.encode(), "sha256")
@@ -151,86 +151,86 @@ class SessionKey:
 
 
 def tools_only_error() -> PermissionDeniedError:
-    """What a call is answered with that wants more of a session than the tools."""
+    """Build the error of a call that needs the full session id but has a tools id."""
     return PermissionDeniedError(
-        "expected the id that drives the session, got the one that may call its tools alone;"
-        " only whoever opened the session has the other"
+        "the session id may only call tools; this call needs the id that the client got when it"
+        " opened the session"
     )
 
 
 @contextlib.contextmanager
-def hide_driving_id(session_id: str, given_id: str) -> Iterator[None]:
-    """Raise errors as if the session had the id that the caller gave and no other."""
+def hide_driving_id(session_id: str, caller_id: str) -> Iterator[None]:
+    """Replace the full session id by the caller's id in the messages of errors raised inside."""
     try:
         yield
     except EnvError as error:
-        if session_id == given_id or session_id not in error.message:
+        if session_id == caller_id or session_id not in error.message:
             raise
-        message = error.message.replace(session_id, given_id)
+        message = error.message.replace(session_id, caller_id)
         raise error_from_wire(error.code, message, error.retry_after_s) from None
 
 
 class SessionIdIssuer:
-    """Decides under which ids sessions of one server may be opened.
+    """Chooses the ids under which a server opens sessions.
 
     Args:
-        server_id: signed ids must name it.
-        key: None refuses ids that callers bring.
+        server_id: the server that signed ids must name.
+        key: key of signed ids; None refuses ids chosen by clients.
     """
 
     def __init__(self, server_id: str, key: SessionKey | None) -> None:
         self._server_id = server_id
         self._key = key
-        self._used: OrderedDict[str, float] = OrderedDict()
+        self._used_at_s: OrderedDict[str, float] = OrderedDict()
 
-    def choose(self, wanted: str) -> str:
-        """A fresh id where none is wanted, else the wanted one, which is used up by this.
+    def choose(self, requested_id: str) -> str:
+        """Return the requested id, which can be used once, or a new id if it is empty.
 
         Raises:
-            AuthenticationError: it is not signed with this server's key.
-            SessionLostError: it is for another server, too old, or was used before.
+            AuthenticationError: the id is not signed with this server's key.
+            SessionLostError: the id is for another server, too old, or already used.
         """
-        if not wanted:
+        if not requested_id:
             return secrets.token_urlsafe(18)
         if self._key is None:
             raise AuthenticationError(
-                "expected no session id in an open: this server has no session key; start it"
-                " with the gateway's LUDUS_SESSION_KEY"
+                "an open cannot name a session id because this server has no session key; start"
+                " the server with the gateway's LUDUS_SESSION_KEY"
             )
-        signed = self._key.read(wanted)
+        signed = self._key.read(requested_id)
         if signed.is_tools_only:
             raise tools_only_error()
         now_s = time.time()
-        while self._used and next(iter(self._used.values())) < now_s - 2 * OPEN_WITHIN_S:
-            self._used.popitem(last=False)
+        while self._used_at_s and next(iter(self._used_at_s.values())) < now_s - 2 * OPEN_WITHIN_S:
+            self._used_at_s.popitem(last=False)
         is_late = signed.issued_s < now_s - OPEN_WITHIN_S
-        if signed.server_id != self._server_id or is_late or wanted in self._used:
+        if signed.server_id != self._server_id or is_late or requested_id in self._used_at_s:
             raise SessionLostError(
-                "expected a session id that was issued for this server just now and is not used"
-                " yet; ask the gateway for a new one"
+                "the session id has expired, was already used, or belongs to another server;"
+                " ask the gateway for a new one"
             )
-        self._used[wanted] = now_s
-        return wanted
+        self._used_at_s[requested_id] = now_s
+        return requested_id
 
 
 def new_server_id() -> str:
-    """The name of a server process in session ids, where its pod has none."""
+    """Return a random name for a server process without a pod."""
     return secrets.token_hex(6)
 
 
 def pod_server_id(pod_uid: str) -> str:
-    """The name in session ids of the server that runs in a pod: its uid without dashes.
+    """Return the name of a pod's server in session ids: the pod's uid without dashes.
 
-    A gateway reads the uid in the cluster's EndpointSlices, the pod its own in POD_UID (through
-    the downward API, `metadata.uid`), so both know the name without asking each other.
+    A gateway reads the uid from the cluster's EndpointSlices and the pod reads its own from
+    POD_UID (downward API, `metadata.uid`), so both know the name without a call.
 
     Raises:
-        ConfigError: it is no uid.
+        ConfigError: the uid is not valid.
     """
     name = pod_uid.replace("-", "").lower()
     if not name or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"expected a pod's uid, such as 8c5f7a3e-0b1d-4c7e-9a55-2f7d1c0e4b6a, got {pod_uid!r};"
+            f"{pod_uid!r} is not a pod's uid, such as 8c5f7a3e-0b1d-4c7e-9a55-2f7d1c0e4b6a;"
             " set POD_UID from metadata.uid through the downward API"
         )
     return name

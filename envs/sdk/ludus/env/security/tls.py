@@ -1,11 +1,11 @@
-"""TLS of servers, from files that may be replaced while they run.
+"""TLS of servers, from files that may be replaced while the server runs.
 
     cert, key, client_ca --stat at each new connection--> changed? --check--> new handshakes
                                                              |
-                                                             +-- unusable: the old ones stay
+                                                             +-- unusable: keep the old files
 
-Connections that are open keep what they were made with. There is no watching task: files are
-looked at when somebody connects, which is the only time that they matter.
+Open connections keep their certificate. The files are checked when a client connects, so no
+background task is needed.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The PEM files of one side of a connection."""
+    """PEM files of one side of a connection."""
 
     cert: Path
-    """The certificate, followed by those between it and the authority."""
+    """Certificate, followed by the intermediate certificates."""
     key: Path
-    """The certificate's private key, without a passphrase."""
+    """Private key of the certificate, without a passphrase."""
     client_ca: Path | None = None
-    """Authorities whose certificates clients must show; None asks for none."""
+    """Authorities of client certificates; None requests no client certificate."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Every file."""
+        """All files."""
         return (self.cert, self.key, *([self.client_ca] if self.client_ca else []))
 
 
 def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
-    """For HTTPS: uvicorn.Config(ssl_context_factory=lambda config, default: context).
+    """Build the context of an HTTPS server, for uvicorn's `ssl_context_factory`.
 
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate are no pair.
     """
-    current = _Current(files, _load_context)
+    current = _ReloadedFiles(files, _load_context)
     context = _load_context(files)
 
-    def use_current(connection: Any, server_name: str | None, asked: ssl.SSLContext) -> None:
-        # Called within each handshake, before the certificate is sent.
+    def use_current(connection: Any, server_name: str | None, old: ssl.SSLContext) -> None:
+        # OpenSSL calls this within each handshake, before it sends the certificate.
         connection.context = current.get()
 
     context.sni_callback = use_current
@@ -61,13 +61,13 @@ def server_ssl_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """For grpc.aio: server.add_secure_port(address, credentials).
+    """Build the credentials of a gRPC server, for `server.add_secure_port`.
 
     Raises:
         ConfigError: a file is missing or unusable, or key and certificate are no pair.
     """
-    current = _Current(files, _load_grpc_configuration)
-    # gRPC calls it at each new connection, from threads of its own.
+    current = _ReloadedFiles(files, _load_grpc_configuration)
+    # gRPC calls this at each new connection, from its own threads.
     return grpc.dynamic_ssl_server_credentials(
         current.get(), current.get_if_new, files.client_ca is not None
     )
@@ -76,14 +76,14 @@ def grpc_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 def client_ssl_context(
     ca_file: Path | None = None, identity: TlsFiles | None = None
 ) -> ssl.SSLContext:
-    """For HTTPS and WSS clients.
+    """Build the context of an HTTPS or WSS client.
 
     Args:
-        ca_file: who may have signed the server's certificate; None trusts the system's.
-        identity: what the client shows to a server that asks for certificates.
+        ca_file: trusted authorities of servers; None trusts the system's authorities.
+        identity: certificate that the client sends to a server that requests one.
 
     Raises:
-        ConfigError: a file is missing or unusable, or key and certificate are no pair.
+        ConfigError: a file is missing or unusable, or key and certificate do not match.
     """
     context = client_tls.ssl_context(str(ca_file) if ca_file else None)
     if identity is not None:
@@ -94,10 +94,10 @@ def client_ssl_context(
 def client_channel_credentials(
     ca_file: Path | None = None, identity: TlsFiles | None = None
 ) -> grpc.ChannelCredentials:
-    """For gRPC clients; the arguments are those of `client_ssl_context`.
+    """Build the credentials of a gRPC client; see `client_ssl_context` for the arguments.
 
     Raises:
-        ConfigError: a file is missing or unusable, or key and certificate are no pair.
+        ConfigError: a file is missing or unusable, or key and certificate do not match.
     """
     if identity is None:
         return client_tls.grpc_credentials(str(ca_file) if ca_file else None)
@@ -109,8 +109,8 @@ def client_channel_credentials(
     )
 
 
-class _Current:
-    """What was made of the files when they were last usable; safe from any thread."""
+class _ReloadedFiles:
+    """A value loaded from files and loaded again when they change; safe from any thread."""
 
     def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], Any]) -> None:
         self._files = files
@@ -120,12 +120,11 @@ class _Current:
         self._value = load(files)
 
     def get(self) -> Any:
-        """The newest usable value."""
         self.get_if_new()
         return self._value
 
     def get_if_new(self) -> Any:
-        """The newest usable value, or None when it is the one that was returned before."""
+        """Return the newest usable value, or None if it was returned before."""
         with self._lock:
             signature = file_signatures(self._files.paths)
             if signature == self._signature:
@@ -134,10 +133,10 @@ class _Current:
             try:
                 value = self._load(self._files)
             except ConfigError as error:
-                _log.error("the TLS certificate stays as it was: %s", error)
+                _log.error("the new TLS files cannot be used, the old certificate stays: %s", error)
                 return None
             if file_signatures(self._files.paths) != signature:
-                return None  # written to meanwhile: the next connection looks again
+                return None  # a file changed during the load; the next connection tries again
             self._value = value
             _log.info("new TLS certificate from %s", self._files.cert)
             return value
@@ -150,14 +149,14 @@ def _load_context(files: TlsFiles) -> ssl.SSLContext:
     if files.client_ca is not None:
         _load_authorities(context, files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A resumed session would skip the client's certificate, also a revoked one.
+        # A resumed session would skip the client certificate, even a revoked one.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context
 
 
 def _load_grpc_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    _load_context(files)  # gRPC says nothing about bad files until a handshake fails
+    _load_context(files)  # gRPC reports bad files only as failed handshakes
     return grpc.ssl_server_certificate_configuration(
         [(_read(files.key, "key"), _read(files.cert, "cert"))],
         root_certificates=_read(files.client_ca, "client_ca") if files.client_ca else None,
@@ -168,16 +167,16 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
     _require_pem(files.cert, "cert", "CERTIFICATE")
     _require_pem(files.key, "key", "PRIVATE KEY")
     try:
-        # Without a password OpenSSL would ask for one on the terminal.
+        # Without a password, OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(files.cert, files.key, password=_no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"expected the private key of the certificate {files.cert}, got another one in"
-                f" {files.key}; give the two that were issued together"
+                f"the private key in {files.key} does not belong to the certificate {files.cert};"
+                " give the two that were issued together"
             ) from None
         raise ConfigError(
-            f"expected a certificate in {files.cert} and its private key in {files.key}, got"
+            f"cannot load the certificate {files.cert} and its private key {files.key}:"
             f" {error.reason or error}; write both in PEM form"
         ) from None
 
@@ -188,14 +187,14 @@ def _load_authorities(context: ssl.SSLContext, path: Path) -> None:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"expected certificates in client_ca, got {error.reason or error} in {path};"
+            f"client_ca = {path} must contain certificates, got {error.reason or error};"
             " give the authorities that signed your clients' certificates, in PEM form"
         ) from None
 
 
 def _no_password() -> str:
     raise ConfigError(
-        "expected a private key without a passphrase, got an encrypted one; decrypt it with:"
+        "the private key must not have a passphrase; decrypt it with:"
         " openssl pkey -in KEY -out KEY.decrypted"
     )
 
@@ -204,7 +203,7 @@ def _require_pem(path: Path, field: str, kind: str) -> None:
     content = _read(path, field)
     if b"-----BEGIN " not in content or f"{kind}-----".encode() not in content:
         raise ConfigError(
-            f"expected a PEM file with a {kind} as {field}, got something else in {path};"
+            f"{field} = {path} must be a PEM file with a {kind}, got something else;"
             " name the right file"
         )
 
@@ -214,19 +213,19 @@ def _read(path: Path, field: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"expected a PEM file as {field}, got {error.strerror} for {path};"
+            f"{field} = {path} must be a readable PEM file, got {error.strerror};"
             " create it or name another"
         ) from error
 
 
 def file_signatures(paths: Iterable[Path]) -> tuple[Any, ...]:
-    """What changes when a file is written, replaced, or its symbolic link is turned."""
-    found: list[Any] = []
+    """Return a value that changes when a file or the target of its symbolic link changes."""
+    signatures: list[Any] = []
     for path in paths:
         try:
             status = path.stat()
         except OSError as error:
-            found.append(error.errno)
+            signatures.append(error.errno)
         else:
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            signatures.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(signatures)

@@ -1,4 +1,4 @@
-"""The token that a server may ask for, on HTTP and WebSocket, and pages it does not serve."""
+"""ASGI middleware that requires a token and refuses requests from foreign web pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MISSING_TOKEN = (
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-def is_authorized(given: str | bytes, token: str) -> bool:
-    """True when an `authorization` value carries the token; takes the same time either way."""
-    given_bytes = given if isinstance(given, bytes) else given.encode()
-    return hmac.compare_digest(given_bytes, f"Bearer {token}".encode())
+def is_authorized(authorization: str | bytes, token: str) -> bool:
+    """Return True if an `authorization` value contains the token, in constant time."""
+    value = authorization if isinstance(authorization, bytes) else authorization.encode()
+    return hmac.compare_digest(value, f"Bearer {token}".encode())
 
 
 class RequireToken:
@@ -39,8 +39,8 @@ class RequireToken:
         if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        if is_authorized(given, self._token):
+        authorization = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        if is_authorized(authorization, self._token):
             await self._app(scope, receive, send)
             return
         detail = {"message": MISSING_TOKEN, "code": str(ErrorCode.UNAUTHENTICATED)}
@@ -49,10 +49,10 @@ class RequireToken:
 
 
 class RefuseForeignOrigins:
-    """ASGI middleware that keeps web pages from elsewhere off a server on this machine.
+    """ASGI middleware that refuses web pages from other origins on a loopback server.
 
-    A browser lets any page call localhost, and a page can point its own name there. Only
-    browsers send `origin`, so clients never notice.
+    A browser lets any page call localhost, and a page can resolve its own name to localhost.
+    Only browsers send `origin`, so other clients are not affected.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,8 +64,8 @@ class RefuseForeignOrigins:
             await self._app(scope, receive, send)
             return
         detail = {
-            "message": "expected a request from this machine, got one from a page elsewhere;"
-            " give the server a token and a name of its own to use it from web pages",
+            "message": "a web page from another origin cannot use this server; give the server"
+            " a token and listen on a public host name to allow it",
             "code": str(ErrorCode.PERMISSION_DENIED),
         }
         await _deny(JSONResponse({"detail": detail}, 403), scope, receive, send)

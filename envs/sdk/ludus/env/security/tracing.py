@@ -1,11 +1,10 @@
-"""Trace context and request ids: what joins the spans and log lines of one call.
+"""Trace context and request ids, which connect the spans and log lines of one call.
 
     caller's span, request_id(...) --call.trace or headers--> gateway --> server --> worker
-                                                          server_span(...) at each stop
+                                                          server_span(...) in each process
 
-A process needs nothing but the OpenTelemetry API for this; whether spans are recorded is
-decided where a tracer provider is installed. Where the caller has neither span nor request
-id, a call carries nothing and pays two look-ups.
+Only the OpenTelemetry API is needed. Spans are recorded where a tracer provider is installed.
+A call without a span and a request id carries nothing and costs two look-ups.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from ludus.proto.env.v1 import env_pb2 as pb
 
 TRACEPARENT = "traceparent"
-"""Header and metadata key of W3C's trace context."""
+"""Header and metadata key of the W3C trace context."""
 REQUEST_ID = "x-request-id"
 """Header and metadata key of the request id."""
 MAX_REQUEST_ID_CHARS = 128
@@ -33,9 +32,10 @@ _propagator = TraceContextTextMapPropagator()
 
 @contextmanager
 def request_id(value: str) -> Iterator[None]:
-    """Calls made inside carry this request id, through gateways and servers.
+    """Attach a request id to all calls inside, through gateways and servers.
 
-    It travels in headers and stands in logs: what is not printable ASCII is left out.
+    The id travels in headers and appears in logs, so characters that are not printable ASCII
+    are removed.
     """
     token = _request_id.set(_UNPRINTABLE.sub("", value[:MAX_REQUEST_ID_CHARS]))
     try:
@@ -45,19 +45,19 @@ def request_id(value: str) -> Iterator[None]:
 
 
 def current_request_id() -> str:
-    """The request id of the call being made or served; empty when it has none."""
+    """Return the request id of the current call, or "" without one."""
     return _request_id.get()
 
 
 def current_traceparent() -> str:
-    """The current span in W3C's form; empty when there is none."""
+    """Return the current span in W3C form, or "" without one."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
     return carrier.get(TRACEPARENT, "")
 
 
 def is_traced() -> bool:
-    """False when a call has surely nothing to carry; costs about 0.1 microseconds."""
+    """Return False if a call certainly has no trace to carry; takes about 0.1 microseconds."""
     return bool(_request_id.get() or context.get_current())
 
 
@@ -70,7 +70,7 @@ def fill_trace(call: pb.Call) -> None:
 
 
 def trace_headers() -> dict[str, str]:
-    """The current span and request id as headers; empty when there are none."""
+    """Return the current span and request id as headers; empty without both."""
     if not is_traced():
         return {}
     headers = {TRACEPARENT: current_traceparent(), REQUEST_ID: _request_id.get()}
@@ -79,7 +79,7 @@ def trace_headers() -> dict[str, str]:
 
 @contextmanager
 def server_span(name: str, traceparent: str, request: str = "") -> Iterator[None]:
-    """A span that continues the caller's; nothing where neither argument is given."""
+    """Open a span that continues the caller's span; do nothing without trace and request id."""
     if not traceparent and not request:
         yield
         return

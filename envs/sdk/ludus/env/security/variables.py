@@ -1,8 +1,8 @@
-"""The environment variables that hold secrets: arguments are shown to every user of a machine."""
+"""Names of the environment variables that contain secrets, which must not be arguments."""
 
 from __future__ import annotations
 
 TOKEN_VARIABLE = "LUDUS_ENV_TOKEN"
-"""The token that a server asks for."""
+"""Token that clients must send to a server."""
 SESSION_KEY_VARIABLE = "LUDUS_SESSION_KEY"
-"""The key by which servers and gateways sign session ids."""
+"""Key with which gateways and servers sign session ids."""

@@ -9,7 +9,7 @@ import orjson
 
 from ludus.env.grpc.call_stream import StreamBrokenError
 from ludus.env.messages.protobuf import read_description
-from ludus.env.sandbox.confine import Layer, Missing, Sandbox, describe_missing_layers
+from ludus.env.sandbox.confine import Layer, MissingLayers, Sandbox, describe_missing_layers
 from ludus.env.types import EnvironmentDescription
 from ludus.env.workers.child import EnvironmentFacts
 from ludus.env.workers.forkserver_client import EnvWorkerProcess, ForkServerClient, WorkerExit
@@ -30,7 +30,7 @@ class Described:
 
     description: EnvironmentDescription
     steps_on_event_loop: bool
-    missing: Missing
+    missing: MissingLayers
     """Of the sandbox, said before any foreign object was built."""
 
 
@@ -80,11 +80,11 @@ async def describe(
     return Described(description, facts.steps_on_event_loop, missing)
 
 
-def _missing(frame: bytes) -> Missing:
+def _missing(frame: bytes) -> MissingLayers:
     return {Layer(name): str(why) for name, why in orjson.loads(frame).items()}
 
 
-def require_layers(missing: Missing, sandbox: Sandbox) -> None:
+def require_layers(missing: MissingLayers, sandbox: Sandbox) -> None:
     """Refuse to serve without layers that the operator asked for.
 
     Raises:

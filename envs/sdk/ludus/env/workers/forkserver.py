@@ -33,14 +33,14 @@ import orjson
 from ludus.env.sandbox.confine import Sandbox, SandboxError, confine, describe_missing_layers
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.namespaces import (
-    Forked,
+    ForkedProcess,
     adopt_orphans,
     enter_namespaces,
     fork_into_namespaces,
     require_namespaces,
 )
 from ludus.env.sandbox.privileges import hide_process, show_process
-from ludus.env.sandbox.surroundings import WORKER_PID_VARIABLE, code_paths, remove_folder
+from ludus.env.sandbox.worker_resources import WORKER_PID_VARIABLE, code_paths, remove_folder
 from ludus.env.targets.targets import TargetFactory
 from ludus.env.workers import child as worker
 from ludus.env.workers.protocol import (
@@ -80,14 +80,14 @@ class ForkServer:
         self._limits = limits
         self._sandbox = sandbox
         self._code = code_paths(Path(sandbox.folder))
-        self._workers: dict[int, Forked] = {}
+        self._workers: dict[int, ForkedProcess] = {}
         """Those that live, by worker id."""
         with contextlib.suppress(OSError, AttributeError):  # only Linux has them
             adopt_orphans()
             hide_process()
         self._own_children = _children()
         """What importing the environment has started; it is no worker's."""
-        self._why_shared = _why_shared(sandbox)
+        self._find_sharing_reason = _find_sharing_reason(sandbox)
         self._wake, wake_writer = socket.socketpair()
         self._wake.setblocking(False)
         wake_writer.setblocking(False)
@@ -149,9 +149,9 @@ class ForkServer:
         self._report(ReportKind.STARTED, worker_id, forked.pid)
         return True
 
-    def _fork(self) -> Forked:
-        if self._why_shared:
-            return Forked(os.fork())
+    def _fork(self) -> ForkedProcess:
+        if self._find_sharing_reason:
+            return ForkedProcess(os.fork())
         return fork_into_namespaces(without_network=self._sandbox.without_network)
 
     def _refuse(self, worker_id: int, error: Exception) -> None:
@@ -195,12 +195,12 @@ class ForkServer:
     def _confine(self, connection: socket.socket, kind: int, worker_id: int) -> None:
         pid = _own_pid()
         os.environ[WORKER_PID_VARIABLE] = str(pid)
-        if self._why_shared:
+        if self._find_sharing_reason:
             with contextlib.suppress(OSError, AttributeError):
                 adopt_orphans()  # so that they are still there, to be killed, at the worker's end
         else:
             enter_namespaces()
-        missing = confine(self._sandbox, worker_id, pid, self._code, self._why_shared)
+        missing = confine(self._sandbox, worker_id, pid, self._code, self._find_sharing_reason)
         if kind == OrderKind.DESCRIBE:
             told = {layer.value: why for layer, why in missing.items()}
             connection.sendall(make_frame(orjson.dumps(told)))
@@ -281,7 +281,7 @@ class _Unbuffered:
         return read
 
 
-def _why_shared(sandbox: Sandbox) -> str:
+def _find_sharing_reason(sandbox: Sandbox) -> str:
     """Why workers share this process's namespaces; empty where each has its own."""
     try:
         require_namespaces(without_network=sandbox.without_network)

@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from ludus.env.sandbox.confine import Sandbox
-from ludus.env.sandbox.surroundings import filter_variables
+from ludus.env.sandbox.worker_resources import filter_variables
 from ludus.env.targets.importable import FactoryName
 from ludus.env.workers.protocol import (
     ORDER,

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ludus.env.backoff import doubling
 from ludus.env.sandbox.confine import Layer, Sandbox, describe_missing_layers
-from ludus.env.sandbox.surroundings import (
+from ludus.env.sandbox.worker_resources import (
     disk_usage_bytes,
     make_workers_folder,
     paths_in_options,
@@ -361,7 +361,7 @@ class WorkerHost:
         self._workers.discard(worker)
         self._changed.set()
         self._refill()
-        await asyncio.to_thread(remove_folder, self._sandbox.folder_of(worker.process.id))
+        await asyncio.to_thread(remove_folder, self._sandbox.worker_folder(worker.process.id))
 
     async def _wait_for_exits(self) -> None:
         waits = [asyncio.ensure_future(worker.exited.wait()) for worker in self._workers]
@@ -387,7 +387,7 @@ class WorkerHost:
         while True:
             await asyncio.sleep(_DISK_PERIOD_S)
             for worker, _ in self._running():
-                folder = self._sandbox.folder_of(worker.process.id)
+                folder = self._sandbox.worker_folder(worker.process.id)
                 used_mb = await asyncio.to_thread(disk_usage_bytes, folder) / 2**20
                 if used_mb > limit_mb:
                     worker.kill(

@@ -1,6 +1,6 @@
-"""What a worker finds around it: environment variables, code, and a folder of its own.
+"""Resources of a worker: environment variables, readable paths, and its folder.
 
-Everything is named that it may have; what nobody thought of stays outside.
+These are allowlists: anything that is not listed is hidden from the worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 WORKER_PID_VARIABLE = "LUDUS_WORKER_PID"
-"""Its process id as the server and its logs have it."""
+"""Environment variable with the worker's process id as its server sees it."""
 _PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
@@ -33,11 +33,11 @@ _SYSTEM = [
 ]
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 _MIN_BYTES_PER_ENTRY = 4096
-"""A file of no size costs the disk something, too."""
+"""Minimum disk use of a file, because even empty files cost space."""
 
 
 def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The environment variables that workers get: the harmless ones, and those that are named."""
+    """Select the environment variables that workers get: harmless variables and `names`."""
     passed = _PASSED_VARIABLES | set(names)
     return {
         name: value
@@ -47,68 +47,68 @@ def filter_variables(variables: Mapping[str, str], names: Iterable[str]) -> dict
 
 
 def system_paths() -> list[Path]:
-    """What programs read of the system."""
+    """Return the system's files and folders that programs read."""
     return [Path(path) for path in _SYSTEM]
 
 
 def device_paths() -> list[Path]:
-    """Devices that hold nothing."""
+    """Return the devices that store no data."""
     return [Path(path) for path in _DEVICES]
 
 
 def code_paths(workers_folder: Path) -> list[Path]:
-    """Where code is imported from, now and later.
+    """Return the folders and files from which Python imports code.
 
-    A path above the folder in which workers write is none: it would open theirs to each other.
+    A parent of the workers' folder is skipped: granting it would let workers read each other's
+    files.
     """
     workers_folder = workers_folder.resolve()
-    found: list[Path] = []
-    for path in sorted({path.resolve() for path in _places_of_code()}):
-        if workers_folder.is_relative_to(path) or any(map(path.is_relative_to, found)):
+    paths: list[Path] = []
+    for path in sorted({path.resolve() for path in _import_paths()}):
+        if workers_folder.is_relative_to(path) or any(map(path.is_relative_to, paths)):
             continue
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def paths_in_options(options: Mapping[str, object]) -> list[Path]:
-    """Files and folders that an environment's options name: it is meant to read them."""
+    """Return the existing files and folders that an environment's options name."""
     texts = [value for value in options.values() if isinstance(value, str)]
-    named = [Path(text) for text in texts if os.sep in text and os.path.exists(text)]
-    return [path.resolve() for path in named]
+    return [Path(text).resolve() for text in texts if os.sep in text and os.path.exists(text)]
 
 
 def make_workers_folder() -> Path:
-    """A new folder in which each worker of a server makes its own."""
+    """Make a temporary folder for the folders of a server's workers."""
     folder = Path(tempfile.mkdtemp(prefix="ludus-workers-"))
     folder.chmod(0o711)
     return folder
 
 
-def use_folder(folder: Path) -> None:
-    """Make what asks for a temporary folder, or for a home, find this one."""
+def set_home_and_temp(folder: Path) -> None:
+    """Use `folder` as this process's home and temporary folder."""
     for variable in ("TMPDIR", "TEMP", "TMP", "HOME"):
         os.environ[variable] = str(folder)
     tempfile.tempdir = None
 
 
 def disk_usage_bytes(folder: Path) -> float:
-    """How much disk space a folder takes; infinite where that is hidden from this process."""
-    total, left = 0, [str(folder)]
-    while left:
+    """Return the disk space that a folder uses; infinite if a subfolder cannot be read."""
+    total, folders = 0, [str(folder)]
+    while folders:
         try:
-            with os.scandir(left.pop()) as entries:
-                found = list(entries)
+            with os.scandir(folders.pop()) as scan:
+                entries = list(scan)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # it is gone by now
-        except OSError:  # closed, or too deep
+            continue  # removed in the meantime
+        except OSError:  # not readable, or nested too deep
             return float("inf")
-        total += sum(map(_bytes_of, found))
-        left += [entry.path for entry in found if entry.is_dir(follow_symlinks=False)]
+        total += sum(map(_entry_bytes, entries))
+        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return total
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it, however deep or closed."""
+    """Remove a folder with its content, even if it is nested deep or not readable."""
     with contextlib.suppress(OSError):
         folder.rmdir()
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
@@ -122,19 +122,19 @@ def remove_folder(folder: Path) -> None:
         )
 
 
-def _bytes_of(entry: os.DirEntry[str]) -> int:
+def _entry_bytes(entry: os.DirEntry[str]) -> int:
     with contextlib.suppress(FileNotFoundError):
-        taken = entry.stat(follow_symlinks=False).st_blocks * 512
-        return max(taken, _MIN_BYTES_PER_ENTRY)
+        num_bytes = entry.stat(follow_symlinks=False).st_blocks * 512
+        return max(num_bytes, _MIN_BYTES_PER_ENTRY)
     return 0
 
 
-def _places_of_code() -> Iterator[Path]:
+def _import_paths() -> Iterator[Path]:
     yield from map(Path, (sys.prefix, sys.base_prefix, sys.exec_prefix))
-    yield from (Path(place or os.getcwd()) for place in sys.path)
+    yield from (Path(path or os.getcwd()) for path in sys.path)
     for module in list(sys.modules.values()):
-        # Not by getattr: a lazy module would import what it is asked for.
-        known = vars(module)
-        places = known.get("__path__") or [known.get("__file__")]
-        with contextlib.suppress(Exception):  # whatever modules put there
-            yield from [Path(place) for place in places if place]
+        # Use vars, because getattr would make a lazy module import its content.
+        attributes = vars(module)
+        paths = attributes.get("__path__") or [attributes.get("__file__")]
+        with contextlib.suppress(Exception):  # modules may define these with any type
+            yield from [Path(path) for path in paths if path]
