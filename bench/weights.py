@@ -31,7 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.proto.config import FolderWeightStore, RayWeightStore, S3WeightStore, WeightStoreConfig
 from ludus.trainer.actors.weight_store import make_store
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.weights import VersionStore, cast_floats, make_manifest
 from ludus.trainer.weights.manifest import raw_bytes
 
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dev"))
 
 State = dict[str, torch.Tensor]
 STORES = ("ray", "folder", "s3")
-CANARY_PROMPT = CanaryPrompt([1], [2])
+CANARY_PROMPT = ScoringRequest([1], [2])
 NUM_STEPS = 3
 
 

@@ -18,7 +18,7 @@ from ludus.trainer.actors.placement import Placement, on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
-from ludus.trainer.core.types import CanaryPrompt, GroupSpec
+from ludus.trainer.core.types import GroupSpec, ScoringRequest
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import LearnerSpec
@@ -45,7 +45,7 @@ class Fleet:
     run: RunConfig
     environment: Environment
     model_path: str
-    canary: tuple[CanaryPrompt, ...]
+    canary: tuple[ScoringRequest, ...]
     state: StateDict
     store: VersionStore
 
@@ -88,7 +88,7 @@ class Fleet:
 
 
 @torch.no_grad()
-def answer_of(model: PreTrainedModel, prompt: CanaryPrompt) -> list[float]:
+def answer_of(model: PreTrainedModel, prompt: ScoringRequest) -> list[float]:
     """The log-probs of the prompt's completion."""
     ids = torch.tensor([prompt.prompt_ids + prompt.completion_ids])
     start = len(prompt.prompt_ids)

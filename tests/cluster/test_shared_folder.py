@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core import shared_folder
-from ludus.trainer.core.shared_folder import FolderToken
+from ludus.trainer.setup import shared_folder
+from ludus.trainer.setup.shared_folder import FolderToken
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.workers import RolloutWorkers
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.types import CanaryPrompt, GroupSpec, RolloutGroup, WeightManifest
+from ludus.trainer.core.types import GroupSpec, RolloutGroup, ScoringRequest, WeightManifest
 from ludus.trainer.data.buffer import Refusal
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
@@ -192,6 +192,6 @@ def groups_of(*indices: int) -> list[GroupSpec]:
 
 def weights_of(version: int, answer: tuple[float, ...] = ()) -> PublishedWeights:
     """A version that can be published, with the learner's answer to its canary prompt."""
-    prompt = CanaryPrompt([1], [2])
+    prompt = ScoringRequest([1], [2])
     manifest = WeightManifest(version, (), f"content {version}", (prompt,), (answer,))
     return PublishedWeights(manifest, None)

@@ -23,11 +23,11 @@ from ludus.trainer.actors.processes import Slot
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import (
     Batch,
-    CanaryPrompt,
     Coefficients,
     GroupSpec,
     RolloutGroup,
     SavedFile,
+    ScoringRequest,
     WeightManifest,
     lost_group,
 )
@@ -41,7 +41,7 @@ from ludus.trainer.run.schedule import in_steps
 from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.data.rollouts import make_group
 
-CANARY = (CanaryPrompt([1], [2]),)
+CANARY = (ScoringRequest([1], [2]),)
 NUM_SLOTS = 4
 
 
@@ -106,15 +106,18 @@ class SimulatedLearner:
         values = {f.name: 0.0 for f in fields(StepMetrics)}
         return StepMetrics(**values | {"value_loss": None, "explained_variance": None})
 
-    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         self._refuse_if_lost()
         assert version == self.steps
         content = f"life {self.life} step {self.steps}"
         return PublishedWeights(WeightManifest(version, (), content, tuple(canary), ()), content)
 
-    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+    async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         self._refuse_if_lost()
         return [[0.0]] * len(prompts)
+
+    async def ping(self) -> None:
+        self._refuse_if_lost()
 
     async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         self._refuse_if_lost()

@@ -174,7 +174,7 @@ async def test_what_goes_wrong_over_the_last_checkpoint_does_not_hide_why_the_ru
     assert "cannot be written: no space left on device; " in caplog.text
 
 
-@pytest.mark.parametrize("waits_in", ["save", "answer_logprobs"])
+@pytest.mark.parametrize("waits_in", ["save", "ping"])
 async def test_a_learner_that_does_not_answer_holds_up_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:

@@ -148,4 +148,4 @@ async def test_a_learner_that_hangs_in_a_call_is_lost_until_it_is_restarted(
         await group.train_step(*STEP)
     assert len(ended) == 2
     with pytest.raises(LearnerLostError, match="have not been restarted"):
-        await group.answer_logprobs([])
+        await group.score_completions([])

@@ -26,7 +26,7 @@ from ludus.trainer.compat.forge.controller.endpoint import endpoint
 from ludus.trainer.compat.forge.data_models.completion import Completion
 from ludus.trainer.compat.forge.losses import compute_logprobs, simple_grpo_loss
 from ludus.trainer.compat.forge.part_settings import settings_of
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.engines import has_vllm
 from tests.learner.tiny_policy import make_policy_folder
 
@@ -203,8 +203,10 @@ async def test_reference_sampler_and_learner_agree_before_the_first_step(
     episodes = [Episode(completion) for completion in completions]
     tokens = torch.stack([episode.tokens for episode in episodes])
     said = await reference.forward.route(tokens, REQUEST, return_logprobs=True)
-    prompts = [CanaryPrompt(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in completions]
-    learned = trainer._learner.answer_logprobs(prompts)
+    prompts = [
+        ScoringRequest(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in completions
+    ]
+    learned = trainer._learner.score_completions(prompts)
     for row, completion, of_learner in zip(said, completions, learned, strict=True):
         num_tokens = len(completion.token_ids)
         torch.testing.assert_close(row[:num_tokens], torch.tensor(of_learner), atol=1e-5, rtol=0)

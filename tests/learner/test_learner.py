@@ -22,7 +22,7 @@ from transformers import (
 from ludus.proto.config import GrpoConfig
 from ludus.proto.errors import CheckpointError, ConfigError, NotFoundError
 from ludus.trainer.core.ragged import Ragged
-from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients
+from ludus.trainer.core.types import Batch, Coefficients, ScoringRequest
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.models.load import load_language_model, load_tokenizer
 from ludus.trainer.models.tiny import save
@@ -210,8 +210,8 @@ def test_an_exported_model_reads_and_answers_as_before_wherever_it_is_loaded(
     ids = torch.tensor([token_ids])
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
     expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-    canary = CanaryPrompt(token_ids[:1], token_ids[1:])
-    assert learner.answer_logprobs([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
+    canary = ScoringRequest(token_ids[:1], token_ids[1:])
+    assert learner.score_completions([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 @contextmanager
@@ -281,8 +281,8 @@ def test_compiled_layers_take_the_same_step_under_the_same_names(tmp_path: Path)
 
 
 def test_answers_to_prompts_are_log_softmax_of_the_model(model_path: str) -> None:
-    canary = CanaryPrompt([5, 9, 17, 33], [44, 12, 2])
-    [answer] = make_learner(model_path).answer_logprobs([canary])
+    canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
+    [answer] = make_learner(model_path).score_completions([canary])
     model = AutoModelForCausalLM.from_pretrained(model_path)
     ids = torch.tensor([canary.prompt_ids + canary.completion_ids])
     expected = model(ids).logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ludus.proto.config import GrpoConfig, LoraConfig
-from ludus.trainer.core.types import CanaryPrompt, Coefficients
+from ludus.trainer.core.types import Coefficients, ScoringRequest
 from tests.learner.tiny_policy import make_batch, make_learner
 
 pytestmark = pytest.mark.slow
@@ -45,11 +45,11 @@ def test_an_exported_model_holds_the_adapters(model_path: str, tmp_path: Path) -
     learner.train_step(make_batch(), STEP)
     learner.export_model(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    canary = CanaryPrompt([5, 9, 17, 33], [44, 12, 2])
+    canary = ScoringRequest([5, 9, 17, 33], [44, 12, 2])
     ids = torch.tensor([canary.prompt_ids + canary.completion_ids])
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
     expected = logits.log_softmax(-1)[0, 3:6].gather(1, ids[0, 4:, None])[:, 0]
-    assert learner.answer_logprobs([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert learner.score_completions([canary])[0] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_stop_and_resume_with_adapters_is_exact_and_leaves_the_base_out(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ludus.proto.config import TinyModel, VllmGenerator
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest
-from ludus.trainer.core.types import CanaryPrompt, Sampling
+from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.models.load import load_language_model
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.engines import has_vllm
@@ -25,7 +25,7 @@ MAX_TOKENS = 128
 END_TOKEN_ID = 1
 TOLERANCE = 1e-4
 """Of a log-prob in float32."""
-CANARY_PROMPT = CanaryPrompt([5, 9, 11, 40], [7, 30, 12])
+CANARY_PROMPT = ScoringRequest([5, 9, 11, 40], [7, 30, 12])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 
 
 class FakeEngine:
@@ -80,7 +80,7 @@ class FakeEngine:
         time.sleep(self.load_takes_s)
         self.loaded.append(state)
 
-    def score(self, canary: CanaryPrompt) -> list[float]:
+    def score(self, canary: ScoringRequest) -> list[float]:
         """A log-prob that tells how many times weights were loaded."""
         self._fail_if_told()
         return [-float(len(self.loaded))] * len(canary.completion_ids)

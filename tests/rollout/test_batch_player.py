@@ -17,7 +17,13 @@ from ludus.env.limits import MAX_MESSAGE_BYTES
 from ludus.proto.config import run_config_from
 from ludus.proto.errors import ConfigError, RolloutFunctionError
 from ludus.trainer.compat.trl import generate_rollout_completions
-from ludus.trainer.core.types import CanaryPrompt, GroupSpec, RolloutGroup, RolloutStatus, Sampling
+from ludus.trainer.core.types import (
+    GroupSpec,
+    RolloutGroup,
+    RolloutStatus,
+    Sampling,
+    ScoringRequest,
+)
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.rollout.batch.arguments import RolloutTrainer, TrainerState, with_overrides
@@ -127,7 +133,7 @@ async def test_logprobs_are_the_engines_and_every_sampled_token_is_trained_on(wo
                 [turn] = sequence.turns
                 assert turn.end == len(sequence.token_ids)
                 ids = sequence.token_ids.tolist()
-                prompt = CanaryPrompt(ids[: turn.start], ids[turn.start :])
+                prompt = ScoringRequest(ids[: turn.start], ids[turn.start :])
                 [right] = await up.generator.score([prompt])
                 found = sequence.logprobs[turn.start :].tolist()
                 assert found == pytest.approx(right, abs=TOLERANCE)

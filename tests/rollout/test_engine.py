@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
-from ludus.trainer.core.types import CanaryPrompt, Sampling
+from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
 from ludus.trainer.learner.model import Policy
 from tests.rollout.engine_pair import (
@@ -268,7 +268,7 @@ def tokens_by_seed(
     return {request.seed: outputs[request.request_id].token_ids for request in requests}
 
 
-def score_of(pair: EnginePair, canary: CanaryPrompt) -> list[float]:
+def score_of(pair: EnginePair, canary: ScoringRequest) -> list[float]:
     """The canary prompt's answer by the plain model."""
     return full_logprobs(pair.model, canary.prompt_ids, canary.completion_ids)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ludus.proto.errors import EngineLostError
-from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling
+from ludus.trainer.core.types import Completion, Sampling, ScoringRequest
 from ludus.trainer.rollout.generator import Generator
 from tests.env.polling import turns_of_the_loop
 from tests.rollout.fake_engine import FakeEngine
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=4)
-CANARY_PROMPT = CanaryPrompt([1, 2], [3])
+CANARY_PROMPT = ScoringRequest([1, 2], [3])
 WEIGHTS = {"weight": torch.zeros(1)}
 
 

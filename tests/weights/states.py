@@ -10,10 +10,10 @@ import torch
 
 from ludus.proto.config import FolderWeightStore, WeightStoreConfig
 from ludus.trainer.core.interfaces import PublishedWeights, StateDict
-from ludus.trainer.core.types import CanaryPrompt, WeightManifest
+from ludus.trainer.core.types import ScoringRequest, WeightManifest
 from ludus.trainer.weights import VersionStore, make_manifest
 
-CANARY_PROMPT = CanaryPrompt([1, 2], [3])
+CANARY_PROMPT = ScoringRequest([1, 2], [3])
 
 
 def make_state(version: int) -> dict[str, torch.Tensor]:

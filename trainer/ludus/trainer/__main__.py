@@ -13,7 +13,7 @@ from pathlib import Path
 from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
-from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.disk import describe_write_error, write_atomically
 
 _INTERRUPTED_EXIT_CODE = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -92,8 +92,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from ludus.trainer.run.folder import write_atomically
-
     run = _run_of(args)
     if args.run_dir is not None:
         place = {"name": args.run_dir.name, "output_dir": str(args.run_dir.parent)}
@@ -171,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is not None:
-        return f"{why_unwritten(Path(error.filename), error)}; make room"
+        return f"{describe_write_error(Path(error.filename), error)}; make room"
     return str(error)
 
 

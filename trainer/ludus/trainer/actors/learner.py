@@ -17,10 +17,10 @@ from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.functions import Function, take_functions
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.shared_folder import FolderToken
-from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients, SavedFile
+from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
 from ludus.trainer.learner.device import take_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
+from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.weights import cast_floats, make_manifest
 
 
@@ -73,20 +73,23 @@ class LearnerActor:
         with self._meeting_others():
             return self._learner.train_step(batch, coefficients)
 
-    def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights | None:
+    def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights | None:
         """The version in the store, from rank 0; None from the others."""
         with self._meeting_others():
             state = self._learner.full_state()
-            answers = self._learner.answer_logprobs(canary)
+            answers = self._learner.score_completions(canary)
         if self._store is None:
             return None
         state = cast_floats(state, self._travelling_dtype)
         return self._store.publish(make_manifest(version, state, canary, answers), state)
 
-    def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+    def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""
         with self._meeting_others():
-            return self._learner.answer_logprobs(prompts)
+            return self._learner.score_completions(prompts)
+
+    def ping(self) -> None:
+        """Return, which proves that the rank is alive and idle."""
 
     def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         """Write this rank's part of a checkpoint, and from rank 0 the model: the rank's files."""

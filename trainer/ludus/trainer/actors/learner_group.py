@@ -18,10 +18,10 @@ from ludus.trainer.actors.learner import LearnerActor
 from ludus.trainer.actors.placement import Placement
 from ludus.trainer.core.functions import given_functions
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.shared_folder import FolderToken
 from ludus.trainer.core.tasks import TookTooLongError, limited, together
-from ludus.trainer.core.types import CanaryPrompt, Coefficients, SavedFile
+from ludus.trainer.core.types import Coefficients, SavedFile, ScoringRequest
 from ludus.trainer.learner.learner import LearnerSpec, StepMetrics
+from ludus.trainer.setup.shared_folder import FolderToken
 
 _STARTS_WITH = {
     "answer": "the learner's ranks to start",
@@ -82,13 +82,17 @@ class LearnerGroup:
         """What the step did; the ranks of a machine map the same memory."""
         return await self._all("train_step", batch, coefficients)
 
-    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         """The version, fetchable."""
         return await self._all("publish", version, canary)
 
-    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+    async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""
-        return await self._all("answer_logprobs", list(prompts))
+        return await self._all("score_completions", list(prompts))
+
+    async def ping(self) -> None:
+        """Return when every rank has responded."""
+        await self._all("ping")
 
     async def save(self, state_folder: Path, model_folder: Path) -> list[SavedFile]:
         """Write the learner's state, and the model as a Hugging Face folder: all ranks' files."""

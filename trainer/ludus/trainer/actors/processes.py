@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import (
-    CanaryPrompt,
     Coefficients,
     Completion,
     GroupSpec,
     RolloutGroup,
     Sampling,
     SavedFile,
+    ScoringRequest,
 )
 from ludus.trainer.data.buffer import BufferState, Refusal, TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
@@ -47,11 +47,14 @@ class Learners(Protocol):
     async def train_step(self, batch: Any, coefficients: Coefficients) -> StepMetrics:
         """What the step did; `batch` is what the buffer gave."""
 
-    async def publish(self, version: int, canary: Sequence[CanaryPrompt]) -> PublishedWeights:
+    async def publish(self, version: int, canary: Sequence[ScoringRequest]) -> PublishedWeights:
         """The version, fetchable."""
 
-    async def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+    async def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy."""
+
+    async def ping(self) -> None:
+        """Return when every rank has responded."""
 
     async def save(self, state_folder: Path, model_folder: Path) -> Sequence[SavedFile]:
         """Write the learner's state, and the model as a Hugging Face folder: what was written."""

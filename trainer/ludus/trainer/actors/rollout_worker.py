@@ -25,7 +25,6 @@ from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.core.functions import Function, given_functions, take_functions
 from ludus.trainer.core.interfaces import PublishedWeights
-from ludus.trainer.core.shared_folder import FolderToken
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import (
     Completion,
@@ -46,6 +45,7 @@ from ludus.trainer.rollout.player import limits_of, sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
 from ludus.trainer.setup.environments import how_to_reach
+from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.weights import WorkerWeights, check_canary
 from ludus.trainer.weights.adapters import AdapterMerger
 

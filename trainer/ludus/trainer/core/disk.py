@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and what is said where that fails."""
+"""Files and folders that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,24 +8,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_PARTIAL_SUFFIX = ".partial"
+
+
+def partial_path(path: Path) -> Path:
+    """Return the path next to `path` under which its new content is prepared."""
+    return path.with_name(path.name + _PARTIAL_SUFFIX)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that readers see either the old or the new text, never a part."""
+    temporary_file = partial_path(path)
+    temporary_file.write_text(text, encoding="utf-8")
+    os.replace(temporary_file, path)
+
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` once all is written."""
-    aside = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` when the block succeeds."""
+    temporary_folder = partial_path(folder)
+    shutil.rmtree(temporary_folder, ignore_errors=True)
+    temporary_folder.mkdir(parents=True)
     try:
-        yield aside
+        yield temporary_folder
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(aside, folder)
+        os.replace(temporary_folder, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
-def why_unwritten(path: Path, error: BaseException) -> str:
-    """Which place cannot be written, why, and how much room there is."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+def describe_write_error(path: Path, error: BaseException) -> str:
+    """Return a message with the path, the reason and the free disk space."""
+    existing_path = next(path for path in (path, *path.absolute().parents) if path.exists())
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    free = shutil.disk_usage(there).free
-    return f"'{path}' cannot be written: {reason}; {free:,} bytes are free there"
+    num_free_bytes = shutil.disk_usage(existing_path).free
+    return f"'{path}' cannot be written: {reason}; {num_free_bytes:,} bytes are free there"

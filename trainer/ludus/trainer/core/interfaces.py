@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling, WeightManifest
+from ludus.trainer.core.types import Completion, Sampling, ScoringRequest, WeightManifest
 
 StateDict = Mapping[str, torch.Tensor]
 """Full tensors on the CPU, by the names of the Hugging Face model."""
@@ -65,7 +65,7 @@ class Engine(Protocol):
     def load_weights(self, state: StateDict) -> None:
         """Sample with these weights from the next step on."""
 
-    def score(self, canary: CanaryPrompt) -> list[float]:
+    def score(self, canary: ScoringRequest) -> list[float]:
         """Log-probs of the canary prompt's completion under the weights that would sample now."""
 
     def close(self) -> None:

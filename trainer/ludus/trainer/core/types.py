@@ -412,7 +412,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryPrompt:
+class ScoringRequest:
     """A prompt with a fixed answer, whose log-probs tell which weights a model holds."""
 
     prompt_ids: list[int]
@@ -439,7 +439,7 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     content_hash: str
     """Over all names, shapes and checksums."""
-    canary: tuple[CanaryPrompt, ...]
+    canary: tuple[ScoringRequest, ...]
     canary_logprobs: tuple[tuple[float, ...], ...]
     """The learner's own answer to each canary prompt under these weights."""
 

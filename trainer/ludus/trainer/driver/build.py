@@ -33,7 +33,6 @@ from ludus.trainer.actors.rollout_worker import RolloutWorkerSpec
 from ludus.trainer.actors.sending import check_given_functions
 from ludus.trainer.actors.weight_store import check_reachable, located
 from ludus.trainer.actors.workers import RolloutWorkers
-from ludus.trainer.core.shared_folder import FolderToken
 from ludus.trainer.core.tasks import together
 from ludus.trainer.driver.evaluation import Evaluator, play_baselines
 from ludus.trainer.driver.parts import Parts
@@ -60,6 +59,7 @@ from ludus.trainer.setup.prepare import (
     make_canary,
     prepare_model,
 )
+from ludus.trainer.setup.shared_folder import FolderToken
 
 _INITIAL_MODEL_FOLDER = "initial_model"
 

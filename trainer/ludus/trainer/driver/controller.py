@@ -419,7 +419,7 @@ class Controller:
                 await self._end_step()
                 if self.state.step > self._saved_step:
                     async with asyncio.timeout(_LEARNER_ANSWERS_WITHIN_S):
-                        await self.parts.learners.answer_logprobs([])
+                        await self.parts.learners.ping()
                     await self._write_checkpoint()
         except Exception as failure:  # noqa: BLE001 - the run ends with what was wrong first
             reason = str(getattr(failure, "cause", None) or failure) or type(failure).__name__

@@ -22,7 +22,7 @@ from ludus.proto.errors import CanaryError, WeightSyncError
 from ludus.trainer.actors.processes import Learners, Workers
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.tasks import Tasks
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 
 _GRACE_S = 10.0
 """A store that gives up by itself says more about why than can be said here."""
@@ -45,7 +45,7 @@ class Delivery:
         self,
         learners: Learners,
         workers: Workers,
-        canary: Sequence[CanaryPrompt],
+        canary: Sequence[ScoringRequest],
         timeout_s: float,
         on_delivered: Callable[[Delivered], Awaitable[None]],
     ) -> None:
@@ -83,7 +83,7 @@ class Delivery:
     async def _raise_if_learner_is_lost(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_S):
-                await self._learners.answer_logprobs([])
+                await self._learners.ping()
 
     async def _deliver(self, published: PublishedWeights) -> None:
         started = time.monotonic()

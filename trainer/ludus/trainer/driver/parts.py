@@ -9,7 +9,7 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import EvalReport, Transcript
 from ludus.trainer.actors.processes import Buffer, Learners, Workers
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.driver.evaluation import Evaluator
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.run.checkpoint import CheckpointFolder
@@ -28,7 +28,7 @@ class Parts:
     buffer: Buffer
     evaluator: Evaluator
     chat: ChatTokenizer
-    canary: Sequence[CanaryPrompt]
+    canary: Sequence[ScoringRequest]
     servers: Mapping[str, LocalServer]
     """The environment servers that this run owns."""
     num_tasks: Mapping[str, int] = field(default_factory=dict)

@@ -405,5 +405,5 @@ async def _write_chart(parts: Parts) -> None:
         return
     if found is not None:
         name, prompts = found
-        logprobs = await parts.learners.answer_logprobs(chart_questions(prompts, parts.chat))
+        logprobs = await parts.learners.score_completions(chart_questions(prompts, parts.chat))
         parts.folder.record(CHART_FILE, make_chart(name, prompts, logprobs))

@@ -43,9 +43,9 @@ from ludus.proto.config import (
     PpoConfig,
 )
 from ludus.proto.errors import CheckpointError
-from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.disk import describe_write_error
 from ludus.trainer.core.streams import Stream, seed_torch
-from ludus.trainer.core.types import Batch, CanaryPrompt, Coefficients, SavedFile, TrainingSample
+from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest, TrainingSample
 from ludus.trainer.learner.actor_critic import ActorCritic
 from ludus.trainer.learner.algorithm import Denominators, Targets, make_algorithm
 from ludus.trainer.learner.attention_check import can_pack_trees, reads_alike
@@ -215,7 +215,7 @@ class Learner:
         }
 
     @torch.no_grad()
-    def answer_logprobs(self, prompts: Sequence[CanaryPrompt]) -> list[list[float]]:
+    def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:
         """The log-probs of each prompt's completion under the policy, at temperature 1."""
         self._policy.eval()
         answers: list[list[float]] = []
@@ -447,12 +447,12 @@ def _writing(folder: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"{why_unwritten(folder, _first_failure(error))}; make room, and see that every node "
-            "can write there"
+            f"{describe_write_error(folder, _first_failure(error))}; make room, and check that "
+            "every node can write to it"
         ) from error
 
 
-def _as_sample(canary: CanaryPrompt) -> TrainingSample:
+def _as_sample(canary: ScoringRequest) -> TrainingSample:
     token_ids = canary.prompt_ids + canary.completion_ids
     mask = [index >= len(canary.prompt_ids) for index in range(len(token_ids))]
     return unscored_sample(token_ids, mask)

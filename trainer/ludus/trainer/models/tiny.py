@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ludus.proto.config import TinyModel
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.disk import why_unwritten, written_whole
+from ludus.trainer.core.disk import describe_write_error, replace_folder
 from ludus.trainer.core.streams import Stream, seed_torch
 
 _END, _PAD = "<|end|>", "<|pad|>"
@@ -91,11 +91,11 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         ConfigError: it cannot be written.
     """
     try:
-        with written_whole(folder) as aside:
+        with replace_folder(folder) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
     except Exception as error:  # what writes in Rust raises classes of its own, or none
         raise ConfigError(
-            f"the model {why_unwritten(folder, error)}; make room, or set output_dir to a folder "
-            "that has it"
+            f"the model {describe_write_error(folder, error)}; make room, or set output_dir "
+            "to a folder that has enough"
         ) from error

@@ -21,7 +21,7 @@ from ludus.proto.reward_models import (
     TRAINING_SUFFIX,
     RewardModelProgress,
 )
-from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.disk import describe_write_error
 
 OF_NO_ACCOUNT = ("output", "device", "num_threads")
 """What a training may change when it continues."""
@@ -73,7 +73,7 @@ class TrainingFolder:
                 (path / PROGRESS_FILE).write_text("")
         except OSError as error:
             raise ConfigError(
-                f"{why_unwritten(path, error)}; set output to a folder that can be written"
+                f"{describe_write_error(path, error)}; set output to a folder that can be written"
             ) from error
         try:
             yield cls(path, checkpoint)
@@ -100,7 +100,7 @@ class TrainingFolder:
             os.replace(aside, path)
         except (OSError, RuntimeError) as error:
             aside.unlink(missing_ok=True)
-            raise CheckpointError(f"{why_unwritten(path, error)}; make room") from error
+            raise CheckpointError(f"{describe_write_error(path, error)}; make room") from error
 
     def checkpoint(self, config: RewardModelConfig, data: str) -> dict[str, Any] | None:
         """The checkpoint to continue from; None where training begins.
@@ -147,13 +147,6 @@ class TrainingFolder:
 def training_folder(output: Path) -> Path:
     """The folder that is there while a reward model is trained."""
     return output.with_name(output.name + TRAINING_SUFFIX)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file as a whole."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def _checkpoint_in(place: Path) -> Path:

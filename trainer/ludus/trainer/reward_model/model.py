@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.proto.errors import ConfigError
-from ludus.trainer.core.disk import why_unwritten, written_whole
+from ludus.trainer.core.disk import describe_write_error, replace_folder
 from ludus.trainer.models.load import load_sequence_classifier, load_tokenizer
 from ludus.trainer.reward_model.batches import Padded, pad, within_budget
 from ludus.trainer.reward_model.preferences import Said
@@ -141,13 +141,13 @@ class RewardModel(nn.Module):
         """
         setattr(self.classifier.config, _FORMAT_KEY, self.texts.format)
         try:
-            with written_whole(folder) as aside:
+            with replace_folder(folder) as aside:
                 self.classifier.save_pretrained(aside)
                 self.tokenizer.save_pretrained(aside)
         except Exception as error:  # what writes in Rust raises classes of its own, or none
             raise ConfigError(
-                f"the reward model {why_unwritten(folder, error)}; make room, or set output to a "
-                "folder that has it"
+                f"the reward model {describe_write_error(folder, error)}; make room, or set output "
+                "to a folder that has enough"
             ) from error
 
 

@@ -34,10 +34,11 @@ from ludus.proto.reward_models import (
     RewardModelProgress,
 )
 from ludus.trainer.algorithms.preference import listwise_loss
+from ludus.trainer.core.disk import write_atomically
 from ludus.trainer.core.streams import Stream, seed_torch
 from ludus.trainer.reward_model.batches import pad, within_budget
 from ludus.trainer.reward_model.comparison_set import ComparisonSet, encode, epoch_batches, split
-from ludus.trainer.reward_model.folder import TrainingFolder, check_output, write_atomically
+from ludus.trainer.reward_model.folder import TrainingFolder, check_output
 from ludus.trainer.reward_model.judge import judge, ranks
 from ludus.trainer.reward_model.model import (
     RewardModel,

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.core.interfaces import Engine, EngineOutput, EngineRequest, StateDict
-from ludus.trainer.core.types import CanaryPrompt, Completion, Sampling
+from ludus.trainer.core.types import Completion, Sampling, ScoringRequest
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Generator:
         await self._order(load)
         self._version = version
 
-    async def score(self, canary: Sequence[CanaryPrompt]) -> list[list[float]]:
+    async def score(self, canary: Sequence[ScoringRequest]) -> list[list[float]]:
         """Log-probs of each canary prompt's completion under the weights that sample now."""
         return await self._order(lambda: [self._engine.score(prompt) for prompt in canary])
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ludus.trainer.algorithms.logits import token_logprobs
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
 from ludus.trainer.core.streams import uniforms
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.token_sampling import sample_tokens
 
 
@@ -79,7 +79,7 @@ class TransformersEngine:
                 own[name].copy_(tensor)
 
     @torch.inference_mode()
-    def score(self, canary: CanaryPrompt) -> list[float]:
+    def score(self, canary: ScoringRequest) -> list[float]:
         """Log-probs of the canary prompt's completion at temperature 1."""
         ids = torch.tensor([canary.prompt_ids + canary.completion_ids], device=self._device)
         num_answer = len(canary.completion_ids)

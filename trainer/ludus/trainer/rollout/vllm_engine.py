@@ -25,7 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from ludus.proto.config import VllmGenerator
 from ludus.proto.errors import ConfigError, WeightSyncError
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest, StateDict
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.rollout.vllm_environment import IN_PROCESS
 
 _GIB = 2**30
@@ -134,7 +134,7 @@ class VllmEngine:
         self._refuse_stale_layers([name for names in stale for name in names])
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
-    def score(self, canary: CanaryPrompt) -> list[float]:
+    def score(self, canary: ScoringRequest) -> list[float]:
         """Log-probs of the canary prompt's completion at temperature 1.
 
         The canary prompt runs as one more request, before all that wait; what else finishes

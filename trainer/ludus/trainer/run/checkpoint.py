@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ludus.proto.config import RunConfig
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, PolicyResult, Resume
-from ludus.trainer.core.disk import why_unwritten
+from ludus.trainer.core.disk import describe_write_error
 from ludus.trainer.core.streams import VERSION as STREAMS_VERSION
 from ludus.trainer.core.types import GroupSpec, RolloutGroup, SavedFile
 from ludus.trainer.data.counts import RolloutCounts
@@ -120,7 +120,7 @@ class CheckpointFolder:
             # An error that crossed a Ray actor carries its traceback in the text.
             cause = getattr(error, "cause", None) or error
             is_told = isinstance(cause, CheckpointError)
-            told = str(cause) if is_told else why_unwritten(aside, cause)
+            told = str(cause) if is_told else describe_write_error(aside, cause)
             raise CheckpointError(f"{told}; {self._what_there_is()}") from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)

@@ -35,13 +35,12 @@ from ludus.proto.runs import (
     read_metrics,
     read_transcripts,
 )
+from ludus.trainer.core.disk import partial_path, write_atomically
 from ludus.trainer.run.metrics import StepValues, delivery_values, eval_values, held_weights
 from ludus.trainer.run.sinks import Sinks, open_sinks
 from ludus.trainer.weights import WorkerWeights
 
 _log = logging.getLogger(__name__)
-
-_PARTIAL = ".partial"
 
 
 def path_of(run: RunConfig) -> Path:
@@ -103,7 +102,8 @@ class RunFolder:
     def _clear(path: Path, *, overwrite: bool) -> None:
         if not _entries(path):
             return
-        if not any((path / name).is_file() for name in (CONFIG_FILE, CONFIG_FILE + _PARTIAL)):
+        config_path = path / CONFIG_FILE
+        if not (config_path.is_file() or partial_path(config_path).is_file()):
             raise ConfigError(
                 f"'{path}' is not empty and not the folder of a run; take another name or "
                 "output_dir"
@@ -375,13 +375,6 @@ def _drop_rows_after(path: Path, step: int) -> list[MetricsRow]:
     text = "".join(one.model_dump_json() + "\n" for one in transcripts)
     write_atomically(path / TRANSCRIPTS_FILE, text)
     return rows
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file of which a reader sees the old text or the new one, never a part."""
-    aside = path.with_name(path.name + _PARTIAL)
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 @contextmanager

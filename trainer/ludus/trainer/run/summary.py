@@ -11,7 +11,7 @@ from ludus.env import PolicyChartPrompt
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config import RunConfig
 from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.run.checkpoint import RunState
 
@@ -94,10 +94,10 @@ def installed_versions() -> dict[str, str]:
 
 def chart_questions(
     prompts: Sequence[PolicyChartPrompt], chat: ChatTokenizer
-) -> list[CanaryPrompt]:
+) -> list[ScoringRequest]:
     """One question for each prompt and each of its answers, prompt by prompt."""
     return [
-        CanaryPrompt(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
+        ScoringRequest(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
         for prompt in prompts
         for answer in prompt.answers
     ]

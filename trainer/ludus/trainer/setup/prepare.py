@@ -30,7 +30,7 @@ from ludus.proto.config import (
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
 from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.streams import Stream, random_of, warm_start_seed
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.data.failures import commonest, count_failures, describe
 from ludus.trainer.learner.critic import check_same_tokens
 from ludus.trainer.learner.lora import check_targets
@@ -90,7 +90,7 @@ async def prepare_model(
             return str(folder)
 
 
-async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[CanaryPrompt, ...]:
+async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[ScoringRequest, ...]:
     """The environment's first prompt with each legal answer: what the policy may well say.
 
     In reduced precision log-probs of unlikely tokens differ most where nothing is wrong. Where
@@ -101,9 +101,9 @@ async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[Ca
     answers = _legal_answers(first)[:_MAX_CANARY_ANSWERS]
     if not answers:
         num_given = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
-        return (CanaryPrompt(prompt_ids[:num_given], prompt_ids[num_given:]),)
+        return (ScoringRequest(prompt_ids[:num_given], prompt_ids[num_given:]),)
     return tuple(
-        CanaryPrompt(prompt_ids, chat.shown_answer_ids(answer)[:_MAX_CANARY_TOKENS])
+        ScoringRequest(prompt_ids, chat.shown_answer_ids(answer)[:_MAX_CANARY_TOKENS])
         for answer in answers
     )
 

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.core.interfaces import StateDict
-from ludus.trainer.core.types import CanaryPrompt, TensorEntry, WeightManifest
+from ludus.trainer.core.types import ScoringRequest, TensorEntry, WeightManifest
 
 _DIGEST_BYTES = 16
 
@@ -33,7 +33,7 @@ def cast_floats(state: StateDict, dtype: str) -> dict[str, torch.Tensor]:
 def make_manifest(
     version: int,
     state: StateDict,
-    canary: Sequence[CanaryPrompt],
+    canary: Sequence[ScoringRequest],
     canary_logprobs: Sequence[Sequence[float]],
 ) -> WeightManifest:
     """The manifest of `state` as version `version`."""

@@ -16,7 +16,7 @@ from ludus.env import Message
 from ludus.proto.config import RolloutConfig, RunConfig
 from ludus.proto.errors import RolloutFunctionError, UserError
 from ludus.trainer.core.functions import import_object
-from ludus.trainer.core.types import CanaryPrompt, Sampling
+from ludus.trainer.core.types import Sampling, ScoringRequest
 from ludus.trainer.data.failures import describe
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.arguments import (
@@ -52,7 +52,7 @@ class Policy(Protocol):
     def version(self) -> int:
         """Of the weights that sample now."""
 
-    async def score(self, canary: Sequence[CanaryPrompt]) -> list[list[float]]:
+    async def score(self, canary: Sequence[ScoringRequest]) -> list[list[float]]:
         """Log-probs of each prompt's completion, at temperature 1, under these weights."""
 
 
@@ -250,7 +250,7 @@ class BatchFunction:
                 "penalties alone; return what the engine answered, after the tokens that it was "
                 "sent",
             )
-        return (await self._policy.score([CanaryPrompt(before, token_ids)]))[0]
+        return (await self._policy.score([ScoringRequest(before, token_ids)]))[0]
 
     def _compare(
         self,

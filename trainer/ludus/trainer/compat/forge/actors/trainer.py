@@ -18,7 +18,7 @@ from ludus.trainer.compat.forge.losses import simple_grpo_loss
 from ludus.trainer.compat.forge.padding import rows_of
 from ludus.trainer.compat.forge.part_settings import path_of_model, settings_of
 from ludus.trainer.compat.forge.weight_exchange import process_exchange
-from ludus.trainer.core.types import CanaryPrompt
+from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.driver.build import make_learner_spec
 from ludus.trainer.learner.learner import Learner
 from ludus.trainer.learner.logits_loss import LogitsLoss
@@ -27,7 +27,7 @@ from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.schedule import coefficients
 from ludus.trainer.weights import make_manifest
 
-_CANARY = (CanaryPrompt([5, 6, 7, 8], [9, 10, 11, 12]),)
+_CANARY = (ScoringRequest([5, 6, 7, 8], [9, 10, 11, 12]),)
 """Any tokens tell weights apart; every vocabulary has these."""
 
 
@@ -104,7 +104,7 @@ class RLTrainer(ForgeActor):
     def push_weights(self, policy_version: int) -> None:
         """Publish the policy, for the Generators of this process."""
         state = self._learner.full_state()
-        answers = self._learner.answer_logprobs(_CANARY)
+        answers = self._learner.score_completions(_CANARY)
         process_exchange().push(make_manifest(policy_version, state, _CANARY, answers), state)
 
     async def shutdown(self) -> None:

@@ -32,7 +32,7 @@ from ludus.trainer.compat.gymformer.trainer.request import (
     running_average,
 )
 from ludus.trainer.compat.gymformer.trainer.token_task import TokenTask
-from ludus.trainer.core.disk import written_whole
+from ludus.trainer.core.disk import replace_folder
 from ludus.trainer.driver.trainer import Trainer
 from ludus.trainer.models.load import load_tokenizer
 from ludus.trainer.run.checkpoint import model_folder
@@ -122,7 +122,7 @@ def _write_start(
         )
     tokenizer.chat_template = _PLAIN_TEMPLATE
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(folder) as aside:
+    with replace_folder(folder) as aside:
         actor.model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         critic.model.save_pretrained(aside / CRITIC_FOLDER)
