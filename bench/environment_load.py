@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions, Reset
 from ludus.env.types import JsonObject, StepResult
 
 SEEDS_PER_SESSION = 1_000_000_000
@@ -101,7 +101,7 @@ async def play_together(
 async def run_stream(arguments: argparse.Namespace) -> None:
     """Play whenever standard input says so, until it ends."""
     async with await AsyncEnvClient.connect(
-        arguments.address, max_calls_per_message=arguments.max_calls_per_message
+        arguments.address, ConnectOptions(max_calls_per_message=arguments.max_calls_per_message)
     ) as client:
         players = await _open_players(client, arguments.sessions, arguments.with_text)
 

@@ -10,6 +10,7 @@ import os
 import sys
 
 from ludus.env.client.client import AsyncEnvClient, AsyncSession
+from ludus.env.transports.interface import ConnectOptions
 from ludus.proto.errors import EnvError
 
 SEAT_S = 12.0
@@ -49,7 +50,9 @@ TROUBLES = {"crowd": _crowd, "hold": _hold, "slow": _slow, "raise": _raise, "die
 
 async def _plays(address: str, trouble: str) -> None:
     """Open session after session."""
-    async with await AsyncEnvClient.connect(address, token=os.environ["LUDUS_ENV_TOKEN"]) as client:
+    async with await AsyncEnvClient.connect(
+        address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
+    ) as client:
         while True:
             try:
                 session, _ = await client.open()
@@ -64,7 +67,9 @@ async def _is_refused(address: str) -> None:
     """Come with a token that was never given out."""
     while True:
         try:
-            await AsyncEnvClient.connect(address, token="0" * 64, connect_timeout_s=5.0)
+            await AsyncEnvClient.connect(
+                address, ConnectOptions(token="0" * 64, connect_timeout_s=5.0)
+            )
         except EnvError as error:
             sys.stdout.write(f"{type(error).__name__}: {error}\n")
         await asyncio.sleep(PAUSE_S)

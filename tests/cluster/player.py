@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from ludus.env.client.client import AsyncEnvClient
+from ludus.env.transports.interface import ConnectOptions
 from ludus.proto.errors import EnvError
 
 STOP, RESULT = Path("/tmp/stop"), Path("/tmp/result.json")
@@ -35,7 +36,9 @@ async def _play(client: AsyncEnvClient, chance: random.Random, lasts_s: float) -
 async def _player(address: str, number: int, longest_s: float) -> list[dict[str, object]]:
     """Play session after session; what became of them."""
     chance, played = random.Random(number), list[dict[str, object]]()
-    async with await AsyncEnvClient.connect(address, token=os.environ["LUDUS_ENV_TOKEN"]) as client:
+    async with await AsyncEnvClient.connect(
+        address, ConnectOptions(token=os.environ["LUDUS_ENV_TOKEN"])
+    ) as client:
         while not STOP.exists():
             try:
                 slowest_s = await _play(client, chance, chance.uniform(2.0, longest_s))

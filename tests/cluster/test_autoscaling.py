@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from ludus.env.client.client import AsyncEnvClient
+from ludus.env.transports.interface import ConnectOptions
 from ludus.services.kubernetes.api import KubernetesApi
 from tests.cluster.autoscaling import COLUMNS, Crowd, Removal, Watch, forwarded
 from tests.cluster.installed import (
@@ -70,7 +71,8 @@ async def watched(release: Installed) -> AsyncIterator[tuple[Crowd, Watch]]:
     ):
         crowd = Crowd(
             await AsyncEnvClient.connect(
-                f"grpc://127.0.0.1:{grpc}/blackjack", token=token, timeout_s=LONGER_THAN_QUEUE_S
+                f"grpc://127.0.0.1:{grpc}/blackjack",
+                ConnectOptions(token=token, timeout_s=LONGER_THAN_QUEUE_S),
             )
         )
         metrics = f"http://127.0.0.1:{admin}/metrics"

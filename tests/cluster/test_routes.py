@@ -21,7 +21,7 @@ import pytest
 import trustme
 import yaml
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import UnavailableError
 from tests.cluster.installed import CHART, Installed, create, installed, kubectl, why_not
 
@@ -105,7 +105,9 @@ async def plays(address: str, release: Installed, ca_file: Path, idle_s: float) 
     """Play a session that rests for a while in the midst of an episode."""
     secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
     token = base64.b64decode(secret).decode()
-    client = await AsyncEnvClient.connect(address, token=token, ca_file=str(ca_file))
+    client = await AsyncEnvClient.connect(
+        address, ConnectOptions(token=token, ca_file=str(ca_file))
+    )
     async with client:
         await led_there(client)
         for seed in range(20):

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import SessionLostError, UnavailableError
 from tests.cluster.installed import (
@@ -101,7 +101,7 @@ async def client_of(
             secret = release.get("secret", "ludus-auth")["data"]["gateway-token"]
             token = base64.b64decode(secret).decode()
             address = f"grpc://127.0.0.1:{found[1]}/code"
-            async with await AsyncEnvClient.connect(address, token=token) as client:
+            async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
                 yield client
         finally:
             tunnel.terminate()

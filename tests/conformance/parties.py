@@ -24,7 +24,7 @@ from typing import Any
 from quiet_ports import quiet_ports
 from upstream_environment import python_of
 
-from ludus.env.client import EnvClient
+from ludus.env.client import ConnectOptions, EnvClient
 from tests.conformance.upstream.policy import choose, shown, state_shown
 
 UPSTREAM = Path(__file__).parent / "upstream"
@@ -87,7 +87,9 @@ def run_upstream(python: Path, program: str, *arguments: str) -> str:
 def play_with_our_client(address: str, *, seeded: bool = True, **connect: Any) -> Games:
     """The same games, played with our own client in one session."""
     games = []
-    with EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S, **connect) as client:
+    with EnvClient.connect(
+        address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S, **connect)
+    ) as client:
         session = client.open_session()
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_GAMES):
             results = [session.reset(seed=seed if seeded else None)]

@@ -3,7 +3,7 @@
 import pytest
 
 from ludus.env.check import check_server
-from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.proto.errors import ActionParseError, CapacityError, InvalidCallError
 from tests.conformance.parties import (
     FIRST_SEED,
@@ -33,7 +33,7 @@ def test_our_client_sees_what_the_servers_own_client_sees(version):
 def test_our_client_says_what_an_upstream_server_refuses_and_does_not_offer():
     with (
         upstream_server("0.10.0", max_sessions=2) as address,
-        EnvClient.connect(address, connect_timeout_s=START_TIMEOUT_S) as client,
+        EnvClient.connect(address, ConnectOptions(connect_timeout_s=START_TIMEOUT_S)) as client,
     ):
         assert "action_id" in client.describe().action_schema["properties"]
         session, first = client.open(seed=FIRST_SEED, episode_id="E", close_when_done=True)

@@ -25,7 +25,7 @@ async def connected(answer):
 
 async def asked(socket: CallConnection, message: bytes) -> str | None:
     reply = asyncio.get_running_loop().create_future()
-    assert socket.ask(message, reply.set_result)
+    assert socket.send_request(message, reply.set_result)
     return await asyncio.wait_for(reply, 5)
 
 
@@ -61,7 +61,7 @@ async def test_a_frame_that_nobody_asked_for_is_not_taken_for_a_reply():
         async with asyncio.timeout(5):
             while not socket._has_unread:
                 await asyncio.sleep(0.001)
-        assert not socket.ask(b"x", pytest.fail)
+        assert not socket.send_request(b"x", pytest.fail)
         assert await socket.recv() == "full"
 
 
@@ -84,6 +84,6 @@ async def test_a_connection_that_breaks_tells_who_waits_and_takes_no_more():
 
     async with connected(leave) as socket:
         assert await asked(socket, b"x") is None
-        assert not socket.ask(b"y", pytest.fail)
+        assert not socket.send_request(b"y", pytest.fail)
         with pytest.raises(ConnectionClosed):
             await socket.recv()

@@ -11,11 +11,11 @@ import trustme
 import uvicorn
 from fastapi import FastAPI
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.http.app import build_app
 from ludus.env.security.client_tls import ssl_context
 from ludus.env.transports.address import parse_address
-from ludus.env.transports.interface import ConnectOptions
+from ludus.env.transports.interface import RemoteServer
 from ludus.proto.errors import (
     AuthenticationError,
     CapacityError,
@@ -81,7 +81,7 @@ async def test_what_is_no_address_is_refused(address):
 )
 async def test_credentials_are_in_no_message(address):
     with pytest.raises((ConfigError, UnavailableError)) as caught:
-        await AsyncEnvClient.connect(address, connect_timeout_s=0.2)
+        await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
     shown = f"{caught.value!r} {caught.value.__cause__!r}"
     assert "hunter2" not in shown
     assert "host" in shown or "127.0.0.1" in shown
@@ -89,12 +89,12 @@ async def test_credentials_are_in_no_message(address):
 
 async def test_options_show_no_credentials():
     address = parse_address("http://ann:hunter2@host:1")
-    shown = repr(ConnectOptions(address))
-    shown += repr(ConnectOptions(parse_address("http://host:1"), token="hunter3"))
+    shown = repr(RemoteServer(address))
+    shown += repr(RemoteServer(parse_address("http://host:1"), ConnectOptions(token="hunter3")))
     assert "hunter" not in shown
     assert "YW5u" not in shown
     with pytest.raises(ConfigError, match="one way to authenticate"):
-        await AsyncEnvClient.connect("http://ann:hunter2@host:1", token="hunter3")
+        await AsyncEnvClient.connect("http://ann:hunter2@host:1", ConnectOptions(token="hunter3"))
 
 
 async def test_grpc_over_tls(authority, ca_file):
@@ -102,11 +102,13 @@ async def test_grpc_over_tls(authority, ca_file):
     chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
     credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
     async with grpc_served(credentials=credentials) as server:
-        async with await AsyncEnvClient.connect(server.address, ca_file=ca_file) as client:
+        async with await AsyncEnvClient.connect(
+            server.address, ConnectOptions(ca_file=ca_file)
+        ) as client:
             session, _ = await client.open()
             assert (await session.step({"add": 1})).reward == 1.0
         with pytest.raises(UnavailableError):
-            await AsyncEnvClient.connect(server.address, connect_timeout_s=0.5)
+            await AsyncEnvClient.connect(server.address, ConnectOptions(connect_timeout_s=0.5))
 
 
 async def test_a_server_that_goes_away_before_it_is_described_is_waited_for():
@@ -133,18 +135,22 @@ async def test_http_and_websocket_over_tls(authority, ca_file):
     async with running() as server, FlakyProxy(server.http_address, ssl=server_side) as proxy:
         for scheme in ("https", "wss"):
             address = proxy.address.replace("http://", f"{scheme}://")
-            async with await AsyncEnvClient.connect(address, ca_file=ca_file) as client:
+            async with await AsyncEnvClient.connect(
+                address, ConnectOptions(ca_file=ca_file)
+            ) as client:
                 session, _ = await client.open()
                 assert (await session.step({"add": 1})).reward == 1.0
             with pytest.raises(UnavailableError, match="certificate"):
-                await AsyncEnvClient.connect(address, connect_timeout_s=0.2)
+                await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))
 
 
 async def test_an_unusable_authority_is_a_configuration_error(tmp_path):
     nothing = tmp_path / "nothing.pem"
     for scheme in ("https", "grpcs"):
         with pytest.raises(ConfigError, match=r"nothing\.pem"):
-            await AsyncEnvClient.connect(f"{scheme}://localhost:1", ca_file=str(nothing))
+            await AsyncEnvClient.connect(
+                f"{scheme}://localhost:1", ConnectOptions(ca_file=str(nothing))
+            )
     nothing.write_text("not a certificate")
     with pytest.raises(ConfigError, match="PEM"):
         ssl_context(str(nothing))
@@ -155,7 +161,9 @@ async def test_basic_credentials_and_tokens_travel_on_every_wire():
         for address in (server.http_address, server.grpc_address):
             with pytest.raises(AuthenticationError):
                 await AsyncEnvClient.connect(address.replace("://", "://ann:wrong@"))
-            async with await AsyncEnvClient.connect(address, token="secret") as client:
+            async with await AsyncEnvClient.connect(
+                address, ConnectOptions(token="secret")
+            ) as client:
                 await client.open()
 
 
@@ -178,19 +186,19 @@ async def answering(status_line: str, headers: str = "", body: str = "") -> Asyn
 async def test_a_redirect_is_named_and_not_followed():
     async with answering("307 Moved", "location: http://elsewhere.example/\r\n") as address:
         with pytest.raises(ConfigError, match=r"redirect to http://elsewhere\.example/"):
-            await AsyncEnvClient.connect(address, connect_timeout_s=60)
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=60))
 
 
 async def test_what_an_http_status_says_of_coming_back_is_kept():
     too_many = answering("429 Too Many Requests", "retry-after: 7\r\n")
     async with too_many as address:
         with pytest.raises(RateLimitError, match="429") as caught:
-            await AsyncEnvClient.connect(address, connect_timeout_s=0.1)
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.1))
     assert caught.value.retry_after_s == 7
     body = '{"detail": {"code": "CAPACITY_REACHED", "message": "full", "retry_after_s": 2.5}}'
     async with answering("503 Service Unavailable", body=body) as address:
         with pytest.raises(CapacityError, match="full") as caught:
-            await AsyncEnvClient.connect(address, connect_timeout_s=0.1)
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.1))
     assert caught.value.retry_after_s == 2.5
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from echo_env import EchoAction, EchoEnv, make_environment
 from ludus.env import __main__ as program
-from ludus.env.client import EnvClient
+from ludus.env.client import ConnectOptions, EnvClient
 from ludus.env.client.containers import LocalContainers
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.errors import ConfigError, UnavailableError
@@ -75,7 +75,7 @@ def pay_in(provider: FakeProvider, token: str) -> float | None:
 def test_a_container_that_does_not_serve_is_removed(
     is_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(address: str, **arguments: object) -> EnvClient:
+    def refuse(address: str, options: ConnectOptions) -> EnvClient:
         raise UnavailableError(f"nothing at {address}")
 
     monkeypatch.setattr(EnvClient, "connect", refuse)
@@ -90,8 +90,8 @@ def test_servers_that_know_tokens_get_one_that_nobody_else_knows(
 ) -> None:
     seen: list[object] = []
 
-    def connect(address: str, *, token: str | None) -> None:
-        seen.append(token)
+    def connect(address: str, options: ConnectOptions) -> None:
+        seen.append(options.token)
 
     monkeypatch.setattr(EnvClient, "connect", connect)
     providers = [FakeProvider("http://127.0.0.1:9") for _ in range(3)]
@@ -209,7 +209,7 @@ def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
     provider = LocalContainers(engine.path)
     provider.start_container("echo-env:latest", port=8123)
     assert any("--publish 127.0.0.1:8123:8000" in line for line in engine.commands)
-    with pytest.raises(ConfigError, match="got one that runs 'ludus-"):
+    with pytest.raises(ConfigError, match="this one runs 'ludus-"):
         provider.start_container("echo-env:latest")
     provider.stop_container()
     provider.stop_container()
@@ -218,20 +218,23 @@ def test_a_port_of_this_machine_may_be_chosen(engine: FakeEngine) -> None:
 
 def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(engine: FakeEngine) -> None:
     engine.say("dead")
-    with pytest.raises(UnavailableError, match="ended while it started: first word\nlast word"):
+    with pytest.raises(
+        UnavailableError,
+        match="its log: first word\nlast word",
+    ):
         EchoEnv.from_docker_image("echo-env:latest")
     assert not engine.is_running
 
 
 def test_a_server_that_does_not_get_ready_in_time_is_removed(engine: FakeEngine) -> None:
-    with pytest.raises(UnavailableError, match=r"9/health to answer within 0\.2 s, got nothing"):
+    with pytest.raises(UnavailableError, match=r"9/health did not respond within 0\.2 s"):
         EchoEnv.from_docker_image("echo-env:latest", timeout_s=0.2)
     assert not engine.is_running
 
 
 def test_an_image_that_is_refused_is_told_in_the_engines_words(engine: FakeEngine) -> None:
     engine.say("refusal", "trying to pull\nError: no such image\n")
-    with pytest.raises(ConfigError, match="docker run' refuses: Error: no such image"):
+    with pytest.raises(ConfigError, match="docker run' failed: Error: no such image"):
         EchoEnv.from_docker_image("nowhere:latest")
     assert not engine.is_running
 
@@ -243,11 +246,11 @@ def test_a_machine_without_an_engine_is_told_in_one_sentence(
     with pytest.raises(ConfigError) as refused:
         EchoEnv.from_docker_image("echo-env:latest")
     assert str(refused.value) == (
-        "expected docker or podman to start a container with, got docker without an engine that "
-        "answers; install or start one, or start the server by hand and connect with base_url"
+        "cannot start a container: docker does not respond; install or start one of the engines"
+        " docker and podman, or start the server manually and connect with base_url"
     )
     Path(engine.path).unlink()
-    with pytest.raises(ConfigError, match="to start a container with, got none"):
+    with pytest.raises(ConfigError, match="docker or podman is not installed"):
         EchoEnv.from_docker_image("echo-env:latest")
 
 

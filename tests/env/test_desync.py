@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, AsyncSession, Reset
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions, Reset
 from ludus.env.transports import grpc as grpc_transport
 from ludus.proto.errors import CallTimeoutError, EnvError, InfrastructureError, SessionLostError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
@@ -137,7 +137,9 @@ async def test_step_many_survives_a_cut():
 async def test_a_server_far_away_is_reached_over_the_first_connection():
     async with running() as server, FlakyProxy(server.grpc_address) as proxy:
         proxy.delay_s = lambda: 0.7
-        async with await AsyncEnvClient.connect(proxy.address, connect_timeout_s=60) as client:
+        async with await AsyncEnvClient.connect(
+            proxy.address, ConnectOptions(connect_timeout_s=60)
+        ) as client:
             session, _ = await client.open()
             assert (await session.step({"add": 2})).observation["total"] == 2
         assert proxy.num_connections == 1
@@ -205,7 +207,7 @@ async def test_a_half_open_connection_is_noticed_and_a_lingering_session_continu
     async with (
         grpc_served() as server,
         FlakyProxy(server.address) as proxy,
-        await AsyncEnvClient.connect(proxy.address, keepalive_s=0.4) as client,
+        await AsyncEnvClient.connect(proxy.address, ConnectOptions(keepalive_s=0.4)) as client,
     ):
         session, _ = await client.open(linger_s=20)
         fleeting, _ = await client.open()
@@ -253,7 +255,7 @@ async def test_a_half_open_socket_times_out_and_the_next_open_works():
 @pytest.mark.slow
 async def test_a_lingering_session_gives_up_when_the_server_stays_away():
     async with grpc_served() as server, FlakyProxy(server.address) as proxy:
-        connecting = AsyncEnvClient.connect(proxy.address, reconnect_timeout_s=0.3)
+        connecting = AsyncEnvClient.connect(proxy.address, ConnectOptions(reconnect_timeout_s=0.3))
         async with await connecting as client:
             session, _ = await client.open(linger_s=20)
             proxy.refuses = True

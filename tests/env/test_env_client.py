@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.proto.errors import (
     ActionParseError,
     AuthenticationError,
@@ -31,7 +31,7 @@ def factory(request):
 
 
 async def connected(server, wire, **options) -> AsyncEnvClient:
-    return await AsyncEnvClient.connect(address_of(server, wire), **options)
+    return await AsyncEnvClient.connect(address_of(server, wire), ConnectOptions(**options))
 
 
 async def play(client: AsyncEnvClient, seed: int) -> list:
@@ -240,7 +240,7 @@ async def test_an_address_where_nobody_listens_is_unavailable(wire):
     with port_of_nobody() as port:
         address = f"{wire}://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):
-            await AsyncEnvClient.connect(address, connect_timeout_s=0.3)
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.3))
 
 
 async def test_an_address_without_a_known_scheme_is_a_configuration_error():

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.sandbox.confine import Layer, Sandbox
 from ludus.env.sandbox.kernel import LayerUnavailableError
 from ludus.env.sandbox.landlock import require_signal_scope
@@ -108,7 +108,7 @@ async def client_of(target: Target | EnvServer) -> AsyncIterator[AsyncEnvClient]
     is_process = isinstance(target, Target)
     address = target.server.grpc_address if is_process else target.grpc_address
     token = SECRETS["LUDUS_ENV_TOKEN"] if is_process else None
-    client = await AsyncEnvClient.connect(address, token=token)
+    client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
     try:
         yield client
     finally:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.types import Transition
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -113,7 +113,9 @@ async def test_batches_of_large_answers_do_not_burst_the_message_limit(factory):
 
 async def test_a_stopped_server_ends_calls_in_flight_and_sessions(gate):
     server = await running(gate.factory).__aenter__()
-    client = await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2)
+    client = await AsyncEnvClient.connect(
+        server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
+    )
     busy, _ = await client.open()
     resting, _ = await client.open()
     in_flight = asyncio.create_task(busy.step({"add": 98}))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.serving.watchdog import EXIT_CODE, Watchdog
 from ludus.proto.errors import CallTimeoutError, EnvError, UnavailableError
@@ -47,7 +47,9 @@ async def hanging(folder: Path, **options) -> AsyncIterator[Served]:
     factory, host_options = factory_in(folder, "threads")
     async with (
         running(factory, **{**host_options, **options}) as server,
-        await AsyncEnvClient.connect(server.grpc_address, timeout_s=3600.0) as client,
+        await AsyncEnvClient.connect(
+            server.grpc_address, ConnectOptions(timeout_s=3600.0)
+        ) as client,
     ):
         yield Served(folder, server, client)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, EnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient, Reset
 from ludus.env.transports.openenv_01 import LegacyHttpTransport
 from ludus.proto.errors import (
     CallTimeoutError,
@@ -75,13 +75,13 @@ async def test_what_a_legacy_server_would_ignore_is_refused(client, served):
     with pytest.raises(ConfigError, match="ludus env check"):
         await client.open(resume=True)
     session, _ = await client.open()
-    with pytest.raises(InvalidCallError, match="reads no text"):
+    with pytest.raises(InvalidCallError, match="does not accept text"):
         await session.step(text="ADD 1")
     assert served[1].bodies == [{}]
 
 
 async def test_an_ignored_seed_can_be_allowed(served):
-    connecting = AsyncEnvClient.connect(served[0], allow_ignored_seed=True)
+    connecting = AsyncEnvClient.connect(served[0], ConnectOptions(allow_ignored_seed=True))
     async with await connecting as client:
         await client.open(seed=7)
     assert served[1].bodies == [{"seed": 7}]
@@ -132,4 +132,4 @@ async def test_the_synchronous_client_and_a_server_that_is_gone():
     with port_of_nobody() as port:
         address = f"http://127.0.0.1:{port}"
         with pytest.raises(UnavailableError, match=address):
-            await AsyncEnvClient.connect(address, connect_timeout_s=0.2)
+            await AsyncEnvClient.connect(address, ConnectOptions(connect_timeout_s=0.2))

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
 from tests.env.counting_env import NUM_STEPS, CountAction
@@ -71,7 +71,9 @@ async def test_calls_that_were_sent_are_answered_after_the_client_has_stopped_se
 async def test_a_client_can_send_one_call_per_message() -> None:
     async with (
         grpc_served() as served,
-        await AsyncEnvClient.connect(served.address, max_calls_per_message=1) as client,
+        await AsyncEnvClient.connect(
+            served.address, ConnectOptions(max_calls_per_message=1)
+        ) as client,
     ):
         opened = [await client.open(seed=n) for n in range(8)]
         stream = client._transport._stream

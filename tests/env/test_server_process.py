@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.security.session_ids import SessionKey
 from ludus.env.serving.server import ServerOptions
 from ludus.env.serving.subprocess import LocalServer
@@ -44,7 +44,7 @@ def test_a_killed_server_costs_its_sessions_and_the_client_recovers(tmp_path, wi
         ports = lasting_ports()
         with server_process(tmp_path, *ports) as first:
             address = address_of(first, wire)
-            client = await AsyncEnvClient.connect(address, reconnect_timeout_s=300)
+            client = await AsyncEnvClient.connect(address, ConnectOptions(reconnect_timeout_s=300))
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 1})).reward == 1.0
             first.process.kill()

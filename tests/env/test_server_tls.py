@@ -7,7 +7,7 @@ import httpx
 import pytest
 import trustme
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.env.v1 import env_pb2_grpc
@@ -49,15 +49,17 @@ async def test_a_client_plays_over_tls_with_the_servers_authority_only(server_fi
         assert server.addresses.admin.startswith("http://127.0.0.1:")
         address = address_of(server, wire)
         async with await AsyncEnvClient.connect(
-            address, token="hush", ca_file=str(ca_file)
+            address, ConnectOptions(token="hush", ca_file=str(ca_file))
         ) as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 2})).reward == 2.0
         with pytest.raises(UnavailableError):
-            await AsyncEnvClient.connect(address, token="hush", connect_timeout_s=0.5)
+            await AsyncEnvClient.connect(
+                address, ConnectOptions(token="hush", connect_timeout_s=0.5)
+            )
         plain = address.replace("https://", "http://").replace("grpcs://", "grpc://")
         with pytest.raises(UnavailableError):
-            await AsyncEnvClient.connect(plain, token="hush", connect_timeout_s=0.5)
+            await AsyncEnvClient.connect(plain, ConnectOptions(token="hush", connect_timeout_s=0.5))
 
 
 async def test_a_server_that_asks_for_certificates_takes_those_of_its_authority_only(
@@ -111,6 +113,6 @@ async def test_the_command_line_announces_secure_addresses_and_the_admin_port(
         async with httpx.AsyncClient(timeout=60) as client:
             assert (await client.get(served.admin_address + "/readyz")).status_code == 200
         async with await AsyncEnvClient.connect(
-            served.grpc_address, ca_file=str(ca_file)
+            served.grpc_address, ConnectOptions(ca_file=str(ca_file))
         ) as client:
             assert (await client.describe()).name == "counting"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, Reset
 from ludus.env.types import StepResult
 from ludus.proto.errors import EnvError, InfrastructureError
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
@@ -78,7 +78,7 @@ async def test_steps_are_taken_where_the_connection_broke_before():
 async def test_over_websocket_only_the_calls_that_come_too_late_fail(gate):
     async with (
         running(gate.factory) as server,
-        await AsyncEnvClient.connect(server.http_address, timeout_s=1.5) as client,
+        await AsyncEnvClient.connect(server.http_address, ConnectOptions(timeout_s=1.5)) as client,
     ):
         (slow, _), (quick, _) = await client.open(seed=1), await client.open(seed=1)
         late, there = await client.step_many([(slow, {"add": 98}), (quick, {"add": 2})])

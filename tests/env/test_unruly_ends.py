@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.serving.server import EnvServer
 from ludus.proto.errors import EnvError
 from tests.env.counting_env import Deed
@@ -168,7 +168,9 @@ async def test_over_http_and_mcp_it_has_the_same_code(host: str, tmp_path: Path)
 async def test_inline_an_exit_is_the_servers_and_its_clients_are_told(wire: str, tmp_path: Path):
     with server_process(tmp_path, "--unruly") as server:
         address = address_of(server, wire)
-        async with await AsyncEnvClient.connect(address, reconnect_timeout_s=0.5) as client:
+        async with await AsyncEnvClient.connect(
+            address, ConnectOptions(reconnect_timeout_s=0.5)
+        ) as client:
             session, _ = await client.open(seed=1)
             with pytest.raises(EnvError) as told:
                 await asyncio.wait_for(session.step({"add": int(Deed.EXIT)}), WITHIN_S)

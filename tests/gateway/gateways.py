@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.services.gateway.config import GatewayConfig
 from ludus.services.gateway.fleet.endpoints import Endpoint
@@ -103,7 +103,7 @@ async def served(num_servers: int = 1, **fields: Any) -> AsyncIterator[tuple[Gat
 async def client_of(place: Gateway | str, **options: Any) -> AsyncIterator[AsyncEnvClient]:
     """A client of a gateway's gRPC port, or of an address."""
     address = place if isinstance(place, str) else place.grpc_address
-    async with await AsyncEnvClient.connect(address, **options) as client:
+    async with await AsyncEnvClient.connect(address, ConnectOptions(**options)) as client:
         yield client
 
 

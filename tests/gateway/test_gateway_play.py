@@ -8,7 +8,7 @@ import pytest
 import requests
 import websockets
 
-from ludus.env.client import AsyncEnvClient, Reset
+from ludus.env.client import AsyncEnvClient, ConnectOptions, Reset
 from ludus.proto.errors import IllegalActionError, InvalidCallError
 from ludus.services.gateway.gateway import Gateway
 from tests.env.goal_env import MET, MISSED, GoalEnv
@@ -160,7 +160,7 @@ async def test_two_environments_share_the_ports_and_are_told_apart():
             with pytest.raises(InvalidCallError, match="environment 'one'"):
                 await stranger.reset(seed=1)
         with pytest.raises(InvalidCallError, match="one, other"):
-            await AsyncEnvClient.connect(f"{address}/third", connect_timeout_s=60)
+            await AsyncEnvClient.connect(f"{address}/third", ConnectOptions(connect_timeout_s=60))
 
 
 def two_environments(one, other):

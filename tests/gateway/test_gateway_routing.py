@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.security.session_ids import SessionKey, SignedId
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import SessionLostError
@@ -196,7 +196,7 @@ async def test_a_tenants_sessions_are_closed_to_other_tenants(tenants):
 async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(tenants):
     async with served(tenants_file=tenants, sessions={"linger_s": 0.5}) as (gateway, servers):
         address = gateway.grpc_address
-        client = await AsyncEnvClient.connect(address, token=RED)
+        client = await AsyncEnvClient.connect(address, ConnectOptions(token=RED))
         await client.open(seed=1)
         done, _ = await client.open(seed=1, close_when_done=True)
         with pytest.raises(Exception, match="at most 2 sessions"):
@@ -214,7 +214,7 @@ async def test_a_tenants_quota_is_given_back_by_everything_that_ends_sessions(te
         await client.close()
         await eventually(lambda: num_sessions(servers) == 0)
         await eventually(lambda: gateway.num_sessions == 0)
-        async with await AsyncEnvClient.connect(address, token=RED) as again:
+        async with await AsyncEnvClient.connect(address, ConnectOptions(token=RED)) as again:
             await again.open(seed=1)
             await again.open(seed=1)
 

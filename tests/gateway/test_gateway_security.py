@@ -12,7 +12,7 @@ import pytest
 import trustme
 import websockets
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.security.tls import client_ssl_context
 from ludus.proto.errors import AuthenticationError, PortInUseError, RateLimitError
 from ludus.services.gateway.gateway import Gateway
@@ -74,9 +74,9 @@ async def test_every_wire_is_served_with_a_token_over_tls_and_refused_without(
         await socket.send('{"type": "reset", "data": {}}')
         assert '"observation"' in str(await socket.recv())
     with pytest.raises(AuthenticationError):
-        await AsyncEnvClient.connect(gateway.grpc_address, ca_file=str(ca_file))
+        await AsyncEnvClient.connect(gateway.grpc_address, ConnectOptions(ca_file=str(ca_file)))
     async with await AsyncEnvClient.connect(
-        gateway.grpc_address, token=ALICE, ca_file=str(ca_file)
+        gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
     ) as client:
         assert (await client.open(seed=1))[1].observation is not None
 
@@ -100,7 +100,9 @@ async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
     gateway: Gateway, ca_file: Path, tmp_path: Path, clock: Clock
 ) -> None:
     alice, bob = [
-        await AsyncEnvClient.connect(gateway.grpc_address, token=token, ca_file=str(ca_file))
+        await AsyncEnvClient.connect(
+            gateway.grpc_address, ConnectOptions(token=token, ca_file=str(ca_file))
+        )
         for token in (ALICE, BOB)
     ]
     session, _ = await alice.open(seed=1)
@@ -127,7 +129,7 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
     async with (
         http_of(gateway, ca_file) as http,
         await AsyncEnvClient.connect(
-            gateway.grpc_address, token=ALICE, ca_file=str(ca_file)
+            gateway.grpc_address, ConnectOptions(token=ALICE, ca_file=str(ca_file))
         ) as client,
     ):
         session, _ = await client.open(seed=1)

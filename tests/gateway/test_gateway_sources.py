@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import InfrastructureError, UserError
@@ -102,7 +102,7 @@ async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
     raw["servers"]["token_env"] = "FLEET_TOKEN"
     async with Gateway(GatewayConfig.of({**raw, "tenants_file": tenants})) as gateway:
         address, token = gateway.grpc_address, held["TEAM_A_TOKEN"]
-        client = await AsyncEnvClient.connect(address, token=token)
+        client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
         session, _ = await client.open()
         told = (await session.step({"code": "import os; result = dict(os.environ)"})).info
         await client.close()

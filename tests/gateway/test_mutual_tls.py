@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import trustme
 
-from ludus.env.client import AsyncEnvClient, EnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions, EnvClient
 from ludus.proto.config.environment import ClientTls, RemoteEnvironment
 from ludus.proto.errors import ConfigError, EnvError
 from ludus.services.gateway.config import GatewayConfig
-from ludus.trainer.setup.environments import how_to_reach
+from ludus.trainer.setup.environments import make_connect_options
 from tests.env.served import address_of, running
 from tests.gateway.gateways import FAST, NAME, served
 
@@ -73,7 +73,7 @@ async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
     async with running(**asking(server_files)) as server:
         address, name = address_of(server, wire), "servers.example"
         async with await AsyncEnvClient.connect(
-            address, server_name=name, **client_files.shown
+            address, ConnectOptions(server_name=name, **client_files.shown)
         ) as client:
             session, _ = await client.open(seed=1)
             assert (await session.step({"add": 2})).reward == 2.0
@@ -83,7 +83,9 @@ async def test_a_client_shows_its_certificate_and_looks_for_the_servers_name(
             client_files.shown,
         ):
             with pytest.raises(EnvError):
-                await AsyncEnvClient.connect(address, connect_timeout_s=0.3, **wrong)
+                await AsyncEnvClient.connect(
+                    address, ConnectOptions(connect_timeout_s=0.3, **wrong)
+                )
 
 
 async def test_a_gateway_and_its_servers_show_each_other_certificates(
@@ -97,16 +99,16 @@ async def test_a_gateway_and_its_servers_show_each_other_certificates(
     ):
         for address in (gateway.grpc_address, f"{gateway.http_address}/envs/{NAME}"):
             async with await AsyncEnvClient.connect(
-                address, server_name="servers.example", **client_files.shown
+                address, ConnectOptions(server_name="servers.example", **client_files.shown)
             ) as client:
                 sessions = [(await client.open(seed=n))[0] for n in range(4)]
                 assert [(await one.step({"add": 1})).reward for one in sessions] == [1.0] * 4
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 gateway.grpc_address,
-                server_name="servers.example",
-                ca_file=client_files.ca,
-                connect_timeout_s=0.3,
+                ConnectOptions(
+                    server_name="servers.example", ca_file=client_files.ca, connect_timeout_s=0.3
+                ),
             )
 
 
@@ -120,9 +122,7 @@ async def test_a_certificate_of_another_authority_is_refused(
         with pytest.raises(EnvError):
             await AsyncEnvClient.connect(
                 server.grpc_address,
-                server_name="servers.example",
-                connect_timeout_s=0.3,
-                **shown,
+                ConnectOptions(server_name="servers.example", connect_timeout_s=0.3, **shown),
             )
 
 
@@ -135,13 +135,15 @@ async def test_a_run_reaches_its_environment_as_its_section_says(
             address=server.grpc_address,
             tls=ClientTls(server_name="servers.example", **client_files.shown),
         )
-        async with await AsyncEnvClient.connect(section.address, **how_to_reach(section)) as client:
+        async with await AsyncEnvClient.connect(
+            section.address, make_connect_options(section)
+        ) as client:
             assert (await client.describe()).name == "counting"
 
 
 def test_a_certificate_without_its_key_is_refused_before_anything_connects() -> None:
     with pytest.raises(ConfigError, match="together"):
-        EnvClient.connect("grpcs://127.0.0.1:1", cert_file="c.pem")
+        EnvClient.connect("grpcs://127.0.0.1:1", ConnectOptions(cert_file="c.pem"))
     environments = {NAME: {"addresses": ["grpcs://127.0.0.1:1"]}}
     with pytest.raises(ConfigError, match="both or none"):
         GatewayConfig.of({"environments": environments, "servers": {"key_file": "k.pem"}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.proto.config import RewardTerm
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutStatus, Sampling
@@ -220,7 +220,9 @@ async def test_an_answer_cut_off_continues_with_an_unsampled_end_token(
 async def test_an_episode_whose_server_dies_is_void_and_not_a_loss(chat: ChatTokenizer) -> None:
     server = EnvServer(lambda: make_environment(game="blackjack"), ServerOptions(port=0))
     await server.start()
-    async with await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2) as client:
+    async with await AsyncEnvClient.connect(
+        server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
+    ) as client:
         player, policy = make_player(client, chat, itertools.repeat("HIT"))
         answer = policy.__call__
 

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.trainer.core.types import Completion, GroupSpec, RolloutStatus, Sampling
 from ludus.trainer.data.seeds import group_seeds
@@ -114,7 +114,9 @@ async def test_a_group_whose_episodes_begin_differently_has_failed(chat: ChatTok
 async def test_a_group_whose_server_is_away_is_void(chat: ChatTokenizer, max_sessions: int) -> None:
     server = blackjack_server(max_sessions=256)
     await server.start()
-    async with await AsyncEnvClient.connect(server.grpc_address, reconnect_timeout_s=0.2) as client:
+    async with await AsyncEnvClient.connect(
+        server.grpc_address, ConnectOptions(reconnect_timeout_s=0.2)
+    ) as client:
         player, _ = make_player(client, chat, itertools.repeat("HIT"), max_sessions=max_sessions)
         await server.stop()
         group = await play_group(player, GroupSpec(3, "game", (1,) * 4), SAMPLING, timeout_s=60)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.trainer.core.types import Completion, RolloutStatus, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.episode import Player
@@ -60,7 +60,9 @@ async def test_tools_are_found_called_and_believed_and_talk_ends_the_episode(add
         token_ids = chat.answer_ids(next(answers))
         return Completion(token_ids, [-1.0] * len(token_ids), 0, stopped=True)
 
-    async with await AsyncEnvClient.connect(address, connect_timeout_s=60) as client:
+    async with await AsyncEnvClient.connect(
+        address, ConnectOptions(connect_timeout_s=60)
+    ) as client:
         toolbox = Toolbox(client, "tools")
         player = Player("tools", client, generate, chat, ServerRenderer(), LIMITS, toolbox=toolbox)
         played = await player.play_alone(5, Sampling(1.0, 1), key=0)

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.proto.errors import RateLimitError
 from tests.env.processes import children_of
 from tests.soak.book import Book, LostSession, Place
@@ -101,7 +101,7 @@ class Soak:
         for kind in KINDS if num else ():
             address = f"{self.fleet.grpc_of['gateway-kept']}/{kind}"
             token = self.fleet.tokens["saboteur"]
-            async with await AsyncEnvClient.connect(address, token=token) as client:
+            async with await AsyncEnvClient.connect(address, ConnectOptions(token=token)) as client:
                 remaining = iter(range(num))
 
                 async def open_and_close(client: AsyncEnvClient, numbers: object) -> None:
@@ -183,7 +183,9 @@ class Soak:
         """Places of the tenant's quota that do not come back there."""
         address = f"{self.fleet.grpc_of[gateway]}/inline"
         deadline_s = time.monotonic() + self.options.settle_s
-        async with await AsyncEnvClient.connect(address, token=self.fleet.tokens[tenant]) as client:
+        async with await AsyncEnvClient.connect(
+            address, ConnectOptions(token=self.fleet.tokens[tenant])
+        ) as client:
             while missing := await _missing_places(client):
                 if time.monotonic() > deadline_s:
                     break

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from ludus.env.client import AsyncEnvClient, AsyncSession
+from ludus.env.client import AsyncEnvClient, AsyncSession, ConnectOptions
 from ludus.env.types import JsonObject
 from ludus.proto.errors import (
     EnvError,
@@ -84,7 +84,8 @@ class SdkDoor:
         async with self._connecting:
             if self._client is None:
                 self._client = await AsyncEnvClient.connect(
-                    self._address, token=self._token, reconnect_timeout_s=RECONNECT_S
+                    self._address,
+                    ConnectOptions(token=self._token, reconnect_timeout_s=RECONNECT_S),
                 )
         options = {"player": player, "num_steps": num_steps}
         session, first = await self._client.open(seed=seed, options=options)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.evaluation import (
     EpisodeOutcome,
     FixedPolicy,
@@ -90,7 +90,7 @@ async def bench(
 async def _connect(address: str, token: str | None) -> AsyncEnvClient:
     try:
         return await AsyncEnvClient.connect(
-            address, token=token, connect_timeout_s=CONNECT_TIMEOUT_S
+            address, ConnectOptions(token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
         )
     except UnavailableError as error:
         raise NotFoundError(

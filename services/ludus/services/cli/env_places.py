@@ -85,12 +85,14 @@ def client_of(place: str, options: dict[str, Any], token_env: str) -> Iterator[E
     Raises:
         NotFoundError: nothing answers at the address.
     """
-    from ludus.env.client import EnvClient
+    from ludus.env.client import ConnectOptions, EnvClient
 
     token = os.environ.get(token_env) if "://" in place else None
     with serving(place, options, max_sessions=8) as address:
         try:
-            client = EnvClient.connect(address, token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
+            client = EnvClient.connect(
+                address, ConnectOptions(token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
+            )
         except UnavailableError as error:
             raise NotFoundError(f"{error}; start one with `ludus env serve`") from None
         with client:

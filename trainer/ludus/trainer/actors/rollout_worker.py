@@ -8,6 +8,7 @@ load_weights(version)  fetch, load, canary       --+
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from ludus.trainer.rollout.group_player import WorkerParts, make_group_player
 from ludus.trainer.rollout.player import limits_of, sampling_of
 from ludus.trainer.rollout.reward_models import RewardModels
 from ludus.trainer.rollout.transcript import num_transcripts
-from ludus.trainer.setup.environments import how_to_reach
+from ludus.trainer.setup.environments import make_connect_options
 from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.weights import WorkerWeights, check_canary
 from ludus.trainer.weights.adapters import AdapterMerger
@@ -230,11 +231,12 @@ class RolloutWorkerActor:
         environment = spec.run.environments[name]
         client = await AsyncEnvClient.connect(
             spec.addresses[name],
-            **how_to_reach(environment),
-            timeout_s=spec.run.rollout.group_timeout_s,
-            # A worker may join while the server is being started again.
-            connect_timeout_s=environment.reconnect_timeout_s,
-            reconnect_timeout_s=environment.reconnect_timeout_s,
+            dataclasses.replace(
+                make_connect_options(environment),
+                timeout_s=spec.run.rollout.group_timeout_s,
+                # A worker may join while the server is being started again.
+                connect_timeout_s=environment.reconnect_timeout_s,
+            ),
         )
         return await self._clients.enter_async_context(client)
 

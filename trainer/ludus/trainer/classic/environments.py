@@ -31,7 +31,7 @@ from ludus.proto.errors import (
     did_you_mean,
 )
 from ludus.trainer.classic.schemas import field_and_space
-from ludus.trainer.setup.environments import how_to_reach
+from ludus.trainer.setup.environments import make_connect_options
 
 AnySpace = spaces.Space[Any]
 _LINGER_S = 30.0
@@ -209,9 +209,7 @@ def _make(env_id: str, num: int, options: JsonObject) -> SyncVectorEnv[Any, Any]
 
 def _connect(config: RemoteEnvironment) -> EnvClient:
     try:
-        return EnvClient.connect(
-            config.address, **how_to_reach(config), reconnect_timeout_s=config.reconnect_timeout_s
-        )
+        return EnvClient.connect(config.address, make_connect_options(config))
     except (UnavailableError, AuthenticationError) as error:
         raise ConfigError(f"environment.address = '{config.address}': {error}") from error
 

@@ -17,11 +17,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.client.resume import check_replayable
 from ludus.env.evaluation import FixedPolicy
 from ludus.env.serving.subprocess import LocalServer
@@ -258,27 +257,15 @@ def _functions_of(config: EnvironmentConfig) -> list[str]:
     return [term.function for term in terms if term.function is not None]
 
 
-class Reaching(TypedDict, total=False):
-    """Arguments of `AsyncEnvClient.connect`."""
-
-    token: str | None
-    ca_file: str | None
-    cert_file: str | None
-    key_file: str | None
-    server_name: str | None
-
-
-def how_to_reach(config: EnvironmentConfig) -> Reaching:
-    """The bearer token, which never stands in a configuration, and what TLS takes."""
+def make_connect_options(config: EnvironmentConfig) -> ConnectOptions:
+    """Return the client's options for an environment; the token comes from its variable."""
     if not isinstance(config, RemoteEnvironment):
-        return {}
-    return {
-        "token": os.environ.get(config.token_env),
-        "ca_file": config.tls.ca_file,
-        "cert_file": config.tls.cert_file,
-        "key_file": config.tls.key_file,
-        "server_name": config.tls.server_name,
-    }
+        return ConnectOptions(reconnect_timeout_s=config.reconnect_timeout_s)
+    return ConnectOptions(
+        token=os.environ.get(config.token_env),
+        reconnect_timeout_s=config.reconnect_timeout_s,
+        **config.tls.model_dump(),
+    )
 
 
 def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
@@ -291,11 +278,7 @@ def _address(config: EnvironmentConfig, server: LocalServer | None) -> str:
 async def _connect(section: str, config: EnvironmentConfig, address: str) -> AsyncEnvClient:
     """A client; a server that is not there when a run begins is the user's to fix."""
     try:
-        return await AsyncEnvClient.connect(
-            address,
-            **how_to_reach(config),
-            reconnect_timeout_s=config.reconnect_timeout_s,
-        )
+        return await AsyncEnvClient.connect(address, make_connect_options(config))
     except (UnavailableError, AuthenticationError) as error:
         raise ConfigError(f"{section}.address = '{parse_address(address)}': {error}") from error
 

@@ -1,4 +1,4 @@
-"""The asynchronous client: sessions of a remote environment, the same over every wire.
+"""The asynchronous client for sessions of a remote environment, the same over every wire.
 
 async with await AsyncEnvClient.connect("grpc://127.0.0.1:18000") as client:
     session, first = await client.open(seed=7)
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -23,11 +24,12 @@ from ludus.env.transports.grpc import GrpcTransport
 from ludus.env.transports.interface import (
     ConnectOptions,
     OpenedWire,
+    RemoteServer,
     StepCall,
     Transport,
     WireSession,
     retry_refused,
-    retry_until,
+    retry_unavailable,
     step_or_error,
 )
 from ludus.env.transports.openenv_01 import LegacyHttpTransport
@@ -43,80 +45,43 @@ from ludus.proto.errors import (
 )
 
 Reset: TypeAlias = ResetArgs
-"""In a `step_many`, starts a session's next episode: `Reset(seed=..., options=...)`."""
+"""A step of `step_many` that starts a session's next episode: `Reset(seed=..., options=...)`."""
 
 
 class AsyncEnvClient:
-    """A connection to an environment server or a gateway; opens any number of sessions."""
+    """A connection to an environment server or a gateway, with any number of sessions."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._num_resuming = 0
 
     @classmethod
-    async def connect(
-        cls,
-        address: str,
-        *,
-        token: str | None = None,
-        timeout_s: float = 60.0,
-        connect_timeout_s: float = 10.0,
-        reconnect_timeout_s: float = 60.0,
-        ca_file: str | None = None,
-        cert_file: str | None = None,
-        key_file: str | None = None,
-        server_name: str | None = None,
-        keepalive_s: float = 10.0,
-        allow_ignored_seed: bool = False,
-        max_calls_per_message: int = 0,
-    ) -> AsyncEnvClient:
-        """A client whose server has answered.
+    async def connect(cls, address: str, options: ConnectOptions | None = None) -> AsyncEnvClient:
+        """Return a client once the server has responded.
 
         Args:
-            address: grpc://host:port[/NAME], where NAME is an environment at a gateway; or
-                http://[user:token@]host:port[/path] or ws:// for the WebSocket wire; grpcs,
-                https and wss with TLS. An OpenEnv 0.1 server is recognised at its http://
-                address and driven by HTTP, one session at a time.
-            timeout_s: for one call; a call that takes longer drops its session.
-            reconnect_timeout_s: how long `open`, and calls of sessions that survive a broken
-                connection, wait for a server that went away.
-            ca_file: PEM certificates that a TLS server's may come from; else the system's.
-            cert_file: the PEM certificate for servers that ask for one; its key is `key_file`.
-            server_name: what a TLS server's certificate names, if not the address's host.
-            keepalive_s: a gRPC connection that is silent for so long is asked for a sign of life,
-                and given up when it stays silent for as long again.
-            allow_ignored_seed: lets seeds be given to OpenEnv 0.1 servers, which ignore them:
-                episodes cannot be repeated then. Without it such a seed is a ConfigError.
-            max_calls_per_message: over gRPC; 0 sends all calls that gather in one message.
+            address: grpc://host:port[/NAME], where NAME is an environment at a gateway;
+                http://[user:token@]host:port[/path], or ws:// for the WebSocket wire; or grpcs,
+                https and wss with TLS. An OpenEnv 0.1 server is detected at its http:// address
+                and used over HTTP, with one session at a time.
 
         Raises:
-            ConfigError: the address has no known scheme.
-            UnavailableError: the server did not answer within `connect_timeout_s`.
+            ConfigError: the address has an unknown scheme.
+            UnavailableError: the server did not respond within `options.connect_timeout_s`.
             AuthenticationError: the token is missing or wrong.
         """
-        options = ConnectOptions(
-            address=parse_address(address),
-            token=token,
-            timeout_s=timeout_s,
-            reconnect_timeout_s=reconnect_timeout_s,
-            ca_file=ca_file,
-            cert_file=cert_file,
-            key_file=key_file,
-            server_name=server_name,
-            keepalive_s=keepalive_s,
-            allow_ignored_seed=allow_ignored_seed,
-            max_calls_per_message=max_calls_per_message,
-        )
-        transport = await _transport_for(options, connect_timeout_s)
+        server = RemoteServer(parse_address(address), options or ConnectOptions())
+        timeout_s = server.options.connect_timeout_s
+        transport = await _make_transport(server, timeout_s)
         try:
-            await transport.connect(connect_timeout_s)
+            await transport.connect(timeout_s)
         except BaseException:
             await transport.close()
             raise
         return cls(transport)
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server says of its environment."""
+        """Return the server's description of its environment."""
         return await self._transport.describe()
 
     async def open(
@@ -131,24 +96,25 @@ class AsyncEnvClient:
         resume: bool | ResumeLimits = False,
         wait_s: float = 0.0,
     ) -> tuple[AsyncSession, StepResult]:
-        """A new session and the first result of its first episode.
+        """Open a session, and return it with the first result of its first episode.
 
         Args:
-            close_when_done: frees the session as soon as the episode has ended.
+            close_when_done: close the session as soon as the episode has ended.
             with_text: False leaves text views out of results, which saves rendering them.
-            linger_s: how long the session lives on when the connection breaks. A call in
-                flight is then made again on a new connection, under the same step number,
-                so that nothing is done twice. Gateways grant a time of their own at least.
-            resume: a session that is lost is rebuilt in a new one: same seed (one is drawn
-                where none is given), same actions, answers compared; `num_resumes` counts.
-            wait_s: how long to come back to a server that is full, until it has room.
+            linger_s: how long the session outlives a broken connection. A pending call is then
+                repeated on a new connection with the same step number, so that nothing is done
+                twice. Gateways set a minimum.
+            resume: rebuild a lost session in a new one with the same seed (a random seed if none
+                is set) and the same actions, and compare the results. `num_resumes` counts the
+                rebuilds.
+            wait_s: how long to retry when the server is full.
 
         Raises:
-            CapacityError: all sessions of the server are taken.
+            CapacityError: all sessions of the server are in use.
             RateLimitError: the tenant's quota or rate is used up.
-            UnavailableError: the server is unavailable and did not come back in time.
-            ConfigError: `resume`, and the environment was not shown deterministic; or
-                `linger_s` on a wire whose sessions end with their connection.
+            UnavailableError: the server was unavailable for too long.
+            ConfigError: `resume` is set for an environment that was not verified as deterministic,
+                or `linger_s` on a wire whose sessions end with their connection.
         """
         args = OpenArgs(
             reset=ResetArgs(seed, episode_id, options or {}),
@@ -157,9 +123,9 @@ class AsyncEnvClient:
             with_text=with_text,
         )
         if resume:
-            args = await self._replayable(args)
+            args = await self._require_replayable(args)
         opened = await retry_refused(lambda: self._transport.open(args), wait_s)
-        return self._session(opened, args, resume)
+        return self._make_session(opened, args, resume)
 
     async def open_group(
         self,
@@ -173,16 +139,16 @@ class AsyncEnvClient:
         resume: bool | ResumeLimits = False,
         wait_s: float = 0.0,
     ) -> list[tuple[AsyncSession, StepResult]]:
-        """`size` sessions on one seed, all or none, whose first results are the same.
+        """Open `size` sessions with one seed and equal first results, or none of them.
 
-        The server draws a seed where none is given; the other arguments are those of `open`.
+        The server draws a random seed by default. The other arguments are those of `open`.
 
         Raises:
-            CapacityError: so many sessions did not become free together.
-            GroupMismatchError: they begin differently; all are closed again.
+            CapacityError: the server did not have `size` free sessions.
+            GroupMismatchError: the first results differ; all sessions are closed again.
         """
         if size < 1:
-            raise InvalidCallError(f"expected a group of at least 1 session, got {size}")
+            raise InvalidCallError(f"a group must have at least 1 session, got {size}")
         args = OpenArgs(
             reset=ResetArgs(seed, options=options or {}),
             close_when_done=close_when_done,
@@ -190,45 +156,44 @@ class AsyncEnvClient:
             with_text=with_text,
         )
         if resume:
-            args = await self._replayable(args)
+            args = await self._require_replayable(args)
         group = await retry_refused(lambda: self._transport.open_group(args, size), wait_s)
-        return [self._session(opened, args, resume) for opened in group]
+        return [self._make_session(opened, args, resume) for opened in group]
 
     async def open_session(self) -> AsyncSession:
-        """A new session, to be reset before its first step."""
+        """Open a session that must be reset before its first step."""
         wire, _ = await self._transport.open(OpenArgs())
         return AsyncSession(wire, False)
 
     async def step_many(
         self, steps: Sequence[tuple[AsyncSession, Action | JsonObject | str | Reset]]
     ) -> list[StepResult | EnvError]:
-        """One result or error per step, in order.
+        """Take one step per session, and return one result or error per step, in order.
 
-        A str is text, a `Reset` starts the session's next episode, anything else is an
-        action.
+        A str is text, a `Reset` starts the session's next episode, and other values are actions.
         """
         outcomes: list[StepResult | EnvError | None] = [None] * len(steps)
-        begun: list[tuple[int, AsyncSession]] = []
+        stepping: list[tuple[int, AsyncSession]] = []
         calls: list[StepCall] = []
         for index, (session, action) in enumerate(steps):
             try:
                 calls.append(session._begin_step(encode_action(action)))
-                begun.append((index, session))
+                stepping.append((index, session))
             except EnvError as error:
                 outcomes[index] = error
         try:
-            answers = await self._step_many(calls)
+            responses = await self._step_many(calls)
         except BaseException as error:
-            for _, session in begun:
+            for _, session in stepping:
                 session._end_step(error)
             raise
-        for (index, session), answer in zip(begun, answers, strict=True):
-            session._end_step(answer)
-            outcomes[index] = answer
+        for (index, session), response in zip(stepping, responses, strict=True):
+            session._end_step(response)
+            outcomes[index] = response
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def close(self) -> None:
-        """End the connection and with it all its sessions."""
+        """Close the connection and all its sessions."""
         await self._transport.close()
 
     async def __aenter__(self) -> AsyncEnvClient:
@@ -238,28 +203,30 @@ class AsyncEnvClient:
         await self.close()
 
     async def _step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One outcome per call; sessions that can be rebuilt make their calls themselves."""
+        """Return one outcome per call; replaying sessions make their calls separately."""
         if not self._num_resuming:
             return await self._transport.step_many(calls)
-        together = [c for c in calls if not isinstance(c.session, ReplayingSession)]
-        alone = [c for c in calls if isinstance(c.session, ReplayingSession)]
-        joint, single = await asyncio.gather(
-            self._transport.step_many(together),
-            asyncio.gather(*(step_or_error(call) for call in alone)),
+        plain = [call for call in calls if not isinstance(call.session, ReplayingSession)]
+        replaying = [call for call in calls if isinstance(call.session, ReplayingSession)]
+        outcomes = await asyncio.gather(
+            self._transport.step_many(plain),
+            asyncio.gather(*(step_or_error(call) for call in replaying)),
         )
-        outcome_of = {call.session: outcome for call, outcome in zip(together, joint, strict=True)}
-        outcome_of |= {call.session: outcome for call, outcome in zip(alone, single, strict=True)}
-        return [outcome_of[call.session] for call in calls]
+        by_session = {
+            call.session: outcome
+            for call, outcome in zip([*plain, *replaying], itertools.chain(*outcomes), strict=True)
+        }
+        return [by_session[call.session] for call in calls]
 
-    async def _replayable(self, args: OpenArgs) -> OpenArgs:
+    async def _require_replayable(self, args: OpenArgs) -> OpenArgs:
         check_replayable(await self._transport.describe())
         return dataclasses.replace(args, reset=DefaultSeeds().fill(args.reset or ResetArgs()))
 
-    def _session(
+    def _make_session(
         self, opened: OpenedWire, args: OpenArgs, resume: bool | ResumeLimits
     ) -> tuple[AsyncSession, StepResult]:
         wire, first = opened
-        assert first is not None, "a reset was asked for"
+        assert first is not None, "a reset was requested"
         if resume:
             limits = resume if isinstance(resume, ResumeLimits) else ResumeLimits()
             wire = ReplayingSession(self._transport.open, args, opened, limits)
@@ -268,10 +235,10 @@ class AsyncEnvClient:
 
 
 class AsyncSession:
-    """One session of a remote environment; one call at a time.
+    """One session of a remote environment, with one call at a time.
 
-    Steps are numbered, so that a step can be repeated without being taken twice. A call
-    that is cancelled or times out drops the session: nobody knows how far it got.
+    Steps are numbered, so that the client can repeat a step without taking it twice. A call that
+    is cancelled or times out ends the session, because its effect is unknown.
     """
 
     __slots__ = ("_busy", "_close_when_done", "_gone", "_step_index", "_wire")
@@ -285,25 +252,25 @@ class AsyncSession:
 
     @property
     def id(self) -> str:
-        """The session's id on the server; another one after it was rebuilt."""
+        """The session's id on the server. It changes when the session is rebuilt."""
         return self._wire.session_id
 
     @property
     def tools_id(self) -> str:
-        """The id to give to an agent: it may call the session's tools and nothing else.
+        """The id for an agent, which can only call the session's tools.
 
-        Empty where the environment has no tools, or its server hands out no such ids.
+        Empty if the environment has no tools, or its server does not support such ids.
         """
         return self._wire.tools_session_id
 
     @property
     def step_index(self) -> int:
-        """Steps taken in this episode."""
+        """The number of steps taken in this episode."""
         return self._step_index
 
     @property
     def num_resumes(self) -> int:
-        """How often it was lost and rebuilt by replay."""
+        """The number of times that the session was lost and rebuilt by replay."""
         return self._wire.num_resumes if isinstance(self._wire, ReplayingSession) else 0
 
     async def reset(
@@ -313,7 +280,7 @@ class AsyncSession:
         options: JsonObject | None = None,
         episode_id: str = "",
     ) -> StepResult:
-        """The first result of a new episode."""
+        """Start a new episode and return its first result."""
         self._begin()
         try:
             outcome = await self._wire.reset(ResetArgs(seed, episode_id, options or {}))
@@ -326,14 +293,14 @@ class AsyncSession:
     async def step(
         self, action: Action | JsonObject | None = None, *, text: str | None = None
     ) -> StepResult:
-        """The result of an action, given as JSON or as a language model's text.
+        """Return the result of an action, which is JSON or a language model's text.
 
         Raises:
-            ActionError: the action cannot be taken; the episode is unchanged.
-            InfrastructureError: the session is gone and its episode void.
+            ActionError: the action is invalid; the episode is unchanged.
+            InfrastructureError: the session has ended and its episode is void.
         """
         if (action is None) == (text is None):
-            raise InvalidCallError("expected an action or a text, got both or neither")
+            raise InvalidCallError("expected either an action or a text, got both or neither")
         encoded = encode_action(action if text is None else text)
         self._begin()
         try:
@@ -345,7 +312,7 @@ class AsyncSession:
         return result
 
     async def state(self) -> JsonObject:
-        """The environment's state."""
+        """Return the environment's state."""
         self._begin()
         try:
             return await self._wire.state()
@@ -356,11 +323,11 @@ class AsyncSession:
             self._busy = False
 
     async def call_tool(self, name: str, arguments: JsonObject | None = None) -> JsonObject:
-        """What a tool of the environment returned; the episode takes no step.
+        """Call a tool of the environment and return its result; the episode takes no step.
 
         Raises:
             ToolError: there is no such tool, or it failed; the episode continues.
-            InfrastructureError: the session is gone and its episode void.
+            InfrastructureError: the session has ended and its episode is void.
         """
         self._begin()
         try:
@@ -372,7 +339,7 @@ class AsyncSession:
             self._busy = False
 
     async def close(self) -> None:
-        """Frees the session; one that is gone already is no error."""
+        """Close the session. Closing a session that has ended is not an error."""
         if self._gone is None:
             self._gone = "it was closed"
             with contextlib.suppress(SessionLostError):
@@ -386,11 +353,11 @@ class AsyncSession:
 
     def _begin(self) -> None:
         if self._gone is not None:
-            raise SessionLostError(f"session {self.id!r} is gone: {self._gone}; open a new one")
+            raise SessionLostError(f"session {self.id!r} has ended: {self._gone}; open a new one")
         if self._busy:
             raise EpisodeStateError(
-                f"expected one call at a time, got a second one for session {self.id!r};"
-                " await the first",
+                f"session {self.id!r} got a second call while the first is pending; await the"
+                " first call",
                 ErrorCode.STEP_CONFLICT,
             )
         self._busy = True
@@ -410,20 +377,20 @@ class AsyncSession:
 
     def _drop_on(self, error: BaseException) -> None:
         if isinstance(error, InfrastructureError):
-            self._gone = error.message
+            self._gone = error.message.removesuffix("; open a new one")
         elif isinstance(error, asyncio.CancelledError):
-            self._gone = "a call was cancelled half-way"
+            self._gone = "a pending call was cancelled"
         else:
             return
         self._wire.abandon()
 
 
 def encode_action(action: Any) -> Any:
-    """What travels for an action: a text or a reset as it is, anything else as JSON bytes.
+    """Return a text or a reset unchanged, and any other action as JSON bytes.
 
     Raises:
-        InvalidCallError: no wire can carry it. Said here, it is said of this action alone: many
-            may travel as one call.
+        InvalidCallError: the action cannot be sent. The check is made per action, because many
+            actions may be sent in one call.
     """
     if isinstance(action, Action):
         try:
@@ -442,12 +409,11 @@ def encode_action(action: Any) -> Any:
     return plain_json(action, "an action")
 
 
-async def _transport_for(options: ConnectOptions, patience_s: float) -> Transport:
-    """The wire that the address asks for; an http:// server is asked what it speaks."""
-    address = options.address
-    if address.is_grpc:
-        return GrpcTransport(options)
-    discovered = await retry_until(HttpClient(options).discover, patience_s)
-    if discovered.is_legacy and not address.is_websocket:
-        return LegacyHttpTransport(options, discovered)
-    return WebSocketTransport(options, discovered)
+async def _make_transport(server: RemoteServer, timeout_s: float) -> Transport:
+    """Return the transport for the address. An http:// server is queried for its protocol."""
+    if server.address.is_grpc:
+        return GrpcTransport(server)
+    discovered = await retry_unavailable(HttpClient(server).discover, timeout_s)
+    if discovered.is_legacy and not server.address.is_websocket:
+        return LegacyHttpTransport(server, discovered)
+    return WebSocketTransport(server, discovered)

@@ -1,12 +1,12 @@
-"""Environment servers in containers that a client starts and ends.
+"""Environment servers in containers that a client starts and stops.
 
     client --start_container--> provider --docker or podman--> container, port 8000
        |                                                            ^
-       +-- GET /health until it answers ---- 127.0.0.1:PORT --------+
+       +-- GET /health until it responds --- 127.0.0.1:PORT --------+
 
-`ContainerProvider` has the names of OpenEnv's providers, so those fit, too. `LocalContainers` is
-ours: what it starts is reached from this machine alone, and is removed when the client closes,
-when it does not get ready, and when this process ends, however it ends.
+`ContainerProvider` has the interface of OpenEnv's providers, so they are compatible. The containers
+of `LocalContainers` are only reachable from this machine. They are removed when the client closes,
+when the server does not become ready, and when this process exits in any way.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from ludus.proto.errors import ConfigError, UnavailableError
 
 ENGINES = ("docker", "podman")
 CONTAINER_PORT = 8000
-"""On which every image of OpenEnv listens, and ours."""
+"""Port on which the servers in OpenEnv's and our images listen."""
 READY_TIMEOUT_S = 30.0
 HUB_REGISTRY = "registry.hf.space"
 
 _RUN_TIMEOUT_S = 600.0
-"""An image may have to be pulled first."""
+"""Time limit of `run`, which includes the download of the image."""
 _COMMAND_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 2.0
 _GUARD = 'read -r _; "$0" kill "$1"; exec "$0" rm --force --volumes "$1"'
-"""Waits until its input ends, which it does with the process that holds the other end."""
+"""Shell program that removes the container when its input ends, because the process at the other
+end has closed it or exited."""
 
 
 def hub_image(repository: str, tag: str = "latest") -> str:
-    """The image that Hugging Face builds of a Space, from the Space's "owner/name".
+    """Return the name of the image that Hugging Face builds for a Space, given its "owner/name".
 
-    The registry has it under the name of the Space's page: in small letters, with a hyphen for
-    whatever is neither letter nor digit.
+    The registry uses the name of the Space's page: lower case, with a hyphen for each character
+    that is neither a letter nor a digit.
 
     Raises:
-        ConfigError: the name or the tag has another form.
+        ConfigError: the name or the tag is malformed.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
         raise ConfigError(
@@ -61,34 +62,34 @@ def hub_image(repository: str, tag: str = "latest") -> str:
 
 
 class ContainerProvider(Protocol):
-    """Starts one container, waits for it, and ends it."""
+    """A provider that starts one container, waits for its server, and stops it."""
 
     def start_container(
         self, image: str, port: int | None = None, env_vars: Mapping[str, str] | None = None
     ) -> str:
-        """The address of the server in a new container, http://host:port.
+        """Start a container and return its server's address, http://host:port.
 
         Raises:
-            UserError: it cannot be started.
+            UserError: the container cannot be started.
         """
 
     def wait_for_ready(self, base_url: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return once the server answers.
+        """Wait until the server responds.
 
         Raises:
-            UnavailableError: it ended, or does not answer within `timeout_s`.
+            UnavailableError: the server exited, or did not respond within `timeout_s`.
         """
 
     def stop_container(self) -> None:
-        """End the container and remove it; without effect where there is none."""
+        """Stop and remove the container, if there is one."""
 
 
 class LocalContainers:
-    """A container of docker or podman on this machine, by their command lines."""
+    """A provider that uses the command line of docker or podman on this machine."""
 
     def __init__(self, engine: str | None = None) -> None:
-        """Take the engine of that name or path; None takes the first of both that works."""
-        self._wanted = engine
+        """Args: engine: name or path. Default: the first of docker and podman that works."""
+        self._requested_engine = engine
         self._engine = ""
         self._name = ""
         self._guard: subprocess.Popen[bytes] | None = None
@@ -96,27 +97,27 @@ class LocalContainers:
     def start_container(
         self, image: str, port: int | None = None, env_vars: Mapping[str, str] | None = None
     ) -> str:
-        """The address of the server in a new container, on 127.0.0.1.
+        """Start a container and return its server's address on 127.0.0.1.
 
         Args:
-            port: of this machine; None takes a free one.
-            env_vars: variables in the container; their values are on no command line.
+            port: port on this machine. Default: a free port.
+            env_vars: variables in the container. Their values appear on no command line.
 
         Raises:
-            ConfigError: there is no engine that works, a container runs already, or the engine
-                refuses image or port.
+            ConfigError: no engine works, the provider already has a container, or the engine
+                refuses the image or the port.
         """
         if self._name:
             raise ConfigError(
-                f"expected a provider without a container, got one that runs '{self._name}'; make "
-                "one for each"
+                f"a provider can run one container, and this one runs '{self._name}'; make a"
+                " provider for each container"
             )
-        self._engine = self._engine or _engine_that_works(self._wanted)
+        self._engine = self._engine or _find_engine(self._requested_engine)
         self._name = f"ludus-{secrets.token_hex(6)}"
-        self._guard = _guard_of(self._engine, self._name)
+        self._guard = _start_guard(self._engine, self._name)
         variables = dict(env_vars or {})
         try:
-            self._ask(
+            self._run_engine(
                 *("run", "--detach", "--name", self._name),
                 *("--publish", f"127.0.0.1:{port or ''}:{CONTAINER_PORT}"),
                 *(word for name in variables for word in ("--env", name)),
@@ -124,51 +125,52 @@ class LocalContainers:
                 variables=variables,
                 timeout_s=_RUN_TIMEOUT_S,
             )
-            published = self._ask("port", self._name, f"{CONTAINER_PORT}/tcp")
+            addresses = self._run_engine("port", self._name, f"{CONTAINER_PORT}/tcp")
         except BaseException:
             self.stop_container()
             raise
-        return f"http://{published.splitlines()[0]}"
+        return f"http://{addresses.splitlines()[0]}"
 
     def wait_for_ready(self, base_url: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return once /health answers.
+        """Wait until /health responds.
 
         Raises:
-            UnavailableError: the container ended, or does not answer within `timeout_s`.
+            UnavailableError: the container exited, or did not respond within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
         while not _is_healthy(base_url):
-            if not self._runs():
+            if not self._is_running():
                 raise UnavailableError(
-                    f"the server in container '{self._name}' ended while it started: "
-                    f"{self._last_words()}"
+                    f"the server in container '{self._name}' exited while it started; last line of"
+                    f" its log: {self._last_log_line()}"
                 )
             if time.monotonic() > deadline_s:
                 raise UnavailableError(
-                    f"expected {base_url}/health to answer within {timeout_s:g} s, got nothing; "
-                    f"its last words: {self._last_words()}"
+                    f"{base_url}/health did not respond within {timeout_s:g} s; last line of its"
+                    f" log: {self._last_log_line()}"
                 )
             time.sleep(_POLL_S)
 
     def stop_container(self) -> None:
-        """End the container and remove it; without effect where there is none."""
+        """Stop and remove the container, if there is one."""
         guard, self._guard, self._name = self._guard, None, ""
         if guard is None:
             return
         assert guard.stdin is not None
         guard.stdin.close()
-        # One that takes longer goes on by itself.
+        # A guard that takes longer finishes in the background.
         with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(_COMMAND_TIMEOUT_S)
 
-    def _runs(self) -> bool:
+    def _is_running(self) -> bool:
         try:
-            return self._ask("inspect", "--format", "{{.State.Running}}", self._name) == "true"
+            state = self._run_engine("inspect", "--format", "{{.State.Running}}", self._name)
         except ConfigError:
             return False
+        return state == "true"
 
-    def _last_words(self) -> str:
-        told = subprocess.run(
+    def _last_log_line(self) -> str:
+        logs = subprocess.run(
             [self._engine, "logs", "--tail", "1", self._name],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -176,21 +178,21 @@ class LocalContainers:
             timeout=_COMMAND_TIMEOUT_S,
             check=False,
         )
-        return told.stdout.strip()[-500:] or "none"
+        return logs.stdout.strip()[-500:] or "none"
 
-    def _ask(
+    def _run_engine(
         self,
         *arguments: str,
         variables: Mapping[str, str] | None = None,
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> str:
-        """What the engine answers.
+        """Run the engine's command line and return its output.
 
         Raises:
-            ConfigError: it refuses; with its last line.
+            ConfigError: the command failed; the message contains the last line of its errors.
         """
         try:
-            answer = subprocess.run(
+            process = subprocess.run(
                 [self._engine, *arguments],
                 capture_output=True,
                 text=True,
@@ -200,42 +202,45 @@ class LocalContainers:
             )
         except subprocess.TimeoutExpired:
             raise UnavailableError(
-                f"expected '{self._engine} {arguments[0]}' to end within {timeout_s:g} s"
+                f"'{self._engine} {arguments[0]}' did not finish within {timeout_s:g} s"
             ) from None
-        if answer.returncode:
-            reason = (answer.stderr.strip().splitlines() or ["no reason"])[-1]
-            raise ConfigError(f"'{self._engine} {arguments[0]}' refuses: {reason}")
-        return answer.stdout.strip()
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["no reason"])[-1]
+            raise ConfigError(f"'{self._engine} {arguments[0]}' failed: {reason}")
+        return process.stdout.strip()
 
 
-def _engine_that_works(wanted: str | None) -> str:
-    """The first engine that is there and answers: a docker without its daemon does not."""
-    names = ENGINES if wanted is None else (wanted,)
-    silent = []
+def _find_engine(requested: str | None) -> str:
+    """Return the first engine that is installed and responds; docker needs its daemon."""
+    names = ENGINES if requested is None else (requested,)
+    unresponsive = []
     for name in names:
         if shutil.which(name) is None:
             continue
-        answer = subprocess.run(
+        info = subprocess.run(
             [name, "info"], capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=False
         )
-        if answer.returncode == 0:
+        if info.returncode == 0:
             return name
-        silent.append(name)
-    got = f"{' and '.join(silent)} without an engine that answers" if silent else "none"
+        unresponsive.append(name)
+    if unresponsive:
+        reason = f"{' and '.join(unresponsive)} does not respond"
+    else:
+        reason = f"{' or '.join(names)} is not installed"
     raise ConfigError(
-        f"expected {' or '.join(names)} to start a container with, got {got}; install or start "
-        "one, or start the server by hand and connect with base_url"
+        f"cannot start a container: {reason}; install or start one of the engines"
+        f" {' and '.join(names)}, or start the server manually and connect with base_url"
     )
 
 
-def _guard_of(engine: str, name: str) -> subprocess.Popen[bytes]:
-    """A process that removes the container as soon as this one lets go of its input, or ends."""
+def _start_guard(engine: str, name: str) -> subprocess.Popen[bytes]:
+    """Start a process that removes the container when this process closes its input or exits."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, engine, name],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # A terminal's Ctrl-C is for the owner, which then stops what it has started.
+        # Ctrl-C in a terminal must reach only this process, which then stops the container.
         start_new_session=True,
     )
 
@@ -243,7 +248,7 @@ def _guard_of(engine: str, name: str) -> subprocess.Popen[bytes]:
 def _is_healthy(base_url: str) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{base_url}/health", timeout=_HEALTH_TIMEOUT_S) as answer:
-            return bool(answer.status == http.client.OK)
+        with opener.open(f"{base_url}/health", timeout=_HEALTH_TIMEOUT_S) as response:
+            return bool(response.status == http.client.OK)
     except (urllib.error.URLError, OSError, http.client.HTTPException):
         return False

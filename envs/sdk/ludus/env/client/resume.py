@@ -1,16 +1,15 @@
-"""Rebuilding a lost session by replay: same seed, same actions and calls of tools, same episode.
+"""Replay of a lost session: the same seed, actions and tool calls rebuild the same episode.
 
-    reset, step, call_tool --> ReplayingSession --> wire session      every answer's digest is kept
+    reset, step, call_tool --> ReplayingSession --> wire session      keeps a digest per response
                           | SESSION_LOST, UNAVAILABLE, TIMEOUT
                           v
-    open a new one (anywhere behind the address), reset on the same seed, take the same
-    steps and call the same tools in their order, compare each digest, then make the call under
-    which the old session was lost
+    open a new session (anywhere behind the address), reset it with the same seed, repeat the same
+    steps and tool calls in their order, compare each digest, then repeat the call during which the
+    old session was lost
 
-An answer that differs ends the session with REPLAY_MISMATCH: an episode is never
-continued on another course than the one that the policy has seen. Only for environments
-that were shown deterministic, and whose tools change nothing outside their session: what such a
-tool did is done once more.
+A response that differs ends the session with REPLAY_MISMATCH, so that an episode never continues
+differently from what the policy has observed. Replay requires an environment that was verified as
+deterministic. Its tools must not change anything outside the session, because they run again.
 """
 
 from __future__ import annotations
@@ -44,66 +43,69 @@ from ludus.proto.errors import (
 ResultT = TypeVar("ResultT")
 Opener = Callable[[OpenArgs], Awaitable[OpenedWire]]
 
-_PAUSE_S = 0.5
+_PAUSE_STEP_S = 0.5
+"""Pause before the second attempt to rebuild a session; each later pause is longer by the same
+time."""
 _DIGEST_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """How hard a lost session is tried to be rebuilt, for each call under which it is lost."""
+    """Limits of the attempts to rebuild a lost session, per call during which it is lost."""
 
     num_attempts: int = 3
     timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Played:
-    """One step of the running episode."""
+class _RecordedStep:
+    """A step of the current episode."""
 
     action: bytes | str
     step_index: int
     digest: bytes
 
-    async def again(self, wire: WireSession) -> bytes:
-        """The digest of the same step in another session."""
-        return digest_of(await wire.step(self.action, self.step_index))
+    async def replay(self, wire: WireSession) -> bytes:
+        """Repeat the step in another session and return the digest of its result."""
+        return digest_outcome(await wire.step(self.action, self.step_index))
 
     def __str__(self) -> str:
         return f"step {self.step_index}"
 
 
 @dataclass(frozen=True, slots=True)
-class _CalledTool:
-    """One call of a tool in the running episode."""
+class _RecordedToolCall:
+    """A tool call of the current episode."""
 
     name: str
     arguments: JsonObject
     digest: bytes
 
-    async def again(self, wire: WireSession) -> bytes:
-        """The digest of the same call in another session."""
-        return digest_of_json(await wire.call_tool(self.name, self.arguments))
+    async def replay(self, wire: WireSession) -> bytes:
+        """Repeat the call in another session and return the digest of its result."""
+        return digest_json(await wire.call_tool(self.name, self.arguments))
 
     def __str__(self) -> str:
         return f"the call of tool '{self.name}'"
 
 
 def check_replayable(description: EnvironmentDescription) -> None:
-    """Refuse environments whose episodes cannot be rebuilt.
+    """Check that an environment's episodes can be rebuilt.
 
     Raises:
-        ConfigError: the server was not shown that they can.
+        ConfigError: the server does not declare the environment as deterministic.
     """
     if not description.is_deterministic:
+        name = f"'{description.name}'" if description.name else "the environment"
         raise ConfigError(
-            f"expected a deterministic environment for resume = true, got"
-            f" {description.name or 'one'} whose server was not shown to be that; see: ludus env"
-            " check, then serve it as deterministic, or leave resume out"
+            f"resume = true needs a deterministic environment, and the server does not declare"
+            f" {name} as deterministic; verify it with: ludus env check, then serve it as"
+            " deterministic, or remove resume"
         )
 
 
 class ReplayingSession:
-    """A wire session that is rebuilt when it is lost; its id changes then."""
+    """A wire session that is rebuilt when it is lost. Its id then changes."""
 
     def __init__(
         self,
@@ -113,144 +115,132 @@ class ReplayingSession:
         limits: ResumeLimits,
     ) -> None:
         self.num_resumes = 0
-        """How often it was rebuilt."""
+        """Number of times that the session was rebuilt."""
         self._open_wire = open_wire
         self._args = args
         self._limits = limits
         self._wire, first = opened
-        assert args.reset is not None, "what was not seeded cannot be replayed"
-        assert first is not None, "a reset was asked for"
+        assert args.reset is not None, "a session without a seed cannot be replayed"
+        assert first is not None, "a reset was requested"
         self._reset = args.reset
-        self._first_digest = digest_of(first)
-        self._played: list[_Played | _CalledTool] = []
+        self._first_digest = digest_outcome(first)
+        self._calls: list[_RecordedStep | _RecordedToolCall] = []
+        """The calls of the current episode, in order."""
 
     @property
     def session_id(self) -> str:
-        """The id of the session that it is now."""
+        """The id of the current wire session."""
         return self._wire.session_id
 
     @property
     def tools_session_id(self) -> str:
-        """The id that calls its tools alone; another one after it was rebuilt."""
+        """The id that can only call the session's tools. It changes when the session is rebuilt."""
         return self._wire.tools_session_id
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """The first result of a new episode."""
+        """Start a new episode and return its first result."""
         args = DefaultSeeds().fill(args)
         try:
             first = await self._wire.reset(args)
         except InfrastructureError as error:
-            first = await self._bounded(error, lambda: self._begin_again(args))
-        self._reset, self._first_digest, self._played = args, digest_of(first), []
+            first = await self._retry(error, lambda: self._start_again(args))
+        self._reset, self._first_digest, self._calls = args, digest_outcome(first), []
         return first
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """The result of an action: bytes are JSON, a str is text."""
-        try:
-            result = await self._recorded_step(action, step_index)
-        except InfrastructureError as error:
-
-            async def again() -> StepResult:
-                await self._rebuild()
-                return await self._recorded_step(action, step_index)
-
-            result = await self._bounded(error, again)
-        return result
+        """Return the result of an action. Bytes are JSON; a str is text."""
+        return await self._resume_on_loss(lambda: self._recorded_step(action, step_index))
 
     async def state(self) -> JsonObject:
-        """The environment's state."""
-        try:
-            return await self._wire.state()
-        except InfrastructureError as error:
-
-            async def again() -> JsonObject:
-                await self._rebuild()
-                return await self._wire.state()
-
-            return await self._bounded(error, again)
+        """Return the environment's state."""
+        return await self._resume_on_loss(lambda: self._wire.state())
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What a tool of the environment returned."""
-        try:
-            return await self._recorded_call(name, arguments)
-        except InfrastructureError as error:
-
-            async def again() -> JsonObject:
-                await self._rebuild()
-                return await self._recorded_call(name, arguments)
-
-            return await self._bounded(error, again)
+        """Call a tool of the environment and return its result."""
+        return await self._resume_on_loss(lambda: self._recorded_call(name, arguments))
 
     async def close(self) -> None:
-        """Free the session."""
+        """Close the session."""
         await self._wire.close()
 
     def abandon(self) -> None:
-        """Let the server free the session, without waiting for it."""
+        """Ask the server to close the session, without waiting for the response."""
         self._wire.abandon()
 
+    async def _resume_on_loss(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Return the call's result. If the session is lost, rebuild it and repeat the call."""
+        try:
+            return await call()
+        except InfrastructureError as error:
+
+            async def rebuild_and_call() -> ResultT:
+                await self._rebuild()
+                return await call()
+
+            return await self._retry(error, rebuild_and_call)
+
     async def _recorded_step(self, action: bytes | str, step_index: int) -> StepResult:
-        """The result; a step whose code raised is kept as well: it may have changed things."""
+        """Take a step and record it. A failed step is recorded too, as it may have had effects."""
         try:
             result = await self._wire.step(action, step_index)
         except ExecutionError as error:
-            self._played.append(_Played(action, step_index, digest_of(error)))
+            self._calls.append(_RecordedStep(action, step_index, digest_outcome(error)))
             raise
-        self._played.append(_Played(action, step_index, digest_of(result)))
+        self._calls.append(_RecordedStep(action, step_index, digest_outcome(result)))
         return result
 
     async def _recorded_call(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What the tool returned; a call that failed is kept, too: it may have changed things."""
+        """Call a tool and record the call. A failed call is recorded too: it may have effects."""
         arguments = copy.deepcopy(arguments)
         try:
             result = await self._wire.call_tool(name, arguments)
         except (ToolError, ExecutionError) as error:
-            self._played.append(_CalledTool(name, arguments, digest_of(error)))
+            self._calls.append(_RecordedToolCall(name, arguments, digest_outcome(error)))
             raise
-        self._played.append(_CalledTool(name, arguments, digest_of_json(result)))
+        self._calls.append(_RecordedToolCall(name, arguments, digest_json(result)))
         return result
 
-    async def _bounded(
+    async def _retry(
         self, cause: InfrastructureError, attempt: Callable[[], Awaitable[ResultT]]
     ) -> ResultT:
-        """The value of the first attempt that gets through.
+        """Return the value of the first attempt that succeeds.
 
         Raises:
-            InfrastructureError: none did; REPLAY_MISMATCH ends it at once.
+            InfrastructureError: every attempt failed, or one raised REPLAY_MISMATCH.
         """
         error = cause
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                for number in range(self._limits.num_attempts):
-                    await asyncio.sleep(_PAUSE_S * number)
+                for index in range(self._limits.num_attempts):
+                    await asyncio.sleep(_PAUSE_STEP_S * index)
                     self._wire.abandon()
                     try:
                         return await attempt()
-                    except InfrastructureError as found:
-                        error = found
+                    except InfrastructureError as failure:
+                        error = failure
                     if error.code == ErrorCode.REPLAY_MISMATCH:
                         break
         except TimeoutError:
             pass
         raise error
 
-    async def _begin_again(self, args: ResetArgs) -> StepResult:
+    async def _start_again(self, args: ResetArgs) -> StepResult:
         self._wire, first = await self._open(args)
         self.num_resumes += 1
         return first
 
     async def _rebuild(self) -> None:
-        """Open a new session and bring it to where the lost one stood."""
+        """Open a new session and repeat the calls of the lost session."""
         self._wire, first = await self._open(self._reset)
-        self._compare("the reset", self._first_digest, digest_of(first))
-        for played in self._played:
+        self._compare("the reset", self._first_digest, digest_outcome(first))
+        for call in self._calls:
             try:
-                found = await played.again(self._wire)
+                digest = await call.replay(self._wire)
             except InfrastructureError:
                 raise
             except EnvError as error:
-                found = digest_of(error)
-            self._compare(str(played), played.digest, found)
+                digest = digest_outcome(error)
+            self._compare(str(call), call.digest, digest)
         self.num_resumes += 1
 
     async def _open(self, reset: ResetArgs) -> tuple[WireSession, StepResult]:
@@ -259,29 +249,29 @@ class ReplayingSession:
             wire, first = await retry_refused(lambda: self._open_wire(args), self._limits.timeout_s)
         except (CapacityError, RateLimitError) as error:
             raise SessionLostError(
-                f"session lost, and no room to rebuild it: {error.message}"
+                f"session lost, and the server has no capacity to rebuild it: {error.message}"
             ) from error
-        assert first is not None, "a reset was asked for"
+        assert first is not None, "a reset was requested"
         return wire, first
 
-    def _compare(self, what: str, expected: bytes, found: bytes) -> None:
-        if found != expected:
+    def _compare(self, call: str, expected: bytes, actual: bytes) -> None:
+        if actual != expected:
             self._wire.abandon()
             raise SessionLostError(
-                f"expected {what} on seed {self._reset.seed} to be as it was, got"
-                " another answer from the new session: the environment is not deterministic, or"
-                " another version of it is served; the episode is void, open a new one",
+                f"session lost: {call} with seed {self._reset.seed} returned a different result in"
+                " the rebuilt session, because the environment is not deterministic or another"
+                " version of it is served; the episode is void, open a new one",
                 ErrorCode.REPLAY_MISMATCH,
             )
 
 
-def digest_of(outcome: StepResult | EnvError) -> bytes:
-    """What two answers share exactly when a player could not tell them apart."""
+def digest_outcome(outcome: StepResult | EnvError) -> bytes:
+    """Return a digest that is equal for two outcomes if a player cannot distinguish them."""
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(outcome, EnvError):
         digest.update(outcome.code.encode())
         return digest.digest()
-    seen = [
+    visible = [
         outcome.observation,
         outcome.reward,
         outcome.terminated,
@@ -289,13 +279,13 @@ def digest_of(outcome: StepResult | EnvError) -> bytes:
         outcome.step_index,
         outcome.success,
     ]
-    digest.update(orjson.dumps(seen, option=_DIGEST_OPTIONS))
+    digest.update(orjson.dumps(visible, option=_DIGEST_OPTIONS))
     for name, array in sorted(outcome.tensors.items()):
         digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.digest()
 
 
-def digest_of_json(value: JsonObject) -> bytes:
-    """The same for what a tool returned."""
+def digest_json(value: JsonObject) -> bytes:
+    """Return a digest of a tool's result."""
     return hashlib.blake2b(orjson.dumps(value, option=_DIGEST_OPTIONS), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The base of an environment package's own client: one session, typed as its models say.
+"""The base class of an environment package's client: one session with the package's types.
 
 class CoinEnv(TypedEnv[CoinAction, CoinObservation, CoinState]):
     observation_type = CoinObservation
@@ -24,6 +24,7 @@ from ludus.env.client.containers import (
 )
 from ludus.env.client.sync import EnvClient, Session
 from ludus.env.security.variables import TOKEN_VARIABLE
+from ludus.env.transports.interface import ConnectOptions
 from ludus.env.types import Action, StepResult, TextView
 
 ActionT = TypeVar("ActionT", bound=Action)
@@ -33,35 +34,36 @@ StateT = TypeVar("StateT", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class TypedResult(Generic[ObservationT]):
-    """What one reset or step led to."""
+    """The typed result of one reset or step."""
 
     observation: ObservationT
     reward: float | None
-    """None after a reset."""
+    """Reward of the step; None after a reset."""
     terminated: bool
     truncated: bool
     text: TextView | None
-    """The same for language models; None from servers that have no text."""
+    """The observation as text for language models; None from servers without text."""
     success: bool | None = None
-    """Whether the episode that ended here succeeded; None where the environment does not say."""
+    """True if the episode ended here with a success; None if the environment does not report it."""
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    """Arrays too large for JSON, by name."""
+    """Arrays that are too large for JSON, by name."""
 
     @property
     def done(self) -> bool:
-        """True when the episode is over, for either reason."""
+        """True when the episode is terminated or truncated."""
         return self.terminated or self.truncated
 
 
 class TypedEnv(Generic[ActionT, ObservationT, StateT]):
-    """One session at a server; `reset` starts the next episode in it.
+    """One typed session at a server; `reset` starts the session's next episode.
 
     Args:
-        base_url: http:// or ws://, also of OpenEnv's own servers, or grpc:// for ours.
-        token: for servers that ask for one.
+        base_url: http:// or ws:// address, also of OpenEnv servers, or grpc:// address of a Ludus
+            server.
+        token: bearer token for servers that require one.
 
     Raises:
-        UnavailableError: the server did not answer.
+        UnavailableError: the server did not respond.
         AuthenticationError: the token is missing or wrong.
     """
 
@@ -71,11 +73,11 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
 
     def __init__(self, base_url: str | None = None, *, token: str | None = None) -> None:
         self._url, self._token = base_url or self.default_url, token
-        self._client = EnvClient.connect(self._url, token=token)
+        self._client = EnvClient.connect(self._url, ConnectOptions(token=token))
         self._session: Session | None = None
         self._is_closed = False
         self._container: ContainerProvider | None = None
-        """Holds the server, where it was started for this client."""
+        """The provider of the server's container, if the client started it."""
 
     @classmethod
     def from_docker_image(
@@ -87,24 +89,23 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         *,
         timeout_s: float = READY_TIMEOUT_S,
     ) -> Self:
-        """A client of a server in a container of its own, which ends with it.
+        """Start a container with a server, and return a client that stops it when closed.
 
         Args:
-            image: its server listens on port 8000, as OpenEnv's do.
-            provider: what starts the container; None is docker or podman on this machine. One of
-                OpenEnv's does, too.
+            image: container image whose server listens on port 8000, like the images of OpenEnv.
+            provider: provider that starts the container; also a provider of OpenEnv. Default:
+                docker or podman on this machine.
             env_vars: variables in the container, for example {"OPENSPIEL_GAME": "blackjack"}.
-                LUDUS_ENV_TOKEN, the token that servers of ours ask for, is drawn where it is not
-                given.
-            port: of this machine; None takes a free one.
-            timeout_s: within which the server must answer.
+                LUDUS_ENV_TOKEN, the token that Ludus servers require, is random by default.
+            port: port on this machine. Default: a free port.
+            timeout_s: time limit for the server's first response.
 
         Raises:
-            ConfigError: there is no docker or podman, or it refuses image or port.
-            UnavailableError: the server ended, or did not answer in time.
+            ConfigError: there is no docker or podman, or it refuses the image or the port.
+            UnavailableError: the server exited, or did not respond in time.
         """
         container: ContainerProvider = LocalContainers() if provider is None else provider
-        # Servers of ours ask for it, and so play with nobody else on this machine.
+        # With a token, a Ludus server accepts no other client on this machine.
         variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
         try:
             base_url = container.start_container(image, port=port, env_vars=variables)
@@ -127,40 +128,40 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
         tag: str = "latest",
         timeout_s: float = READY_TIMEOUT_S,
     ) -> Self:
-        """A client of an environment of the Hugging Face Hub, in a container of its own here.
+        """Start a container with an environment from the Hugging Face Hub, and return its client.
 
         Args:
-            repository: the Space that serves it, as owner/name.
-            tag: of its image.
+            repository: the Space of the environment, as owner/name.
+            tag: tag of the Space's image.
 
         Raises:
-            ConfigError: the name has another form, or what `from_docker_image` raises.
-            UnavailableError: as there.
+            ConfigError: the repository name is malformed, or `from_docker_image` raised it.
+            UnavailableError: the server exited, or did not respond in time.
         """
         image = hub_image(repository, tag)
         return cls.from_docker_image(image, provider, env_vars, port, timeout_s=timeout_s)
 
     def reset(self, seed: int | None = None) -> TypedResult[ObservationT]:
-        """The first view of a new episode, which follows from the seed."""
+        """Start a new episode with the seed, and return its first result."""
         if self._session is None:
             self._session, first = self._client.open(seed=seed)
-            return self._typed(first)
-        return self._typed(self._session.reset(seed=seed))
+            return self._convert(first)
+        return self._convert(self._session.reset(seed=seed))
 
     def step(self, action: ActionT) -> TypedResult[ObservationT]:
-        """What the action led to.
+        """Take an action and return its result.
 
         Raises:
-            IllegalActionError: the rules do not allow it; the episode is unchanged.
+            IllegalActionError: the rules do not allow the action; the episode is unchanged.
         """
-        return self._typed(self._opened().step(action))
+        return self._convert(self._require_session().step(action))
 
     def state(self) -> StateT:
-        """Where the episode stands."""
-        return self.state_type.model_validate(self._opened().state())
+        """Return the state of the episode."""
+        return self.state_type.model_validate(self._require_session().state())
 
     def close(self) -> None:
-        """End the session, the connection, and the container that was started for them."""
+        """Close the session and the connection, and stop the client's container if there is one."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -171,7 +172,7 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
                 self._container.stop_container()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A function that plays with it may be sent elsewhere, and gets a session of its own there.
+        # A pickled client opens a new session, so functions that use one can run elsewhere.
         return partial(type(self), token=self._token), (self._url,)
 
     def __enter__(self) -> Self:
@@ -180,12 +181,12 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _opened(self) -> Session:
+    def _require_session(self) -> Session:
         if self._session is None:
             self._session = self._client.open_session()
         return self._session
 
-    def _typed(self, result: StepResult) -> TypedResult[ObservationT]:
+    def _convert(self, result: StepResult) -> TypedResult[ObservationT]:
         return TypedResult(
             observation=self.observation_type.model_validate(result.observation),
             reward=result.reward,

@@ -62,7 +62,7 @@ def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOp
     )
 
 
-def named_server(server_name: str | None) -> ChannelOptions:
+def server_name_options(server_name: str | None) -> ChannelOptions:
     """Options that look for another name in a TLS server's certificate than the address's host."""
     if not server_name:
         return ()

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.options import Isolation, ServerOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
@@ -63,10 +63,12 @@ async def connected(
                 await _wait_for_a_session(address, token, options.wait_s)
             client = await AsyncEnvClient.connect(
                 address,
-                token=token,
-                timeout_s=options.timeout_s,
-                connect_timeout_s=patience_s,
-                allow_ignored_seed=True,
+                ConnectOptions(
+                    token=token,
+                    timeout_s=options.timeout_s,
+                    connect_timeout_s=patience_s,
+                    allow_ignored_seed=True,
+                ),
             )
         except UnavailableError as error:
             raise NotFoundError(
@@ -84,7 +86,7 @@ async def _wait_for_a_session(address: str, token: str | None, wait_s: float) ->
 
     async def attempt() -> None:
         connecting = AsyncEnvClient.connect(
-            address, token=token, timeout_s=wait_s, connect_timeout_s=wait_s
+            address, ConnectOptions(token=token, timeout_s=wait_s, connect_timeout_s=wait_s)
         )
         async with await connecting as client:
             session, _ = await client.open(wait_s=wait_s)

@@ -1,1 +1,1 @@
-"""The client's wires, behind one interface."""
+"""The client's wires behind one interface."""

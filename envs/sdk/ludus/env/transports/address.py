@@ -1,7 +1,7 @@
-"""Addresses of environment servers and gateways, and the credentials they may carry.
+"""Addresses of environment servers and gateways, with optional credentials.
 
 grpc://host:port[/NAME]            grpcs:// with TLS; NAME is an environment at a gateway
-http://[user:token@]host:port[/path]   https://, ws:// and wss:// likewise
+http://[user:token@]host:port[/path]   likewise https://, ws:// and wss://
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _SECURE_SCHEMES = ("grpcs", "https", "wss")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is. Its `str` holds no credentials."""
+    """A parsed server address. Its `str` contains no credentials."""
 
     scheme: str
     authority: str
     """Host and port."""
     path: str = ""
-    """Begins with a slash, ends without one."""
+    """Path with a leading slash and no trailing slash."""
     credentials: str | None = field(default=None, repr=False)
-    """The value of an `authorization` header that the address itself brought along."""
+    """Value of the `authorization` header, if the address contains a user and a token."""
 
     @property
     def is_secure(self) -> bool:
-        """True with TLS."""
+        """True if the connection uses TLS."""
         return self.scheme in _SECURE_SCHEMES
 
     @property
@@ -41,22 +41,22 @@ class ServerAddress:
 
     @property
     def is_websocket(self) -> bool:
-        """True where OpenEnv's sockets are asked for by name."""
+        """True if the address explicitly requests OpenEnv's WebSocket."""
         return self.scheme in ("ws", "wss")
 
     @property
     def environment(self) -> str:
-        """The environment that a gRPC address names; empty for the only one."""
+        """The environment that a gRPC address names; empty if it names none."""
         return self.path.removeprefix("/")
 
     @property
     def http_base(self) -> str:
-        """The address below which OpenEnv's paths lie."""
+        """The base URL of OpenEnv's HTTP endpoints."""
         return f"{'https' if self.is_secure else 'http'}://{self.authority}{self.path}"
 
     @property
     def ws_base(self) -> str:
-        """The same for sockets."""
+        """The base URL of OpenEnv's WebSocket."""
         return f"{'wss' if self.is_secure else 'ws'}://{self.authority}{self.path}"
 
     def __str__(self) -> str:
@@ -64,10 +64,10 @@ class ServerAddress:
 
 
 def parse_address(address: str) -> ServerAddress:
-    """The parts of an address.
+    """Parse an address.
 
     Raises:
-        ConfigError: it is none; credentials are left out of the message.
+        ConfigError: the address is malformed. The message contains no credentials.
     """
     try:
         parts = urlsplit(address)
@@ -83,10 +83,10 @@ def parse_address(address: str) -> ServerAddress:
         path = path.removesuffix("/ws")
     elif path.count("/") > 1:
         raise _malformed(address, "at most one name after the port")
-    return ServerAddress(parts.scheme, authority, path, _basic(userinfo))
+    return ServerAddress(parts.scheme, authority, path, _basic_credentials(userinfo))
 
 
-def _basic(userinfo: str) -> str | None:
+def _basic_credentials(userinfo: str) -> str | None:
     if not userinfo:
         return None
     user, _, password = userinfo.partition(":")

@@ -1,11 +1,11 @@
-"""A client's WebSocket whose replies need no task, no lock and no queue.
+"""A client's WebSocket that delivers replies without a task, a lock or a queue.
 
-    ask --> frame --> socket          socket --> parser --> frame --+--> on_reply
+    request --> frame --> socket      socket --> parser --> frame --+--> on_reply
                                                                     |
-                                              fragments, no reply --+--> send and recv
+                                   fragments, unexpected frames ----+--> send and recv
 
-The short way is taken only while nothing waits to be read, so a frame that nobody asked for is
-never taken for a reply. It uses names of websockets that may change with a version.
+The direct path is used only while no frame waits to be read, so that an unexpected frame is never
+taken for a reply. The module uses names of websockets that may change with its version.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from websockets.frames import DATA_OPCODES, Frame, Opcode
 from websockets.protocol import Event, State
 
 OnReply = Callable[[str | None], Any]
-"""Takes a reply, once; None says that `recv` has it, or says why there is none. Must not raise."""
+"""Callback for one reply. None means that `recv` returns the reply or raises the reason why there
+is none. Must not raise."""
 
 
 class CallConnection(ClientConnection):
-    """One connection, on which each message gets one reply before the next one is sent."""
+    """A connection on which each message gets one reply before the next message is sent."""
 
     _on_reply: OnReply | None = None
     _has_unread = False
-    """True from the first frame on that `recv` has to read."""
+    """True after the first frame that `recv` has to read."""
 
-    def ask(self, message: bytes, on_reply: OnReply) -> bool:
-        """True when the text is on its way and its reply will be handed on.
+    def send_request(self, message: bytes, on_reply: OnReply) -> bool:
+        """Send a text and return True if its reply will be passed to `on_reply`.
 
-        False leaves it to `send` and `recv`: something waits to be read or to be written, or the
-        connection has ended and they say why.
+        False means that the caller must use `send` and `recv`: a frame waits to be read or
+        written, or the connection has ended and they raise the reason.
         """
         if self._has_unread or self.paused or self.protocol.state is not State.OPEN:
             return False
@@ -40,17 +41,17 @@ class CallConnection(ClientConnection):
         self.protocol.send_text(message)
         try:
             self.send_data()
-        except (OSError, RuntimeError):  # which of them depends on the event loop
+        except (OSError, RuntimeError):  # the event loop decides which of the two
             self.transport.abort()
         return True
 
     def process_event(self, event: Event) -> None:
-        """Hand a reply on, or leave it to `recv`."""
+        """Pass a reply to its callback, or leave the frame to `recv`."""
         if not isinstance(event, Frame) or event.opcode not in DATA_OPCODES:
             super().process_event(event)
             return
         on_reply, self._on_reply = self._on_reply, None
-        reply = None if on_reply is None else _whole_text(event)
+        reply = None if on_reply is None else _complete_text(event)
         if reply is None:
             self._has_unread = True
             super().process_event(event)
@@ -58,15 +59,15 @@ class CallConnection(ClientConnection):
             on_reply(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits for a reply."""
+        """Notify the caller that waits for a reply."""
         super().connection_lost(exc)
         on_reply, self._on_reply = self._on_reply, None
         if on_reply is not None:
             on_reply(None)
 
 
-def _whole_text(frame: Frame) -> str | None:
-    """The text of a frame that is a whole message; None where `recv` should look at it."""
+def _complete_text(frame: Frame) -> str | None:
+    """Return the text of a frame that is a complete message, or None if `recv` must handle it."""
     if not frame.fin or frame.opcode is not Opcode.TEXT:
         return None
     try:

@@ -3,14 +3,14 @@
     open, reset, step, ... --> the live stream --> any server behind the address
                                   | breaks
                                   v
-    sessions that survive: the call in flight is sent again, under the same step number,
-    on a new stream; all others end with SessionLostError. A survivor that nobody calls is
-    asked for its state on the new stream before the server gives it up
+    a session that outlives its stream: the pending call is sent again with the same step number
+    on a new stream; every other session ends with SessionLostError
 
-A proxy may pass the end of a stream on only when the client says something (Traefik does), so
-that a stream with survivors gets an empty call now and then.
+The server returns its first response to a repeated step number, so nothing is done twice. A
+session without calls is queried on the new stream before the server closes it.
 
-The server answers a repeated step number with its first answer, so nothing is done twice.
+Some proxies report the end of a stream only after the client has sent something (Traefik does), so
+a stream with such sessions regularly sends an empty call.
 """
 
 from __future__ import annotations
@@ -24,87 +24,88 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 import orjson
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import retry
 from ludus.env.encoding import ResetArgs, plain_json
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
 from ludus.env.grpc.server_port import (
     ServerPort,
     channel_options,
-    named_server,
     open_channel,
+    server_name_options,
 )
 from ludus.env.limits import MAX_BATCH_BYTES, MAX_CALLS_PER_MESSAGE
 from ludus.env.messages.protobuf import ENVIRONMENT_KEY, fill_open_args, fill_reset_args, read_error
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.interface import (
-    ConnectOptions,
     OpenedWire,
+    RemoteServer,
     StepCall,
     check_group,
-    retry_until,
+    retry_unavailable,
 )
 from ludus.env.transports.lazy_result import read_result
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, InfrastructureError, SessionLostError
 
-_CLOSE_PATIENCE_S = 2.0
-_KEPT_AFTER = 1 / 3
-"""Of their linger, how long sessions rest until their stream is tried, or they get a new one."""
-_RESEND_PAUSE_S = 0.05
-_LAST_RESEND_PAUSE_S = 1.0
+_CLOSE_TIMEOUT_S = 2.0
+_KEEP_AFTER = 1 / 3
+"""Fraction of the sessions' linger time after which their stream is probed or replaced."""
 
 Fill = Callable[[pb.Call], None]
-"""Writes a call; may be asked to do it again on another stream."""
+"""Fills in a call. It may be called again for another stream."""
 
 
 class GrpcTransport:
-    """A connection to a server's or a gateway's gRPC port."""
+    """A connection to the gRPC port of a server or a gateway."""
 
-    def __init__(self, options: ConnectOptions) -> None:
-        self.reconnect_timeout_s = options.reconnect_timeout_s
-        self._options = options
+    def __init__(self, server: RemoteServer) -> None:
+        self.reconnect_timeout_s = server.options.reconnect_timeout_s
+        self._server = server
         self._port = ServerPort(
-            _open_channel(options),
-            str(options.address),
-            _metadata_of(options),
-            options.timeout_s,
+            _open_channel(server),
+            str(server.address),
+            _make_metadata(server),
+            server.options.timeout_s,
         )
         self._stream: CallStream | None = None
         self._is_closed = False
         self._connecting = asyncio.Lock()
         self._granted_linger_s: float | None = None
         self._surviving: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
+        """Sessions that outlive their stream."""
         self._stranded: weakref.WeakSet[GrpcSession] = weakref.WeakSet()
-        """Survivors that were not called since their stream broke."""
+        """Surviving sessions that were not called since their stream broke."""
         self._keeping: asyncio.Task[None] | None = None
 
-    async def connect(self, patience_s: float) -> None:
+    async def connect(self, timeout_s: float) -> None:
         """Wait for a stream to the server."""
-        await self.live_stream(patience_s)
+        await self.live_stream(timeout_s)
         if self._granted_linger_s is None:
-            self._granted_linger_s = (await retry_until(self.describe, patience_s)).linger_s
+            self._granted_linger_s = (await retry_unavailable(self.describe, timeout_s)).linger_s
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server says of its environment."""
+        """Return the server's description of its environment."""
         return await self._port.describe()
 
     async def open(self, args: OpenArgs) -> OpenedWire:
-        """A new session on the live stream, which is made again when it broke."""
+        """Open a session on the live stream. A broken stream is replaced first."""
         stream, reply = await self.call_anywhere(
-            lambda call: fill_open_args(call.open, args), self._options.reconnect_timeout_s
+            lambda call: fill_open_args(call.open, args), self.reconnect_timeout_s
         )
-        return self._opened(stream, reply.open, args)
+        return self._add_session(stream, reply.open, args)
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
-        """Sessions on one seed, all or none, whose first results are the same."""
+        """Open `size` sessions with one seed and equal first results, or none of them."""
 
         def fill(call: pb.Call) -> None:
             fill_open_args(call.open_group.open, args)
             call.open_group.size = size
 
-        stream, reply = await self.call_anywhere(fill, self._options.reconnect_timeout_s)
-        opened = [self._opened(stream, one, args) for one in reply.open_group.sessions]
+        stream, reply = await self.call_anywhere(fill, self.reconnect_timeout_s)
+        opened = [
+            self._add_session(stream, response, args) for response in reply.open_group.sessions
+        ]
         try:
             check_group((first for _, first in opened), args.reset.seed if args.reset else None)
         except EnvError:
@@ -114,7 +115,7 @@ class GrpcTransport:
         return opened
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One result or error per call, in order; so many as fit travel as one call."""
+        """Return one result or error per call, in order, with as few messages as possible."""
         parts = await asyncio.gather(*(self._step_together(part) for part in _cut(calls)))
         return list(itertools.chain.from_iterable(parts))
 
@@ -124,20 +125,21 @@ class GrpcTransport:
             for session, action, step_index in calls:
                 _fill_step(add(), session.session_id, action, step_index)
 
-        patience_s = self._options.reconnect_timeout_s if self._surviving else 0.0
+        timeout_s = self.reconnect_timeout_s if self._surviving else 0.0
         try:
-            _, reply = await self.call_anywhere(fill, patience_s)
+            _, reply = await self.call_anywhere(fill, timeout_s)
         except EnvError as error:
             return [error] * len(calls)
         if self._stranded:
             self._stranded.difference_update(session for session, _, _ in calls)
-        return [_outcome(one) for one in reply.step_many.replies]
+        return [_read_step(step) for step in reply.step_many.replies]
 
     async def close(self) -> None:
-        """End the stream and with it all its sessions, those that would survive it too."""
+        """Close the stream and all sessions, including those that would outlive the stream."""
         if self._surviving:
-            with contextlib.suppress(EnvError, TimeoutError):  # else they linger to their end
-                async with asyncio.timeout(_CLOSE_PATIENCE_S):
+            # Sessions that cannot be closed end on the server after their linger time.
+            with contextlib.suppress(EnvError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._close_surviving()
         stream, self._is_closed = self._stream, True
         if self._keeping is not None:
@@ -147,91 +149,95 @@ class GrpcTransport:
         await self._port.close()
 
     async def _close_surviving(self) -> None:
-        """Tell the server that no session is to outlive its connection."""
         while True:
-            stream = await self.live_stream(_CLOSE_PATIENCE_S)
+            stream = await self.live_stream(_CLOSE_TIMEOUT_S)
             closing = [stream.send_close(session.session_id) for session in self._surviving]
             await asyncio.wait(closing)
             if stream.broken is None:
                 return
 
-    async def call_anywhere(self, fill: Fill, patience_s: float) -> tuple[CallStream, pb.Reply]:
-        """The reply to a call, made again when the connection breaks under it.
+    async def call_anywhere(self, fill: Fill, timeout_s: float) -> tuple[CallStream, pb.Reply]:
+        """Return the reply to a call, which is repeated on a new stream when its stream breaks.
 
         Raises:
-            UnavailableError: the server went away for longer than `patience_s`.
+            UnavailableError: the server was unavailable for longer than `timeout_s`.
         """
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + patience_s
-        pauses = doubling(_RESEND_PAUSE_S, _LAST_RESEND_PAUSE_S)
-        while True:
-            stream = await self.live_stream(deadline_s - loop.time())
-            try:
-                return stream, await _taken(stream, stream.begin(fill))
-            except ConnectionLostError:
-                if self._is_closed or loop.time() >= deadline_s:
-                    raise
-            await asyncio.sleep(next(pauses))
+        deadline_s = loop.time() + timeout_s
 
-    async def live_stream(self, patience_s: float) -> CallStream:
-        """The stream, made again when it broke; many callers wait for one attempt."""
+        async def attempt() -> tuple[CallStream, pb.Reply]:
+            stream = await self.live_stream(deadline_s - loop.time())
+            return stream, await _wait_for_reply(stream, stream.begin(fill))
+
+        return await retry(
+            attempt,
+            lambda error: isinstance(error, ConnectionLostError) and not self._is_closed,
+            timeout_s,
+        )
+
+    async def live_stream(self, timeout_s: float) -> CallStream:
+        """Return the stream, replaced if it broke. All callers wait for the same attempt."""
         async with self._connecting:
             if self._is_closed:
                 raise SessionLostError("session lost: the client was closed")
             if self._stream is None or self._stream.broken is not None:
-                deadline_s = asyncio.get_running_loop().time() + patience_s
-                self._stream = await retry_until(lambda: self._new_stream(deadline_s), patience_s)
+                deadline_s = asyncio.get_running_loop().time() + timeout_s
+                self._stream = await retry_unavailable(
+                    lambda: self._new_stream(deadline_s), timeout_s
+                )
             return self._stream
 
-    def _opened(self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs) -> OpenedWire:
+    def _add_session(
+        self, stream: CallStream, message: pb.OpenResponse, args: OpenArgs
+    ) -> OpenedWire:
         linger_s = max(args.linger_s, self._granted_linger_s or 0.0)
         session = GrpcSession(self, stream, message, linger_s)
         if session.survives_disconnect:
             self._surviving.add(session)
-            self._keep()
+            self._start_keeping()
         return session, read_result(message.first) if message.HasField("first") else None
 
     async def _new_stream(self, deadline_s: float) -> CallStream:
         remaining_s = max(deadline_s - asyncio.get_running_loop().time(), 0.1)
         return CallStream(
             await self._port.connect(remaining_s),
-            str(self._options.address),
-            timeout_s=self._options.timeout_s,
-            max_calls_per_batch=self._options.max_calls_per_message,
+            str(self._server.address),
+            timeout_s=self._server.options.timeout_s,
+            max_calls_per_batch=self._server.options.max_calls_per_message,
             on_broken=self._strand,
         )
 
-    def was_called(self, session: GrpcSession) -> None:
-        """Take note that a session is known on the live stream."""
+    def mark_called(self, session: GrpcSession) -> None:
+        """Record that the server has received a call of the session on the live stream."""
         self._stranded.discard(session)
 
     def _strand(self, reason: str) -> None:
         if self._is_closed or not self._surviving:
             return
         self._stranded.update(self._surviving)
-        self._keep()
+        self._start_keeping()
 
-    def _keep(self) -> None:
+    def _start_keeping(self) -> None:
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.get_running_loop().create_task(self._keep_surviving())
 
     async def _keep_surviving(self) -> None:
-        """Call the sessions that nobody calls on a new stream, before the server gives them up."""
-        with contextlib.suppress(EnvError):  # whoever calls them next is told
+        """Move sessions without calls to a new stream before the server closes them."""
+        with contextlib.suppress(EnvError):  # the next call of a session raises the error again
             while self._surviving:
-                lingers_s = min((one.linger_s for one in self._surviving), default=0.0)
-                await asyncio.sleep(lingers_s * _KEPT_AFTER)
+                linger_s = min((session.linger_s for session in self._surviving), default=0.0)
+                await asyncio.sleep(linger_s * _KEEP_AFTER)
                 stream = await self.live_stream(self.reconnect_timeout_s)
-                waiting = [one.move_to(stream) for one in tuple(self._stranded)]
-                if not waiting:
-                    # An empty call shows whether the stream still lives.
-                    waiting = [stream.begin(lambda call: None)]
+                pending = [session.move_to(stream) for session in tuple(self._stranded)]
+                if not pending:
+                    # An empty call shows whether the stream is still alive.
+                    pending = [stream.begin(lambda call: None)]
                 self._stranded.clear()
-                await asyncio.gather(*waiting, return_exceptions=True)
+                await asyncio.gather(*pending, return_exceptions=True)
 
 
 class GrpcSession:
-    """One session; it belongs to a stream unless it survives that."""
+    """One session. It ends with its stream, unless it has a linger time."""
 
     __slots__ = (
         "__weakref__",
@@ -257,17 +263,17 @@ class GrpcSession:
 
     @property
     def survives_disconnect(self) -> bool:
-        """Whether it outlives its stream."""
+        """True if the session outlives its stream."""
         return self.linger_s > 0
 
     def move_to(self, stream: CallStream) -> asyncio.Future[pb.Reply]:
-        """The future of a call that makes it known on another stream."""
+        """Call the session on another stream, and return the future of the reply."""
         future = stream.begin(self._fill_state)
         self._stream = stream
         return future
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """The first result of a new episode."""
+        """Start a new episode and return its first result."""
 
         def fill(call: pb.Call) -> None:
             call.reset.session_id = self.session_id
@@ -276,7 +282,7 @@ class GrpcSession:
         return read_result((await self._call(fill)).result)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """The result of an action: bytes are JSON, a str is text."""
+        """Return the result of an action. Bytes are JSON; a str is text."""
 
         def fill(call: pb.Call) -> None:
             _fill_step(call.step, self.session_id, action, step_index)
@@ -284,13 +290,14 @@ class GrpcSession:
         return read_result((await self._call(fill)).result)
 
     async def state(self) -> JsonObject:
-        """The environment's state."""
+        """Return the environment's state."""
         return orjson.loads((await self._call(self._fill_state)).state.state_json)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What a tool of the environment returned; a call under which the connection broke fails.
+        """Call a tool and return its result.
 
-        It has no number, so it cannot be made again without being done twice.
+        A tool call has no number, so it cannot be repeated safely. It fails when the connection
+        breaks.
         """
 
         def fill(call: pb.Call) -> None:
@@ -301,7 +308,7 @@ class GrpcSession:
         return orjson.loads((await self._stream.begin(fill)).call_tool.result_json)
 
     async def close(self) -> None:
-        """Free the session; a broken stream may have done so."""
+        """Close the session, unless its broken stream has already closed it."""
 
         def fill(call: pb.Call) -> None:
             call.close.session_id = self.session_id
@@ -309,46 +316,42 @@ class GrpcSession:
         if self._stream.broken is None:
             await self._stream.send_close(self.session_id)
         elif self.survives_disconnect:
-            with contextlib.suppress(InfrastructureError):  # its linger ends it anyway
-                await self.transport.call_anywhere(fill, _CLOSE_PATIENCE_S)
+            with contextlib.suppress(InfrastructureError):  # the session ends after its linger time
+                await self.transport.call_anywhere(fill, _CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Let the server free the session, without waiting for it."""
+        """Ask the server to close the session, without waiting for the response."""
         if self._stream.broken is None:
             self._stream.send_close(self.session_id)
 
     async def _call(self, fill: Fill) -> pb.Reply:
         try:
             return await self._stream.begin(fill)
-        except ConnectionLostError as error:
-            return await self._again(fill, error)
+        except ConnectionLostError:
+            if not self.survives_disconnect:
+                raise
+        self._stream, reply = await self.transport.call_anywhere(
+            fill, self.transport.reconnect_timeout_s
+        )
+        self.transport.mark_called(self)
+        return reply
 
     def _fill_state(self, call: pb.Call) -> None:
         call.state.session_id = self.session_id
 
-    async def _again(self, fill: Fill, error: ConnectionLostError) -> pb.Reply:
-        """The reply to a call under which the connection broke, where that can be had."""
-        if not self.survives_disconnect:
-            raise error
-        self._stream, reply = await self.transport.call_anywhere(
-            fill, self.transport.reconnect_timeout_s
-        )
-        self.transport.was_called(self)
-        return reply
 
-
-async def _taken(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
+async def _wait_for_reply(stream: CallStream, future: asyncio.Future[pb.Reply]) -> pb.Reply:
     try:
         return await future
     except asyncio.CancelledError:
-        # The reply may have come in the same turn of the loop as the cancellation.
+        # The reply may have arrived in the same turn of the loop as the cancellation.
         if future.done() and not future.cancelled() and future.exception() is None:
             stream.close_opened(future.result())
         raise
 
 
 def _cut(calls: Sequence[StepCall]) -> Iterator[Sequence[StepCall]]:
-    """The calls in parts that a server takes at once; an action that it never takes is alone."""
+    """Yield the calls in parts that a server accepts; an oversized action gets its own part."""
     begin, num_bytes = 0, 0
     for index, (_, action, _) in enumerate(calls):
         size = 0 if isinstance(action, ResetArgs) else len(action)
@@ -361,23 +364,23 @@ def _cut(calls: Sequence[StepCall]) -> Iterator[Sequence[StepCall]]:
         yield calls[begin:]
 
 
-def _metadata_of(options: ConnectOptions) -> tuple[tuple[str, str], ...]:
+def _make_metadata(server: RemoteServer) -> tuple[tuple[str, str], ...]:
     metadata = []
-    if options.authorization:
-        metadata.append(("authorization", options.authorization))
-    if options.address.environment:
-        metadata.append((ENVIRONMENT_KEY, options.address.environment))
+    if server.authorization:
+        metadata.append(("authorization", server.authorization))
+    if server.address.environment:
+        metadata.append((ENVIRONMENT_KEY, server.address.environment))
     return tuple(metadata)
 
 
-def _open_channel(options: ConnectOptions) -> grpc.aio.Channel:
-    address = options.address
+def _open_channel(server: RemoteServer) -> grpc.aio.Channel:
+    options = server.options
     return open_channel(
-        address.authority,
-        options.channel_credentials(),
+        server.address.authority,
+        server.channel_credentials(),
         (
             *channel_options(options.keepalive_s, options.keepalive_s),
-            *named_server(options.server_name if address.is_secure else None),
+            *server_name_options(options.server_name if server.address.is_secure else None),
         ),
     )
 
@@ -396,7 +399,7 @@ def _fill_step(
         fill_reset_args(message.reset, action)
 
 
-def _outcome(reply: pb.StepReply) -> StepResult | EnvError:
+def _read_step(reply: pb.StepReply) -> StepResult | EnvError:
     if reply.HasField("error"):
         return read_error(reply.error)
     return read_result(reply.result)

@@ -1,16 +1,14 @@
-"""The seam between the client and its wires.
+"""The interface between the clients and the wires.
 
-    AsyncSession --> [ReplayingSession] --> WireSession --> gRPC stream, socket or HTTP
+    AsyncSession --> [ReplayingSession] --> WireSession --> gRPC stream, WebSocket or HTTP
 
-A transport opens sessions; a wire session is one of them. A call that timed out ends its
-wire session for good: a late answer must never be taken for the next one. So does a broken
-connection, unless the session survives it on the server.
+A transport opens sessions, and a wire session is one open session. A call that times out ends its
+wire session, so that a late response is never taken for the response to the next call. A broken
+connection also ends the wire session, unless the session outlives its connection on the server.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import grpc
 
-from ludus.env.backoff import doubling
+from ludus.env.backoff import retry
 from ludus.env.encoding import ResetArgs
 from ludus.env.security.tls import TlsFiles, client_channel_credentials, client_ssl_context
 from ludus.env.sessions.interface import OpenArgs
@@ -37,114 +35,126 @@ from ludus.proto.errors import (
 
 ResultT = TypeVar("ResultT")
 
-_FIRST_BACKOFF_S = 0.05
-_LAST_BACKOFF_S = 1.0
-_LAST_REFUSAL_PAUSE_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectOptions:
-    """How a client reaches a server."""
+    """Options for connecting to a server, the same over every wire."""
 
-    address: ServerAddress
     token: str | None = field(default=None, repr=False)
+    """Bearer token for servers that require one."""
     timeout_s: float = 60.0
-    """For one call."""
+    """Time limit of one call. A call that takes longer ends its session."""
+    connect_timeout_s: float = 10.0
+    """Time limit for the first response of the server."""
     reconnect_timeout_s: float = 60.0
-    """How long a call waits for a server that went away."""
+    """How long `open`, and the calls of sessions that outlive a broken connection, wait for a
+    server that became unavailable."""
     ca_file: str | None = None
-    """The authority that a TLS server's certificate comes from; None trusts the system's."""
+    """PEM file of the authorities that may sign a TLS server's certificate. Default: the
+    system's authorities."""
     cert_file: str | None = None
-    """The certificate that is shown to a TLS server that asks for one."""
+    """PEM file of the certificate for TLS servers that require one from the client."""
     key_file: str | None = None
-    """Its private key."""
+    """PEM file of the private key of `cert_file`."""
     server_name: str | None = None
-    """The name in the certificate of a TLS server; None is the address's host."""
+    """Name in the certificate of a TLS server. Default: the host of the address."""
     keepalive_s: float = 10.0
-    """A gRPC connection that is silent for so long is asked for a sign of life."""
+    """Time without traffic after which a gRPC connection is probed. The connection is closed if
+    the probe gets no response within the same time."""
     allow_ignored_seed: bool = False
-    """Lets seeds be given to servers that ignore them."""
+    """Allows seeds for OpenEnv 0.1 servers, which ignore them, so that their episodes cannot be
+    repeated. By default such a seed is a ConfigError."""
     max_calls_per_message: int = 0
-    """Over gRPC; 0 sends all calls that gather in one message."""
+    """Maximum number of calls in one gRPC message. 0 sends all pending calls in one message."""
 
     def __post_init__(self) -> None:
-        if self.token and self.address.credentials:
-            raise ConfigError(
-                f"expected one way to authenticate at {self.address}, got a token and credentials"
-                " in the address; leave one of them out"
-            )
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError(
-                f"expected cert_file and key_file for {self.address} together, got"
-                f" {self.cert_file!r} and {self.key_file!r}; give both or none"
+                "cert_file and key_file must be set together, got"
+                f" {self.cert_file!r} and {self.key_file!r}; set both or neither"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """A server's address and the options for connecting to it."""
+
+    address: ServerAddress
+    options: ConnectOptions = field(default_factory=ConnectOptions)
+
+    def __post_init__(self) -> None:
+        if self.options.token and self.address.credentials:
+            raise ConfigError(
+                f"{self.address} must have one way to authenticate, got a token and credentials in"
+                " the address; remove one of them"
             )
 
     @property
     def authorization(self) -> str | None:
         """The value of the `authorization` header."""
-        return f"Bearer {self.token}" if self.token else self.address.credentials
-
-    @property
-    def identity(self) -> TlsFiles | None:
-        """What is shown to a TLS server that asks for certificates."""
-        if not (self.cert_file and self.key_file):
-            return None
-        return TlsFiles(Path(self.cert_file), Path(self.key_file))
+        token = self.options.token
+        return f"Bearer {token}" if token else self.address.credentials
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """For HTTPS and WSS; None where the address speaks no TLS.
+        """Return the TLS context for HTTPS and WSS, or None if the address uses no TLS.
 
         Raises:
             ConfigError: a file is missing or unusable.
         """
-        if not self.address.is_secure:
-            return None
-        return client_ssl_context(Path(self.ca_file) if self.ca_file else None, self.identity)
+        return client_ssl_context(*self._tls_files()) if self.address.is_secure else None
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """The same for gRPC."""
-        if not self.address.is_secure:
-            return None
-        ca_file = Path(self.ca_file) if self.ca_file else None
-        return client_channel_credentials(ca_file, self.identity)
+        """Return the TLS credentials for gRPC, or None if the address uses no TLS.
+
+        Raises:
+            ConfigError: a file is missing or unusable.
+        """
+        return client_channel_credentials(*self._tls_files()) if self.address.is_secure else None
+
+    def _tls_files(self) -> tuple[Path | None, TlsFiles | None]:
+        options = self.options
+        identity = None
+        if options.cert_file and options.key_file:
+            identity = TlsFiles(Path(options.cert_file), Path(options.key_file))
+        return Path(options.ca_file) if options.ca_file else None, identity
 
 
 class WireSession(Protocol):
-    """One session on a wire; every method raises EnvError with the wire's code."""
+    """One session on a wire. Every method raises EnvError with the code from the wire."""
 
     @property
     def session_id(self) -> str:
-        """Its id on the server."""
+        """The session's id on the server."""
 
     @property
     def tools_session_id(self) -> str:
-        """The id that calls its tools and does nothing else; empty where there is none."""
+        """The id that can only call the session's tools; empty if the session has no such id."""
 
     def reset(self, args: ResetArgs) -> Awaitable[StepResult]:
-        """The first result of a new episode."""
+        """Start a new episode and return its first result."""
 
     def step(self, action: bytes | str, step_index: int) -> Awaitable[StepResult]:
-        """The result of an action: bytes are JSON, a str is text."""
+        """Return the result of an action. Bytes are JSON; a str is text."""
 
     def state(self) -> Awaitable[JsonObject]:
-        """The environment's state."""
+        """Return the environment's state."""
 
     def call_tool(self, name: str, arguments: JsonObject) -> Awaitable[JsonObject]:
-        """What a tool of the environment returned."""
+        """Call a tool of the environment and return its result."""
 
     def close(self) -> Awaitable[None]:
-        """Free the session."""
+        """Close the session."""
 
     def abandon(self) -> None:
-        """Let the server free the session, without waiting for it."""
+        """Ask the server to close the session, without waiting for the response."""
 
 
 OpenedWire = tuple[WireSession, StepResult | None]
-"""A session, and its first result when a reset was asked for."""
+"""A session, and its first result if a reset was requested."""
 
 
 class StepCall(NamedTuple):
-    """One step of a `step_many`, or the start of the next episode in its place."""
+    """One step of a `step_many`, or a reset that starts the session's next episode."""
 
     session: WireSession
     action: bytes | str | ResetArgs
@@ -154,31 +164,31 @@ class StepCall(NamedTuple):
 class Transport(Protocol):
     """A connection to a server, shared by any number of sessions."""
 
-    async def connect(self, patience_s: float) -> None:
-        """Wait for the server to answer.
+    async def connect(self, timeout_s: float) -> None:
+        """Wait for the server to respond.
 
         Raises:
-            UnavailableError: it did not within `patience_s`.
+            UnavailableError: the server did not respond within `timeout_s`.
         """
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server says of its environment."""
+        """Return the server's description of its environment."""
 
     async def open(self, args: OpenArgs) -> OpenedWire:
-        """A new session, with its first result when a reset was asked for."""
+        """Open a session, and return it with its first result if a reset was requested."""
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
-        """Sessions on one seed, all or none, whose first results are the same."""
+        """Open `size` sessions with one seed and equal first results, or none of them."""
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One result or error per call, in order."""
+        """Return one result or error per call, in order."""
 
     async def close(self) -> None:
-        """End the connection and with it all its sessions."""
+        """Close the connection and all its sessions."""
 
 
 async def step_or_error(call: StepCall) -> StepResult | EnvError:
-    """The outcome of one call of a `step_many`, made by itself."""
+    """Make one call of a `step_many` separately, and return its result or error."""
     try:
         if isinstance(call.action, ResetArgs):
             return await call.session.reset(call.action)
@@ -187,61 +197,41 @@ async def step_or_error(call: StepCall) -> StepResult | EnvError:
         return error
 
 
-def check_group(firsts: Iterable[StepResult | None], seed: int | None) -> None:
-    """Refuse a group whose sessions do not begin alike.
+def check_group(first_results: Iterable[StepResult | None], seed: int | None) -> None:
+    """Check that the sessions of a group start with the same observation.
 
     Raises:
         GroupMismatchError: their first results differ.
     """
-    views = [(first.observation, first.text) for first in firsts if first is not None]
+    views = [(result.observation, result.text) for result in first_results if result is not None]
     if any(view != views[0] for view in views[1:]):
         raise GroupMismatchError(
-            f"expected {len(views)} sessions on seed {seed} to begin alike, got different first"
-            " observations: the environment's reset does not depend on its seed alone; see:"
-            " ludus env check"
+            f"{len(views)} sessions with seed {seed} returned different first observations; the"
+            " environment's reset must depend on its seed alone; see: ludus env check"
         )
 
 
-async def retry_until(attempt: Callable[[], Awaitable[ResultT]], patience_s: float) -> ResultT:
-    """The value of the first attempt that reaches the server; the pauses double up to 1 s.
+async def retry_unavailable(attempt: Callable[[], Awaitable[ResultT]], timeout_s: float) -> ResultT:
+    """Return the value of the first attempt that reaches the server.
 
     Raises:
-        UnavailableError: of the last attempt that fits into `patience_s`.
+        UnavailableError: the attempts failed for `timeout_s`.
     """
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + patience_s
-    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
-    while True:
-        pause_s = next(pauses)
-        try:
-            return await attempt()
-        except UnavailableError:
-            if loop.time() + pause_s >= deadline_s:
-                raise
-        await asyncio.sleep(pause_s)
+    return await retry(attempt, lambda error: isinstance(error, UnavailableError), timeout_s)
 
 
-async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], patience_s: float) -> ResultT:
-    """The value of the first attempt that a full server does not refuse.
-
-    The pauses are those the server asks for, else doubling; jitter keeps callers that were
-    refused together from coming back together.
+async def retry_refused(attempt: Callable[[], Awaitable[ResultT]], timeout_s: float) -> ResultT:
+    """Return the value of the first attempt that a full server does not refuse.
 
     Raises:
-        CapacityError: of the last attempt that fits into `patience_s`.
-        RateLimitError: likewise.
-        UnavailableError: likewise, where the server drains.
+        CapacityError: the attempts were refused for `timeout_s`.
+        RateLimitError: the attempts were refused for `timeout_s`.
+        UnavailableError: the server is unavailable, or it drained for `timeout_s`.
     """
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + patience_s
-    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
-    while True:
-        try:
-            return await attempt()
-        except (CapacityError, RateLimitError, UnavailableError) as error:
-            is_refusal = not isinstance(error, UnavailableError) or error.code == ErrorCode.DRAINING
-            remaining_s = deadline_s - loop.time()
-            if not is_refusal or remaining_s <= 0:
-                raise
-            wanted_s = min(error.retry_after_s or next(pauses), _LAST_REFUSAL_PAUSE_S)
-        await asyncio.sleep(min(wanted_s * random.uniform(1.0, 1.25), remaining_s))
+    return await retry(attempt, _is_refusal, timeout_s)
+
+
+def _is_refusal(error: EnvError) -> bool:
+    if isinstance(error, UnavailableError):
+        return error.code == ErrorCode.DRAINING
+    return isinstance(error, (CapacityError, RateLimitError))

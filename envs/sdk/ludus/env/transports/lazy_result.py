@@ -1,7 +1,7 @@
-"""What a client gets over gRPC: a `StepResult` whose JSON is parsed when somebody looks.
+"""A `StepResult` of the gRPC client whose JSON is parsed on first access.
 
-A loop over hundreds of sessions looks at rewards and flags, a language model's player at
-the text, few at everything; parsing all of it costs the client as much as the call itself.
+A loop over hundreds of sessions reads rewards and flags, and a language model's player reads the
+text. Few callers read everything, and parsing everything costs the client as much as the call.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ludus.proto.env.v1 import env_pb2 as pb
 
 
 class LazyStepResult(StepResult):
-    """A StepResult in every respect; equal to an eager one with the same values.
+    """A StepResult that is parsed on first access, and equal to an eager one with its values.
 
-    It holds bytes and never the message, which would keep its whole batch in memory.
+    It keeps bytes instead of the message, because a message would keep its whole batch in memory.
     """
 
     __slots__ = ("_unparsed",)
     _unparsed: tuple[bytes, bytes, tuple[bytes, list[str]] | None]
 
     def __getattr__(self, name: str) -> Any:
-        """A field that was not parsed yet; the next look finds it in its slot."""
+        """Parse a field and store it in its slot, so that the next access finds it there."""
         if name not in _SET_LAZILY:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         observation_json, info_json, text = self._unparsed
@@ -40,20 +40,19 @@ class LazyStepResult(StepResult):
         return value
 
     def __eq__(self, other: object) -> bool:
-        """True for any StepResult with the same values."""
         if not isinstance(other, StepResult):
             return NotImplemented
-        return _values_of(self) == _values_of(other)
+        return _field_values(self) == _field_values(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
-        return StepResult, _values_of(self)
+        return StepResult, _field_values(self)
 
 
 _NAMES = tuple(StepResult.__dataclass_fields__)
 _SETTERS: dict[str, Any] = {name: vars(StepResult)[name].__set__ for name in _NAMES}
-"""Past the frozen `__setattr__`, which costs more than the values."""
+"""Slot setters. They bypass the frozen `__setattr__`, which costs more than the values."""
 _SET_LAZILY = {name: _SETTERS[name] for name in ("observation", "info", "text")}
 _set_unparsed: Any = vars(LazyStepResult)["_unparsed"].__set__
 _set_reward = _SETTERS["reward"]
@@ -66,7 +65,7 @@ _new = LazyStepResult.__new__
 
 
 def read_result(message: pb.StepResult) -> StepResult:
-    """What a client is given for a result message."""
+    """Convert a result message to the client's result."""
     result = _new(LazyStepResult)
     text = None
     if message.HasField("text"):
@@ -81,5 +80,5 @@ def read_result(message: pb.StepResult) -> StepResult:
     return result
 
 
-def _values_of(result: StepResult) -> tuple[Any, ...]:
+def _field_values(result: StepResult) -> tuple[Any, ...]:
     return tuple(getattr(result, name) for name in _NAMES)

@@ -4,9 +4,9 @@
     POST /step  {"action": ...}  --> the same
     GET  /state                  --> the state
 
-Everybody who calls such a server plays in the same episode; this client at least opens one
-session at a time. The server knows no seeds, no reset options, no step numbers and no
-texts, and it answers every fault with a bare 500.
+All callers of such a server play in the same episode, so this client opens only one session at a
+time. The server supports no seeds, reset options, step numbers or texts, and it reports every
+failure as a bare status 500.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ludus.env.messages.openenv import upstream_metadata
 from ludus.env.sessions.interface import OpenArgs
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
-    ConnectOptions,
     OpenedWire,
+    RemoteServer,
     StepCall,
-    retry_until,
+    retry_unavailable,
     step_or_error,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
@@ -45,21 +45,21 @@ from ludus.proto.errors import (
 
 
 class LegacyHttpTransport:
-    """A 0.1 server and the one session that this client may have there."""
+    """A connection to an OpenEnv 0.1 server, with at most one session."""
 
-    def __init__(self, options: ConnectOptions, discovered: DiscoveredServer | None = None) -> None:
-        self.options = options
-        self.http = HttpClient(options)
+    def __init__(self, server: RemoteServer, discovered: DiscoveredServer | None = None) -> None:
+        self.server = server
+        self.http = HttpClient(server)
         self._discovered = discovered
         self._session: LegacyHttpSession | None = None
 
-    async def connect(self, patience_s: float) -> None:
-        """Wait for the server to answer."""
+    async def connect(self, timeout_s: float) -> None:
+        """Wait for the server to respond."""
         if self._discovered is None:
-            self._discovered = await retry_until(self.http.discover, patience_s)
+            self._discovered = await retry_unavailable(self.http.discover, timeout_s)
 
     async def describe(self) -> EnvironmentDescription:
-        """What is known of the environment: nothing but that there is one of it."""
+        """Return an almost empty description, because the server does not describe itself."""
         return EnvironmentDescription(
             name="",
             description="An OpenEnv 0.1 server, which describes nothing.",
@@ -73,19 +73,19 @@ class LegacyHttpTransport:
         )
 
     async def open(self, args: OpenArgs) -> OpenedWire:
-        """The one session of this client.
+        """Open the client's only session.
 
         Raises:
-            CapacityError: it is taken.
-            ConfigError: the session is to outlive its connection: there is none.
+            CapacityError: the session is already open.
+            ConfigError: `linger_s` is set, which OpenEnv 0.1 does not support.
         """
         if args.linger_s > 0:
             raise ConfigError(
-                f"expected linger_s 0 for {self.options.address}, got {args.linger_s:g}: OpenEnv"
-                " 0.1 knows no sessions that could outlive a connection"
+                f"linger_s must be 0 for {self.server.address}, got {args.linger_s:g}: OpenEnv 0.1"
+                " closes a session with its connection"
             )
         if self._session is not None:
-            raise self._taken(1)
+            raise self._capacity_error(1)
         session = self._session = LegacyHttpSession(self, args.close_when_done)
         try:
             first = None if args.reset is None else await session.reset(args.reset)
@@ -95,38 +95,39 @@ class LegacyHttpTransport:
         return session, first
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
-        """A group of one; more do not fit on such a server."""
+        """Open a group of one session; such a server cannot have more."""
         if size != 1:
-            raise self._taken(size)
+            raise self._capacity_error(size)
         return [await self.open(args)]
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """The outcomes, one call after another."""
+        """Make the calls one after another and return their results or errors."""
         return [await step_or_error(call) for call in calls]
 
     async def close(self) -> None:
-        """Let the session go; the server keeps its environment."""
+        """Release the session; the server keeps its environment."""
         self._session = None
 
     def forget(self, session: LegacyHttpSession) -> None:
-        """Make room for another session."""
+        """Release the session, so that another one can be opened."""
         if self._session is session:
             self._session = None
 
-    def holds(self, session: LegacyHttpSession) -> bool:
-        """True while the session is the one of this client."""
+    def is_open(self, session: LegacyHttpSession) -> bool:
+        """Return True while this is the client's open session."""
         return self._session is session
 
-    def _taken(self, size: int) -> CapacityError:
+    def _capacity_error(self, size: int) -> CapacityError:
         return CapacityError(
-            f"expected at most 1 session on {self.options.address}, an OpenEnv 0.1 server with one"
+            f"expected at most 1 session on {self.server.address}, an OpenEnv 0.1 server with one"
             f" environment per process, got {size + (self._session is not None)}; close the other"
-            " first, start more servers, or rebuild the environment with OpenEnv 0.2 or later"
+            " session first, start more servers, or rebuild the environment with OpenEnv 0.2 or"
+            " later"
         )
 
 
 class LegacyHttpSession:
-    """The episode that the server's one environment plays."""
+    """The episode of an OpenEnv 0.1 server's only environment."""
 
     def __init__(self, transport: LegacyHttpTransport, close_when_done: bool) -> None:
         self.session_id = uuid.uuid4().hex
@@ -135,95 +136,95 @@ class LegacyHttpSession:
         self._close_when_done = close_when_done
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """The first result of a new episode.
+        """Start a new episode and return its first result.
 
         Raises:
-            ConfigError: a seed or an option is given, which the server would ignore.
+            ConfigError: a seed or an option is set, which the server would ignore.
         """
-        options = self._transport.options
+        address = self._transport.server.address
         if args.options:
             raise ConfigError(
-                f"expected no reset options for {options.address}, got"
-                f" {', '.join(sorted(args.options))}: OpenEnv 0.1 servers ignore them; configure"
-                " the environment where it is started"
+                f"expected no reset options for {address}, got {', '.join(sorted(args.options))}:"
+                " OpenEnv 0.1 servers ignore them; set the options when the server is started"
             )
         body: JsonObject = {}
         if args.seed is not None:
-            if not options.allow_ignored_seed:
+            if not self._transport.server.options.allow_ignored_seed:
                 raise ConfigError(
-                    f"expected no seed for {options.address}, got {args.seed}: OpenEnv 0.1 servers"
-                    " ignore seeds, so episodes cannot be repeated and groups do not begin alike;"
-                    " leave it out, or connect with allow_ignored_seed=True"
+                    f"expected no seed for {address}, got {args.seed}: OpenEnv 0.1 servers ignore"
+                    " seeds, so episodes cannot be repeated and the sessions of a group start"
+                    " differently; remove the seed, or connect with allow_ignored_seed=True"
                 )
             body["seed"] = args.seed
         return self._read_result(await self._call("POST", "/reset", orjson.dumps(body)), 0)
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """The result of a JSON action; a text cannot be sent."""
+        """Return the result of a JSON action; text is not supported."""
         if isinstance(action, str):
             raise InvalidCallError(
-                f"expected a JSON action: {self._transport.options.address} is an upstream OpenEnv"
-                " server and reads no text"
+                f"expected a JSON action: {self._transport.server.address} is an upstream OpenEnv"
+                " server and does not accept text"
             )
         body = orjson.dumps({"action": orjson.Fragment(action)})
         return self._read_result(await self._call("POST", "/step", body), step_index)
 
     async def state(self) -> JsonObject:
-        """The environment's state."""
+        """Return the environment's state."""
         return await self._call("GET", "/state", None)
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """Refuse: OpenEnv 0.1 knows no tools."""
+        """Raise ToolError, because OpenEnv 0.1 does not support tools."""
         raise ToolError(
-            f"expected no tools on an OpenEnv 0.1 server, got a call of '{name}'; rebuild the "
-            "environment with OpenEnv 0.2 or later"
+            f"an OpenEnv 0.1 server has no tools, got a call of '{name}'; rebuild the environment"
+            " with OpenEnv 0.2 or later"
         )
 
     async def close(self) -> None:
-        """Make room for another session of this client."""
+        """Release the client's session."""
         self.abandon()
 
     def abandon(self) -> None:
-        """Make room for another session of this client."""
+        """Release the client's session."""
         self._transport.forget(self)
 
     async def _call(self, method: str, path: str, body: bytes | None) -> JsonObject:
-        """The JSON object that the server answers; each answer comes on its own connection."""
-        options = self._transport.options
-        if not self._transport.holds(self):
+        """Send a request on a new connection and return the JSON object in the response."""
+        address, timeout_s = (
+            self._transport.server.address,
+            self._transport.server.options.timeout_s,
+        )
+        if not self._transport.is_open(self):
             raise SessionLostError("session lost: it was closed; open a new one")
         try:
-            async with asyncio.timeout(options.timeout_s):
-                answer = await self._transport.http.call(method, path, body, options.timeout_s)
+            async with asyncio.timeout(timeout_s):
+                response = await self._transport.http.call(method, path, body, timeout_s)
         except TimeoutError:
             raise CallTimeoutError(
-                f"expected an answer from {options.address} within {options.timeout_s:g} s,"
-                " got none; the session is dropped"
+                f"{address} did not respond within {timeout_s:g} s; the session is closed"
             ) from None
         except HTTPError as error:
             self._raise(error, path)
         except OSError as error:
-            raise unreachable(options, error) from error
+            raise unreachable(address, error) from error
         try:
-            found = json.loads(answer)
+            content = json.loads(response)
         except ValueError as error:
-            raise unreachable(options, error) from error
-        if not isinstance(found, dict):
-            raise ExecutionError(f"expected a JSON object from {path}, got {answer[:80]!r}")
-        return found
+            raise unreachable(address, error) from error
+        if not isinstance(content, dict):
+            raise ExecutionError(f"expected a JSON object from {path}, got {response[:80]!r}")
+        return content
 
     def _raise(self, error: HTTPError, path: str) -> NoReturn:
-        body = error.read()
+        address, body = self._transport.server.address, error.read()
         if error.code == 500:
             raise ExecutionError(
-                f"{path} failed on {self._transport.options.address}: the environment raised, or"
-                " the action does not fit it (OpenEnv 0.1 does not say which); see the server's log"
+                f"{path} failed on {address}: the environment raised an error, or the action is"
+                " not valid (OpenEnv 0.1 does not report which); see the server's log"
             ) from None
         if error.code in (400, 422):
             text = body[:500].decode(errors="replace")
             raise InvalidCallError(f"{path} was refused: {text}") from None
-        wait = error.headers.get("retry-after")
-        raise refusal(self._transport.options, error.code, wait, body) from None
+        raise refusal(address, error.code, error.headers.get("retry-after"), body) from None
 
     def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
         reward = data.get("reward")

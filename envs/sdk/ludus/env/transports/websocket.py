@@ -1,9 +1,9 @@
 """The client's WebSocket wire: OpenEnv's `/ws`, one connection per session.
 
-Drives any OpenEnv server from 0.2 on. Extras (text, step numbers, `terminated` apart from
-`truncated`) are asked for only when the server's /metadata advertises `ludus`: upstream
-servers refuse unknown keys. Their text is made here, of the fields, as for classes of OpenEnv's
-that we serve. A session ends with its connection.
+The wire supports every OpenEnv server from version 0.2. Upstream servers reject unknown keys, so
+the client requests the extensions of Ludus (text, step numbers, separate `terminated` and
+`truncated`) only if the server's /metadata contains `ludus`. For upstream servers, the client
+renders the text from the fields of the observation. A session ends with its connection.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ludus.env.text.fields import FieldsText
 from ludus.env.transports.call_connection import CallConnection, OnReply
 from ludus.env.transports.discovery import DiscoveredServer, HttpClient, refusal, unreachable
 from ludus.env.transports.interface import (
-    ConnectOptions,
     OpenedWire,
+    RemoteServer,
     StepCall,
     check_group,
-    retry_until,
+    retry_unavailable,
     step_or_error,
 )
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult, TextView, Tool
@@ -51,28 +51,28 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class WebSocketTransport:
-    """A server's address and what it advertises; each session has its own connection."""
+    """A server's address and description; each session has its own connection."""
 
-    def __init__(self, options: ConnectOptions, discovered: DiscoveredServer | None = None) -> None:
-        self._options = options
-        self._headers = {"authorization": options.authorization} if options.authorization else {}
+    def __init__(self, server: RemoteServer, discovered: DiscoveredServer | None = None) -> None:
+        self._server = server
+        self._headers = {"authorization": server.authorization} if server.authorization else {}
         self._tls: dict[str, Any] = {}
-        if options.address.is_secure:
-            self._tls["ssl"] = options.ssl_context()
-            if options.server_name:
-                self._tls["server_hostname"] = options.server_name
+        if server.address.is_secure:
+            self._tls["ssl"] = server.ssl_context()
+            if server.options.server_name:
+                self._tls["server_hostname"] = server.options.server_name
         self._discovered = discovered
         self._sessions: set[WebSocketSession] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def connect(self, patience_s: float) -> None:
-        """Ask the server what it is."""
+    async def connect(self, timeout_s: float) -> None:
+        """Request the server's description."""
         if self._discovered is None:
-            self._discovered = await retry_until(HttpClient(self._options).discover, patience_s)
+            self._discovered = await retry_unavailable(HttpClient(self._server).discover, timeout_s)
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server said of its environment; upstream servers know less."""
-        metadata, schema = self._server.metadata, self._server.schema
+        """Return the server's description; upstream servers provide only a part of it."""
+        metadata, schema = self._description.metadata, self._description.schema
         ludus = metadata.get("ludus") or {}
         reset_options = ludus.get("reset_options")
         return EnvironmentDescription(
@@ -95,21 +95,21 @@ class WebSocketTransport:
         )
 
     async def open(self, args: OpenArgs) -> OpenedWire:
-        """A new connection, with its first result when a reset was asked for.
+        """Open a connection, and return its session and the first result if one was requested.
 
         Raises:
-            ConfigError: the session is to outlive its connection, which it cannot.
+            ConfigError: `linger_s` is set, which this wire does not support.
         """
         if args.linger_s > 0:
             raise ConfigError(
-                f"expected linger_s 0 for {self._options.address}, got {args.linger_s:g}: over"
+                f"linger_s must be 0 for {self._server.address}, got {args.linger_s:g}: over"
                 " WebSocket a session ends with its connection; use the server's grpc:// address,"
                 " or resume=True"
             )
-        socket = await retry_until(
-            lambda: self._open_socket(args.with_text), self._options.reconnect_timeout_s
+        socket = await retry_unavailable(
+            lambda: self._open_socket(args.with_text), self._server.options.reconnect_timeout_s
         )
-        session = WebSocketSession(socket, self, self._options, args)
+        session = WebSocketSession(socket, self, self._server, args)
         self._sessions.add(session)
         try:
             if args.reset is not None:
@@ -121,7 +121,7 @@ class WebSocketTransport:
         return session, None
 
     async def open_group(self, args: OpenArgs, size: int) -> list[OpenedWire]:
-        """Sessions on one seed, all or none, whose first results are the same."""
+        """Open `size` sessions with one seed and equal first results, or none of them."""
         reset = DefaultSeeds().fill(args.reset or ResetArgs())
         args = replace(args, reset=reset)
         opening = [asyncio.ensure_future(self.open(args)) for _ in range(size)]
@@ -134,11 +134,11 @@ class WebSocketTransport:
         return opened
 
     async def step_many(self, calls: Sequence[StepCall]) -> list[StepResult | EnvError]:
-        """One result or error per call, in order; each travels on its own connection."""
-        return await _Round(calls, self._options).outcomes()
+        """Return one result or error per call, in order; each call uses its own connection."""
+        return await _StepRound(calls, self._server.options.timeout_s).outcomes()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for session in list(self._sessions):
             session.abandon()
         while self._closing:
@@ -146,17 +146,17 @@ class WebSocketTransport:
 
     @property
     def has_extras(self) -> bool:
-        """True when the server understands our extras."""
-        return "ludus" in self._server.metadata
+        """True if the server supports the extensions of Ludus."""
+        return "ludus" in self._description.metadata
 
     @property
     def fields_text(self) -> FieldsText | None:
-        """The text of a server that has none; None where it has, or its actions call tools."""
-        schema = self._server.schema.get("action") or {}
+        """A renderer for upstream servers; None if the server has text or its actions are tools."""
+        schema = self._description.schema.get("action") or {}
         fields = schema.get("properties", {}).keys() - {"metadata"}
         if self.has_extras or not fields or "tool_name" in fields:
             return None
-        return FieldsText(self._server.metadata.get("name") or "", schema)
+        return FieldsText(self._description.metadata.get("name") or "", schema)
 
     def forget(self, session: WebSocketSession, socket: CallConnection) -> None:
         """Close a session's connection in the background."""
@@ -167,13 +167,13 @@ class WebSocketTransport:
             task.add_done_callback(self._closing.discard)
 
     @property
-    def _server(self) -> DiscoveredServer:
-        assert self._discovered is not None, "connect comes first"
+    def _description(self) -> DiscoveredServer:
+        assert self._discovered is not None, "connect was not called"
         return self._discovered
 
     async def _close_all(self, opening: Sequence[asyncio.Future[OpenedWire]]) -> None:
-        for one in opening:
-            one.cancel()
+        for future in opening:
+            future.cancel()
         for outcome in await asyncio.gather(*opening, return_exceptions=True):
             if not isinstance(outcome, BaseException):
                 outcome[0].abandon()
@@ -184,11 +184,11 @@ class WebSocketTransport:
             query = "?ludus=1" if with_text else "?ludus=1&text=0"
         try:
             socket = await connect(
-                f"{self._options.address.ws_base}/ws{query}",
+                f"{self._server.address.ws_base}/ws{query}",
                 additional_headers={**self._headers, **trace_headers()},
                 compression=None,
                 max_size=MAX_REPLY_BYTES,
-                open_timeout=self._options.timeout_s,
+                open_timeout=self._server.options.timeout_s,
                 close_timeout=_CLOSE_TIMEOUT_S,
                 proxy=None,
                 create_connection=CallConnection,
@@ -197,78 +197,80 @@ class WebSocketTransport:
         except InvalidStatus as error:
             response = error.response
             wait, body = response.headers.get("retry-after"), bytes(response.body or b"")
-            raise refusal(self._options, response.status_code, wait, body) from None
+            raise refusal(self._server.address, response.status_code, wait, body) from None
         except (OSError, InvalidHandshake) as error:
-            raise unreachable(self._options, error) from error
-        assert isinstance(socket, CallConnection), "it was made by create_connection"
+            raise unreachable(self._server.address, error) from error
+        assert isinstance(socket, CallConnection), "create_connection made it"
         return socket
 
 
 class WebSocketSession:
-    """One connection, one session."""
+    """One session on its own connection."""
 
     def __init__(
         self,
         socket: CallConnection,
         transport: WebSocketTransport,
-        options: ConnectOptions,
+        server: RemoteServer,
         args: OpenArgs,
     ) -> None:
         self.session_id = str(socket.id)
         self.tools_session_id = ""
         self._socket = socket
         self._transport = transport
-        self._options = options
+        self._address = server.address
+        self._timeout_s = server.options.timeout_s
         self._close_when_done = args.close_when_done
         self._with_text = args.with_text
         self._fields_text = transport.fields_text if args.with_text else None
-        self._observation: JsonObject = {}  # the newest, for an answer that is read here
+        self._observation: JsonObject = {}
+        """The last observation, for reading a text action on the client."""
 
     async def reset(self, args: ResetArgs) -> StepResult:
-        """The first result of a new episode."""
-        return self._first_of(await self._call(_reset_message(args)))
+        """Start a new episode and return its first result."""
+        return self._read_first(await self._call(_reset_message(args)))
 
     async def step(self, action: bytes | str, step_index: int) -> StepResult:
-        """The result of an action: bytes are JSON, a str is text."""
-        with self._reading(action):
+        """Return the result of an action. Bytes are JSON; a str is text."""
+        with self._parse_errors(action):
             data = await self._call(self._step_message(action, step_index))
-        return self._result_of(data, step_index)
+        return self._read_step(data, step_index)
 
     def begin(self, call: StepCall, on_reply: OnReply) -> bool:
-        """True when a call is on its way and its reply will be handed on; see `outcome`.
+        """Send a call and return True if its reply will be passed to `on_reply`.
 
-        False leaves it to `step` and `reset`.
+        False means that the caller must use `step` or `reset`.
 
         Raises:
-            InvalidCallError: it cannot be sent.
+            InvalidCallError: the call cannot be sent.
         """
         if isinstance(call.action, ResetArgs):
             message = _reset_message(call.action)
         else:
             message = self._step_message(call.action, call.step_index)
-        return self._socket.ask(self._encoded(message), on_reply)
+        return self._socket.send_request(self._encode(message), on_reply)
 
     def outcome(self, call: StepCall, reply: str | bytes) -> StepResult:
-        """What the reply to a call says; raises the error that it says."""
+        """Return the result in the reply to a call, or raise the error in it."""
         if isinstance(call.action, ResetArgs):
-            return self._first_of(_read_reply(reply))
-        with self._reading(call.action):
+            return self._read_first(_read_reply(reply))
+        with self._parse_errors(call.action):
             data = _read_reply(reply)
-        return self._result_of(data, call.step_index)
+        return self._read_step(data, call.step_index)
 
     async def outcome_or_error(self, call: StepCall, deadline_s: float) -> StepResult | EnvError:
-        """The same for a call that was begun and whose reply is still to be read."""
+        """Wait for the reply to a call that was sent, and return its result or error."""
         try:
-            return self.outcome(call, await self._within(deadline_s, self._socket.recv()))
+            return self.outcome(call, await self._wait_until(deadline_s, self._socket.recv()))
         except EnvError as error:
             return error
 
     async def state(self) -> JsonObject:
-        """The environment's state."""
+        """Return the environment's state."""
         return await self._call({"type": "state"})
 
     async def call_tool(self, name: str, arguments: JsonObject) -> JsonObject:
-        """What a tool of the environment returned, called by OpenEnv's action for it."""
+        """Call a tool by OpenEnv's action for tools, and return the tool's result."""
         encoded = orjson.Fragment(plain_json(arguments, "arguments"))
         action = {"type": "call_tool", "tool_name": name, "arguments": encoded}
         data = await self._call({"type": "step", "data": action})
@@ -280,7 +282,7 @@ class WebSocketSession:
         return structured if isinstance(structured, dict) else {"result": result}
 
     async def close(self) -> None:
-        """Close the connection, which frees the session."""
+        """Close the connection, which ends the session."""
         self.abandon()
         await self._socket.wait_closed()
 
@@ -288,48 +290,47 @@ class WebSocketSession:
         """Close the connection without waiting for it."""
         self._transport.forget(self, self._socket)
 
-    def late(self) -> CallTimeoutError:
-        """The error of a call that was not answered in time."""
+    def timeout_error(self) -> CallTimeoutError:
+        """Return the error for a call without a response in time."""
         return CallTimeoutError(
-            f"expected an answer from {self._options.address} within"
-            f" {self._options.timeout_s:g} s, got none; the session is dropped"
+            f"{self._address} did not respond within {self._timeout_s:g} s; the session is closed"
         )
 
     async def _call(self, message: JsonObject) -> JsonObject:
-        deadline_s = asyncio.get_running_loop().time() + self._options.timeout_s
-        return _read_reply(await self._within(deadline_s, self._exchange(self._encoded(message))))
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        exchange = self._exchange(self._encode(message))
+        return _read_reply(await self._wait_until(deadline_s, exchange))
 
-    async def _within(
+    async def _wait_until(
         self, deadline_s: float, reply: Coroutine[Any, Any, str | bytes]
     ) -> str | bytes:
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await reply
         except TimeoutError:
-            raise self.late() from None
+            raise self.timeout_error() from None
         except ConnectionClosed as error:
             raise SessionLostError(
-                f"session lost: the connection to {self._options.address} broke: {error};"
-                " open a new one"
+                f"session lost: the connection to {self._address} broke: {error}; open a new one"
             ) from None
 
     async def _exchange(self, message: bytes) -> str | bytes:
-        replied: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        if self._socket.ask(message, partial(_settle, replied)):
-            reply = await replied
+        future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        if self._socket.send_request(message, partial(_settle, future)):
+            reply = await future
             if reply is not None:
                 return reply
         else:
-            # A server that refuses says why in a frame that waits to be read.
+            # A server that refuses the session reports the reason in a frame that waits to be read.
             with contextlib.suppress(ConnectionClosed):
                 await self._socket.send(message, text=True)
         return await self._socket.recv()
 
-    def _encoded(self, message: JsonObject) -> bytes:
+    def _encode(self, message: JsonObject) -> bytes:
         text = plain_json(message, "a call")
         if len(text) > MAX_MESSAGE_BYTES:
             raise InvalidCallError(
-                f"expected a call of at most {MAX_MESSAGE_BYTES} bytes to {self._options.address},"
+                f"a call to {self._address} must have at most {MAX_MESSAGE_BYTES} bytes,"
                 f" got {len(text)}; send less in one call"
             )
         return text
@@ -344,23 +345,23 @@ class WebSocketSession:
             message["step_index"] = step_index
         if isinstance(action, str) and not self._transport.has_extras:
             raise InvalidCallError(
-                f"expected a JSON action: {self._options.address} is an upstream OpenEnv server"
-                " and reads no text"
+                f"expected a JSON action: {self._address} is an upstream OpenEnv server"
+                " and does not accept text"
             )
         return {**message, "text": action} if isinstance(action, str) else message
 
-    def _first_of(self, data: JsonObject) -> StepResult:
+    def _read_first(self, data: JsonObject) -> StepResult:
         self.tools_session_id = data.get("tools_session_id", self.tools_session_id)
         return self._read_result(data, 0)
 
-    def _result_of(self, data: JsonObject, step_index: int) -> StepResult:
+    def _read_step(self, data: JsonObject, step_index: int) -> StepResult:
         result = self._read_result(data, step_index)
         if self._close_when_done and result.done:
             self.abandon()
         return result
 
     def _read_result(self, data: JsonObject, step_index: int) -> StepResult:
-        """The result in a payload; upstream servers send neither flags nor numbers."""
+        """Convert a payload. Upstream servers send no separate flags and no step numbers."""
         reward: Any = data.get("reward")
         is_done = bool(data.get("done"))
         if self._transport.has_extras:
@@ -375,14 +376,14 @@ class WebSocketSession:
             truncated=data.get("truncated", False),
             info=info,
             step_index=data.get("step_index", step_index),
-            text=self._text_of(data, is_first=step_index == 0),
+            text=self._render_text(data, is_first=step_index == 0),
             tensors=read_tensors_json(data["tensors"]) if "tensors" in data else {},
             success=success,
         )
 
     @contextlib.contextmanager
-    def _reading(self, action: bytes | str) -> Iterator[None]:
-        """What an upstream server refuses of an action that was read here is the text's fault."""
+    def _parse_errors(self, action: bytes | str) -> Iterator[None]:
+        """Convert an upstream server's refusal of an action from text to an ActionParseError."""
         try:
             yield
         except InvalidCallError as error:
@@ -390,45 +391,45 @@ class WebSocketSession:
                 raise
             raise ActionParseError(f"{error.message}, from the text {action[-200:]!r}") from None
 
-    def _text_of(self, data: JsonObject, *, is_first: bool) -> TextView | None:
+    def _render_text(self, data: JsonObject, *, is_first: bool) -> TextView | None:
         if self._fields_text is not None:
-            seen = self._observation = data["observation"]
-            shown = self._fields_text.content(seen, first=is_first)
-            answers = self._fields_text.legal_answers(seen)
-            return TextView([{"role": "user", "content": shown}], answers)
+            observation = self._observation = data["observation"]
+            content = self._fields_text.content(observation, first=is_first)
+            answers = self._fields_text.legal_answers(observation)
+            return TextView([{"role": "user", "content": content}], answers)
         text = data.get("text") if self._with_text else None
         return TextView(text["messages"], text["legal_answers"]) if text else None
 
 
-class _Round:
-    """The calls of one `step_many`: all are written, then their replies read as they come."""
+class _StepRound:
+    """The calls of one `step_many`. All are written before their replies are read."""
 
-    def __init__(self, calls: Sequence[StepCall], options: ConnectOptions) -> None:
+    def __init__(self, calls: Sequence[StepCall], timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._calls = calls
-        self._deadline_s = loop.time() + options.timeout_s
+        self._deadline_s = loop.time() + timeout_s
         self._outcomes: list[StepResult | EnvError | None] = [None] * len(calls)
         self._num_missing = len(calls)
-        self._all_there: asyncio.Future[None] = loop.create_future()
-        self._alone: dict[int, asyncio.Task[StepResult | EnvError]] = {}
-        """Calls that take the long way, each with a limit of its own."""
+        self._complete: asyncio.Future[None] = loop.create_future()
+        self._tasks: dict[int, asyncio.Task[StepResult | EnvError]] = {}
+        """Calls that need a task, by index; each has a separate time limit."""
 
     async def outcomes(self) -> list[StepResult | EnvError]:
-        """One result or error per call, in order."""
+        """Return one result or error per call, in order."""
         try:
             for index, call in enumerate(self._calls):
                 self._begin(index, call)
             await self._wait()
             for index, outcome in zip(
-                list(self._alone), await asyncio.gather(*self._alone.values()), strict=True
+                list(self._tasks), await asyncio.gather(*self._tasks.values()), strict=True
             ):
                 self._outcomes[index] = outcome
         except BaseException:
-            for task in self._alone.values():
+            for task in self._tasks.values():
                 task.cancel()
             raise
         return [
-            _session_of(call).late() if outcome is None else outcome
+            _websocket_session(call).timeout_error() if outcome is None else outcome
             for call, outcome in zip(self._calls, self._outcomes, strict=True)
         ]
 
@@ -436,49 +437,49 @@ class _Round:
         if self._num_missing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._deadline_s):
-                    await self._all_there
+                    await self._complete
 
     def _begin(self, index: int, call: StepCall) -> None:
         try:
-            if not _session_of(call).begin(call, partial(self._take, index)):
-                self._leave(index, step_or_error(call))
+            if not _websocket_session(call).begin(call, partial(self._handle_reply, index)):
+                self._start_task(index, step_or_error(call))
         except EnvError as error:
             self._settle(index, error)
 
-    def _take(self, index: int, reply: str | None) -> None:
-        if self._all_there.done():  # the caller waits no more
+    def _handle_reply(self, index: int, reply: str | None) -> None:
+        if self._complete.done():  # the caller no longer waits
             return
         call = self._calls[index]
-        session = _session_of(call)
+        session = _websocket_session(call)
         if reply is None:
-            self._leave(index, session.outcome_or_error(call, self._deadline_s))
+            self._start_task(index, session.outcome_or_error(call, self._deadline_s))
             return
         try:
             self._settle(index, session.outcome(call, reply))
         except EnvError as error:
             self._settle(index, error)
-        except Exception as error:  # noqa: BLE001 - what is no reply is the caller's to see
-            self._all_there.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - the caller must see an invalid reply
+            self._complete.set_exception(error)
 
-    def _leave(self, index: int, call: Coroutine[Any, Any, StepResult | EnvError]) -> None:
-        self._alone[index] = asyncio.get_running_loop().create_task(call)
+    def _start_task(self, index: int, call: Coroutine[Any, Any, StepResult | EnvError]) -> None:
+        self._tasks[index] = asyncio.get_running_loop().create_task(call)
         self._settle(index, None)
 
     def _settle(self, index: int, outcome: StepResult | EnvError | None) -> None:
         self._outcomes[index] = outcome
         self._num_missing -= 1
-        if not self._num_missing and not self._all_there.done():
-            self._all_there.set_result(None)
+        if not self._num_missing and not self._complete.done():
+            self._complete.set_result(None)
 
 
-def _session_of(call: StepCall) -> WebSocketSession:
-    assert isinstance(call.session, WebSocketSession), "it was opened by this transport"
+def _websocket_session(call: StepCall) -> WebSocketSession:
+    assert isinstance(call.session, WebSocketSession), "this transport opened the session"
     return call.session
 
 
-def _settle(replied: asyncio.Future[str | None], reply: str | None) -> None:
-    if not replied.done():
-        replied.set_result(reply)
+def _settle(future: asyncio.Future[str | None], reply: str | None) -> None:
+    if not future.done():
+        future.set_result(reply)
 
 
 def _reset_message(args: ResetArgs) -> JsonObject:
@@ -491,7 +492,7 @@ def _reset_message(args: ResetArgs) -> JsonObject:
 
 
 def _read_reply(reply: str | bytes) -> JsonObject:
-    """The data of a reply; raises the error that it says."""
+    """Return the data of a reply, or raise the error in it."""
     message = orjson.loads(reply)
     data: JsonObject = message["data"]
     if message["type"] == "error":

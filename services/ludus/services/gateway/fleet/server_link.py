@@ -20,7 +20,12 @@ import grpc
 
 from ludus.env.backoff import doubling
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.grpc.server_port import ServerPort, channel_options, named_server, open_channel
+from ludus.env.grpc.server_port import (
+    ServerPort,
+    channel_options,
+    open_channel,
+    server_name_options,
+)
 from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -405,6 +410,6 @@ def _port_of(endpoint: Endpoint, options: LinkOptions) -> ServerPort:
     credentials = options.credentials
     if credentials is None and scheme == "grpcs":
         credentials = grpc.ssl_channel_credentials()
-    name = named_server(options.server_name if credentials else None)
+    name = server_name_options(options.server_name if credentials else None)
     channel = open_channel(target, credentials, (*_CHANNEL_OPTIONS, *name))
     return ServerPort(channel, endpoint.grpc_address, metadata, options.unreachable_after_s)

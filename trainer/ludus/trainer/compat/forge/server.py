@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from ludus.env.client import AsyncEnvClient
+from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.config.environment import RANDOM_POLICY, name_of_environment
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
@@ -66,7 +66,7 @@ def _comparisons(description: EnvironmentDescription) -> dict[str, Any]:
 async def _described(address: str) -> EnvironmentDescription:
     try:
         async with await AsyncEnvClient.connect(
-            address, connect_timeout_s=_ANSWERS_WITHIN_S
+            address, ConnectOptions(connect_timeout_s=_ANSWERS_WITHIN_S)
         ) as client:
             return await client.describe()
     except (UnavailableError, AuthenticationError) as error:
