@@ -29,7 +29,7 @@ from pathlib import Path
 import ray
 from machine import setting
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.placement import on_one_machine
 from ludus.trainer.core.types import (
@@ -114,7 +114,7 @@ async def measure(action: Callable[[], Awaitable[object]]) -> Cost:
 
 async def measure_ours(groups: list[RolloutGroup]) -> list[Cost]:
     """A batch by reference, once for each round."""
-    run = RunConfig.model_validate(
+    run = LanguageModelRun.model_validate(
         {
             "name": "bench",
             "environments": {"coins": {}},
@@ -142,7 +142,9 @@ async def measure_in_driver(groups: list[RolloutGroup]) -> list[Cost]:
     """Groups to the driver and a batch from it, once for each round."""
     holder = ray.remote(num_cpus=0)(GroupHolder).remote()
     learner = ray.remote(num_cpus=0)(Learner).remote()
-    algorithm = RunConfig.model_validate({"name": "bench", "environments": {"coins": {}}}).algorithm
+    algorithm = LanguageModelRun.model_validate(
+        {"name": "bench", "environments": {"coins": {}}}
+    ).algorithm
     await holder.put.remote(groups)
 
     async def one_step() -> None:

@@ -45,7 +45,7 @@ import torch
 from gymnasium import spaces
 from machine import earlier_runs, machine, write_runs
 
-from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig, load_run_config
+from ludus.proto.config import NetworkModel, NetworkPpoConfig, NetworkRun, load_run_config
 from ludus.proto.runs import SUMMARY_FILE, Resume, Summary
 from ludus.trainer.classic.agent import Agent, threads
 from ludus.trainer.classic.environments import GymnasiumEnvironments
@@ -169,7 +169,6 @@ def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
     with _stable_baselines() as theirs, threads(1):
         for seed in seeds:
             run = _run_of("cartpole", seed)
-            assert run.ppo is not None
             steps = run.ppo.num_environments * run.ppo.steps_per_environment
             task = {
                 "seed": seed,
@@ -195,7 +194,7 @@ def _cartpole(seeds: Sequence[int]) -> Iterator[Row]:
                 )
 
 
-def _trained(run: RunConfig) -> dict[str, Any]:
+def _trained(run: NetworkRun) -> dict[str, Any]:
     """What our run comes to, in this process."""
     with opened(run, resume=Resume.NEVER, overwrite=True) as opened_run:
         begun_s, begun_core_s = time.perf_counter(), time.process_time()
@@ -266,9 +265,10 @@ def _example(part: str, case: Case, seed: int) -> Row:
         error = "\n".join(ended.stderr.strip().splitlines()[-NUM_ERROR_LINES:])
         return Row(part, "ludus", seed, 0.0, target, False, 0, 0.0, total_s, core_s, load, error)
     run = load_run_config(_file(case.example), overrides)
+    assert isinstance(run, NetworkRun)
     summary = Summary.model_validate_json((RUNS / run.name / SUMMARY_FILE).read_bytes())
     found = summary.expected_return
-    assert bound is not None and run.ppo is not None
+    assert bound is not None
     per_step = run.ppo.num_environments * run.ppo.steps_per_environment
     return Row(
         part=part,
@@ -331,8 +331,10 @@ def _overrides(part: str, seed: int) -> list[str]:
     return [f"name=bench-classic-{part}-{seed}", f"output_dir={RUNS}", f"seed={seed}"]
 
 
-def _run_of(part: str, seed: int) -> RunConfig:
-    return load_run_config(_file(part), _overrides(part, seed))
+def _run_of(part: str, seed: int) -> NetworkRun:
+    run = load_run_config(_file(part), _overrides(part, seed))
+    assert isinstance(run, NetworkRun)
+    return run
 
 
 def _line(row: Row) -> str:

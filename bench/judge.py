@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import RunConfig, TransformersGenerator
+from ludus.proto.config import LanguageModelRun, TransformersGenerator
 from ludus.trainer.core.types import Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.engines import make_engine
@@ -33,7 +33,9 @@ MAX_SESSIONS = 1024
 FIRST_SEED = 2**31
 
 
-async def judge(run: RunConfig, model: str, files: Sequence[Path], num_games: int) -> list[float]:
+async def judge(
+    run: LanguageModelRun, model: str, files: Sequence[Path], num_games: int
+) -> list[float]:
     """The share of games won with each file's weights, at temperature 1."""
     [name] = run.environments
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=4000)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    run = RunConfig.model_validate_json(args.config.read_text(encoding="utf-8"))
+    run = LanguageModelRun.model_validate_json(args.config.read_text(encoding="utf-8"))
     # One engine for all, whichever generated while they were trained.
     run = run.model_copy(update={"generator": TransformersGenerator()})
     shares = asyncio.run(judge(run, args.model, args.files, args.games))

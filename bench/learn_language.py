@@ -32,7 +32,7 @@ import torch
 from answers import Answer, Sampler
 from machine import earlier_runs, machine, write_runs
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import CONFIG_FILE, SUMMARY_FILE, Summary
 from ludus.proto.seeds import FIRST_EVAL_SEED
 from ludus.trainer.compat.gymformer.env.rewards import (
@@ -145,7 +145,7 @@ def held_back_sums() -> dict[str, int]:
 
 def judge_sums(run: Path) -> dict[str, float]:
     """How well the policy answers the sums that were held back, before and after."""
-    config = RunConfig.model_validate_json((run / CONFIG_FILE).read_bytes())
+    config = LanguageModelRun.model_validate_json((run / CONFIG_FILE).read_bytes())
     max_tokens = config.rollout.max_completion_tokens
     values = {}
     for trained in (False, True):

@@ -33,7 +33,13 @@ from transformers import AutoModelForCausalLM
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import GrpoConfig, LearnerConfig, LocalEnvironment, RunConfig, TinyModel
+from ludus.proto.config import (
+    GrpoConfig,
+    LanguageModelRun,
+    LearnerConfig,
+    LocalEnvironment,
+    TinyModel,
+)
 from ludus.proto.config import load_run_config as load
 from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
@@ -124,7 +130,7 @@ def _padded(samples: Sequence[TrainingSample]) -> tuple[torch.Tensor, torch.Tens
     return torch.from_numpy(token_ids), torch.from_numpy(advantages)
 
 
-async def play_games(run: RunConfig) -> list[tuple[Conversation, float]]:
+async def play_games(run: LanguageModelRun) -> list[tuple[Conversation, float]]:
     """Games of blackjack with random legal moves, four of each deal."""
     environment = run.environment
     assert isinstance(environment, LocalEnvironment)
@@ -184,15 +190,15 @@ def random_samples(vocab_size: int) -> list[TrainingSample]:
 
 
 def measure(
-    model: str, name: str, samples: Sequence[TrainingSample], run: RunConfig, model_path: str
+    model: str, name: str, samples: Sequence[TrainingSample], run: LanguageModelRun, model_path: str
 ) -> Case:
     """Both contenders by turns, after one step to warm up."""
     spec = LearnerSpec(
         model_path=model_path,
         config=LearnerConfig(
-            learning_rate=LEARNING_RATE,
             max_tokens_per_micro_batch=run.learner.max_tokens_per_micro_batch,
         ),
+        learning_rate=LEARNING_RATE,
         algorithm=GrpoConfig(),
         temperature=1.0,
         max_tokens=run.rollout.max_tokens,

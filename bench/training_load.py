@@ -23,7 +23,7 @@ from environment_load import Counts, answer_windows
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.runtime import freeze_heap
-from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import Completion, GroupSpec, Sampling
 from ludus.trainer.data.seeds import group_seeds
 from ludus.trainer.models.chat import ChatTokenizer
@@ -49,7 +49,7 @@ class InstantGenerator:
 
 
 async def play_groups(
-    run: RunConfig, player: Player, indices: Iterator[int], until_s: float, counts: Counts
+    run: LanguageModelRun, player: Player, indices: Iterator[int], until_s: float, counts: Counts
 ) -> None:
     """Play one group after another until the time is up."""
     rollout = run.rollout
@@ -63,7 +63,7 @@ async def play_groups(
         counts.steps += sum(len(one.turns) for one in group.rollouts)
 
 
-async def serve_windows(run: RunConfig, address: str, chat: ChatTokenizer) -> None:
+async def serve_windows(run: LanguageModelRun, address: str, chat: ChatTokenizer) -> None:
     """Play whenever standard input says so, until it ends."""
     async with await AsyncEnvClient.connect(address) as client:
         (name,) = run.environments

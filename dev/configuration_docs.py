@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration's own help texts, or checks it."""
+"""Write docs/configuration.md from the help texts of the configuration, or check it."""
 
 from __future__ import annotations
 
@@ -19,36 +19,52 @@ from ludus.proto.config.load import models_in
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration of a run
 
-Written in TOML, YAML or JSON; every field can be set on the command line:
-`ludus train FILE --set training.num_steps=20`. `--dry-run` prints what comes out. An unknown
-key or an impossible combination ends with a message before anything starts.
+A configuration is a TOML, YAML or JSON file. The top-level field `kind` selects one of two kinds \
+of runs:
+
+| kind | trains | sections |
+|---|---|---|
+| `language_model` (default) | a language model | [language-model run](#language-model-run) |
+| `network` | torch modules, by [classic PPO](classic.md) | [network run](#network-run) |
+
+The command line can set every field: `ludus train FILE --set training.num_steps=20`. \
+`--dry-run` prints the resolved configuration. An unknown key or an impossible combination is an \
+error before anything starts.
 
 This page is generated: `.venv/bin/python dev/configuration_docs.py`.
 """
+_HEADINGS = {"language_model": "Language-model run", "network": "Network run"}
 
 
-def page() -> str:
-    """The whole page."""
-    return INTRODUCTION + "".join(_section("run", RunConfig, ""))
+def make_page() -> str:
+    """Return the text of the page."""
+    page = INTRODUCTION
+    for run in models_in(RunConfig):
+        kind = run.model_fields["kind"].default
+        page += "".join(_describe_section(_HEADINGS[kind], run, "", level=2))
+    return page
 
 
-def _section(title: str, section: type[BaseModel], prefix: str) -> Iterator[str]:
-    summary = (section.__doc__ or "").strip().splitlines()[0]
-    yield f"\n## {title}\n\n{summary}\n\n| field | type | default | |\n|---|---|---|---|\n"
+def _describe_section(
+    title: str, section: type[BaseModel], prefix: str, level: int
+) -> Iterator[str]:
+    summary = " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
+    yield f"\n{'#' * level} {title}\n\n{summary}\n\n"
+    yield "| field | type | default | description |\n|---|---|---|---|\n"
     nested: list[tuple[str, type[BaseModel]]] = []
     for name, field in section.model_fields.items():
         models = list(models_in(field.annotation))
         if models:
             nested += [(f"{prefix}{name}", model) for model in models]
             continue
-        if name == "kind":  # it stands in the heading
+        if name == "kind" and prefix:  # the heading names it
             continue
-        kinds = _type(field.annotation)
-        yield f"| `{prefix}{name}` | {kinds} | {_default(field)} | {_help(field)} |\n"
+        field_type = _type(field.annotation)
+        yield f"| `{prefix}{name}` | {field_type} | {_default(field)} | {_help(field)} |\n"
     for path, model in nested:
         kind = model.model_fields.get("kind")
         label = f"{path}, kind = {kind.default}" if kind else path
-        yield from _section(label, model, f"{path}.")
+        yield from _describe_section(label, model, f"{path}.", level=3)
 
 
 def _type(annotation: Any) -> str:
@@ -79,8 +95,8 @@ def _help(field: FieldInfo) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 on drift")
+    parser.add_argument("--check", action="store_true", help="Do not write; fail on differences.")
     if not parser.parse_args().check:
-        TARGET.write_text(page(), encoding="utf-8")
-    elif TARGET.read_text(encoding="utf-8") != page():
-        sys.exit("docs/configuration.md is stale; run dev/configuration_docs.py")
+        TARGET.write_text(make_page(), encoding="utf-8")
+    elif TARGET.read_text(encoding="utf-8") != make_page():
+        sys.exit("docs/configuration.md is out of date; run dev/configuration_docs.py")

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, TypeVar
 from ludus.env import Message
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import OutcomeKind, classify_outcome, play_policy, wilson_interval
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ActionParseError, ConfigError
 from ludus.trainer.compat.forge import ComputeAdvantages as GroupAdvantages
 from ludus.trainer.compat.forge import ForgeActor, GRPOTrainer, endpoint
@@ -127,7 +127,7 @@ def parse(text: str, observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def setup_forge_training(
-    config: RunConfig | Mapping[str, Any] | Path | str,
+    config: LanguageModelRun | Mapping[str, Any] | Path | str,
     overrides: Sequence[str] = (),
     **options: Any,
 ) -> GRPOTrainer:

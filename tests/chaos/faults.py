@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import CONFIG_FILE, LOG_FILE
 from ludus.trainer.data.counts import total
@@ -90,7 +90,7 @@ def state_of(run: Run) -> RunState:
 
 def account_of(run: Run) -> Account:
     """The account of a run that keeps zero-variance groups and whose learner was never lost."""
-    config = RunConfig.model_validate_json((run.folder / CONFIG_FILE).read_text())
+    config = LanguageModelRun.model_validate_json((run.folder / CONFIG_FILE).read_text())
     state = state_of(run)
     rest = total(state.counts.values())
 

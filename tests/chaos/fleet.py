@@ -11,7 +11,7 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import LanguageModelRun, load_run_config
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import start_ray
 from ludus.trainer.actors.placement import Placement, on_one_machine
@@ -42,7 +42,7 @@ SMALL = (
 class Fleet:
     """What rollout workers need around them."""
 
-    run: RunConfig
+    run: LanguageModelRun
     environment: Environment
     model_path: str
     canary: tuple[ScoringRequest, ...]

@@ -13,7 +13,7 @@ import yaml
 from ludus.env.serving.cli import add_server_arguments, make_server_options
 from ludus.env.serving.options import DEFAULT_PORT, ServerOptions
 from ludus.env.transports.address import parse_address
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.services.gateway.config import GatewayConfig, KubernetesEnvironment, SandboxEnvironment
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.kubernetes.cluster import ClusterSource
@@ -221,7 +221,7 @@ def test_a_run_can_be_configured_with_what_the_platform_says(chosen: ValueSet) -
         name: {"kind": "remote", "address": one["address"]}
         for name, one in platform["environments"].items()
     } or {"here": {"kind": "local"}}
-    RunConfig.model_validate(
+    LanguageModelRun.model_validate(
         {
             "name": "run",
             "environments": environments,

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import RunConfig, run_config_from
+from ludus.proto.config import NetworkRun, run_config_from
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.run import train
 
 
-def run_of(folder: Path, environment: dict[str, str]) -> RunConfig:
+def run_of(folder: Path, environment: dict[str, str]) -> NetworkRun:
     """A short run in the environment."""
     return run_config_from(
         {
             "name": "short",
             "output_dir": str(folder),
             "environment": environment,
-            "model": {"kind": "network", "hidden": [16]},
+            "kind": "network",
+            "model": {"hidden": [16]},
             "ppo": {"num_environments": 4, "steps_per_environment": 32, "num_epochs": 2},
             "training": {"num_steps": 4},
             "eval": {"num_games": 4, "num_games_during": 0},

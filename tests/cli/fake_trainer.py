@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CONFIG_FILE,
@@ -48,7 +48,7 @@ def main() -> int:
         return evaluate(args)
     if args.command == "check":
         return 0
-    run = RunConfig.model_validate_json(args.config.read_text())
+    run = LanguageModelRun.model_validate_json(args.config.read_text())
     folder = Path(run.output_dir) / run.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(run.model_dump_json())
@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def train(run: RunConfig, folder: Path) -> int:
+def train(run: LanguageModelRun, folder: Path) -> int:
     sys.stdout.write("noise on stdout\n")
     sys.stderr.write("warning: vLLM is not installed here\n")
     with (folder / METRICS_FILE).open("w", buffering=1) as metrics:
@@ -150,7 +150,7 @@ def report(num_games: int, temperature: float) -> EvalReport:
     )
 
 
-def summary(run: RunConfig) -> Summary:
+def summary(run: LanguageModelRun) -> Summary:
     judged = report(1000, 1.0)
     start = result(0.281)
     results = {
@@ -192,7 +192,7 @@ def summary(run: RunConfig) -> Summary:
 
 def evaluate(args: argparse.Namespace) -> int:
     temperature = 1.0 if args.temperature is None else args.temperature
-    run = RunConfig.model_validate_json(args.config.read_text())
+    run = LanguageModelRun.model_validate_json(args.config.read_text())
     judged = report(args.games or 1000, temperature)
     evaluation = Evaluation(environments=dict.fromkeys(run.environments, judged))
     args.output.write_text(evaluation.model_dump_json())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import Evaluation
 from ludus.services.cli import train_command, trainer_process
 from tests.cli.commands import FAKE_TRAINER, RunCli
@@ -27,7 +27,7 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(
 ) -> None:
     fake_trainer("goes_well")
     result = ludus("train", "--dry-run", "--set", "training.num_steps=7", "--set", "name=mine")
-    config = RunConfig.model_validate(json.loads(result.out))
+    config = LanguageModelRun.model_validate(json.loads(result.out))
     assert result.code == 0
     assert (config.training.num_steps, config.name) == (7, "mine")
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors import cluster
 from ludus.trainer.actors.buffer import RemoteBuffer
@@ -32,8 +32,8 @@ from ludus.trainer.actors.workers import RolloutWorkers
 DRIVER_NODE = "ab" * 28
 
 
-def config(**sections: object) -> RunConfig:
-    return RunConfig.model_validate(sections)
+def config(**sections: object) -> LanguageModelRun:
+    return LanguageModelRun.model_validate(sections)
 
 
 def demand(
@@ -159,7 +159,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 2.0}}])
 
 
-async def place(run: RunConfig) -> Placement:
+async def place(run: LanguageModelRun) -> Placement:
     async with cluster.place_in_ray(run) as placement:
         return placement
 

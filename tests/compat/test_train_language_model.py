@@ -12,7 +12,7 @@ import torch
 
 import ludus.trainer.compat.gymformer.env  # noqa: F401 - registers its environments
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.config import LocalEnvironment, PpoConfig, RunConfig
+from ludus.proto.config import LanguageModelRun, LocalEnvironment, PpoConfig
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.gymformer.env.summarization_env import ARTICLES
 from ludus.trainer.compat.gymformer.rl.common_nn import MLPCriticNetwork
@@ -63,7 +63,7 @@ def asked(model: str, folder: Path, **changes: Any) -> AgentRequest:
     return AgentRequest(**{**arguments, **changes})
 
 
-def run_of(request: AgentRequest, model: str) -> RunConfig:
+def run_of(request: AgentRequest, model: str) -> LanguageModelRun:
     task = TokenTask.of(request.env_name, model, request.max_timesteps, request.seed)
     return make_run(request, task, Path(model), request.actor.model)
 

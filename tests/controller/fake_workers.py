@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from ludus.env.evaluation import EpisodeOutcome
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError
 from ludus.trainer.actors import supervisor, worker_process
 from ludus.trainer.actors.placement import on_one_machine
@@ -168,7 +168,7 @@ class FakeFleet:
         patch.setattr(worker_process, "make_actor", self._make_actor)
         patch.setattr(worker_process.WorkerProcess, "kill", lambda worker: worker.actor.end())
         patch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)
-        run = RunConfig.model_validate(
+        run = LanguageModelRun.model_validate(
             {"environments": {"coins": {"max_sessions": 10**6}}} | settings
         )
         spec = RolloutWorkerSpec(run, "model", {"coins": "nowhere"}, run.weights)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError, LearnerLostError
 from ludus.proto.runs import MetricsRow, read_metrics
 from ludus.trainer.actors.buffer import BufferActor
@@ -48,7 +48,7 @@ NUM_SLOTS = 4
 class SimulatedBuffer(BufferActor):
     """The buffer in this process, which remembers what each step trained on."""
 
-    def __init__(self, run: RunConfig, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
+    def __init__(self, run: LanguageModelRun, batches: dict[int, tuple[GroupSummary, ...]]) -> None:
         super().__init__(run, {})
         self._batches = batches
         self.is_alive = True
@@ -244,7 +244,7 @@ class SimulatedRun:
     """Every group that was begun, in all lives."""
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> LanguageModelRun:
         """The run's configuration."""
         tree = {
             "name": "run",
@@ -253,7 +253,7 @@ class SimulatedRun:
             "rollout": {"num_groups_in_flight": 8, "group_size": 2},
             "eval": {"num_games_during": 0},
         }
-        return RunConfig.model_validate(tree | self.settings)
+        return LanguageModelRun.model_validate(tree | self.settings)
 
     @property
     def rows(self) -> list[MetricsRow]:

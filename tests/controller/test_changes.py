@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig, load_run_config, run_config_from
-from ludus.proto.config.changes import in_words
+from ludus.proto.config import LanguageModelRun, load_run_config, run_config_from
+from ludus.proto.config.changes import describe_changes
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
 from ludus.trainer.driver.trainer import Trainer
@@ -21,14 +21,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blackjack" / "tiny.toml"
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> RunConfig:
+def begun(tmp_path: Path) -> LanguageModelRun:
     """A run whose folder is there."""
     run = load_run_config(EXAMPLE)
     (tmp_path / CONFIG_FILE).write_text(run.model_dump_json())
     return run
 
 
-def changed(run: RunConfig, *overrides: str) -> RunConfig:
+def changed(run: LanguageModelRun, *overrides: str) -> LanguageModelRun:
     return run_config_from(run.model_dump(mode="json"), overrides)
 
 
@@ -40,7 +40,7 @@ def changed(run: RunConfig, *overrides: str) -> RunConfig:
     ],
 )
 def test_another_model_or_algorithm_is_another_run(
-    tmp_path: Path, begun: RunConfig, override: str, told: str
+    tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         changes_since(tmp_path, changed(begun, override))
@@ -56,30 +56,32 @@ def test_another_model_or_algorithm_is_another_run(
     ],
 )
 def test_what_makes_figures_unlike_is_told(
-    tmp_path: Path, begun: RunConfig, override: str, told: str
+    tmp_path: Path, begun: LanguageModelRun, override: str, told: str
 ) -> None:
     changes = changes_since(tmp_path, changed(begun, override))
-    assert told in in_words(changes)
+    assert told in describe_changes(changes)
 
 
 @pytest.mark.parametrize(
     "override", ["training.num_steps=900", "rollout.num_workers=2", "metrics.tensorboard=true"]
 )
 def test_how_far_and_where_a_run_goes_is_nobodys_business(
-    tmp_path: Path, begun: RunConfig, override: str
+    tmp_path: Path, begun: LanguageModelRun, override: str
 ) -> None:
     assert changes_since(tmp_path, changed(begun, override)) == []
 
 
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, begun: RunConfig) -> None:
+def test_a_configuration_that_cannot_be_read_is_named(
+    tmp_path: Path, begun: LanguageModelRun
+) -> None:
     (tmp_path / CONFIG_FILE).write_text("{")
     with pytest.raises(ConfigError, match=rf"{CONFIG_FILE}' expected the configuration"):
         changes_since(tmp_path, begun)
 
 
-def test_many_changes_are_counted(tmp_path: Path, begun: RunConfig) -> None:
+def test_many_changes_are_counted(tmp_path: Path, begun: LanguageModelRun) -> None:
     names = [f"environments.more{n}.package=math_env" for n in range(30)]
-    words = in_words(changes_since(tmp_path, changed(begun, *names)))
+    words = describe_changes(changes_since(tmp_path, changed(begun, *names)))
     assert words.endswith("and 10 more")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import CheckpointError
 from ludus.proto.runs import CHECKPOINTS_FOLDER
 from ludus.trainer.driver.trainer import Trainer
@@ -28,7 +28,7 @@ def test_a_checkpoint_that_is_not_there_is_told_from_one_that_is_damaged(tmp_pat
 async def test_a_run_does_not_go_on_with_other_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RunConfig(output_dir=str(tmp_path))
+    run = LanguageModelRun(output_dir=str(tmp_path))
     checkpoints = CheckpointFolder(tmp_path / run.name / CHECKPOINTS_FOLDER, keep=1)
     with checkpoints.writing(5) as aside:
         saved = await checkpoints.commit(aside, RunState(step=5), [])

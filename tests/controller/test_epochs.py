@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import read_metrics
 from ludus.trainer.core.types import GroupSpec
@@ -118,7 +118,7 @@ async def test_whoever_follows_the_run_learns_how_many_steps_it_takes(tmp_path: 
 
 
 def make_mixture(state: MixtureState, **num_tasks: int) -> Mixture:
-    run = RunConfig.model_validate({"environments": {"rows": {}, "coins": {}}})
+    run = LanguageModelRun.model_validate({"environments": {"rows": {}, "coins": {}}})
     return Mixture(run, state, GroupSeeds(run.seed, 2, shared=True, num_tasks=num_tasks))
 
 
@@ -143,7 +143,7 @@ def test_places_go_on_where_other_environments_join() -> None:
     mixture = make_mixture(state, rows=10)
     dealt = [mixture.next_group() for _ in range(6)]
     places = [spec.seeds[0] for spec in dealt if spec.environment == "rows"]
-    run = RunConfig.model_validate({"environments": {"rows": {}, "dice": {}, "coins": {}}})
+    run = LanguageModelRun.model_validate({"environments": {"rows": {}, "dice": {}, "coins": {}}})
     seeds = GroupSeeds(run.seed, 2, shared=True, num_tasks={"rows": 10})
     joined = Mixture(run, MixtureState(**vars_of(state)), seeds)
     more = [joined.next_group() for _ in range(6)]
@@ -170,9 +170,9 @@ def test_places_begin_anew_after_whole_passes_below_the_seeds_of_the_warm_start(
 # -- steps -----------------------------------------------------------------------------
 
 
-def configured(**training: Any) -> RunConfig:
+def configured(**training: Any) -> LanguageModelRun:
     tree = {"environment": {"package": "coins"}, "algorithm": {"zero_variance_groups": "keep"}}
-    return RunConfig.model_validate(tree | {"training": training})
+    return LanguageModelRun.model_validate(tree | {"training": training})
 
 
 @pytest.mark.parametrize(
@@ -201,4 +201,4 @@ def test_what_cannot_be_counted_in_passes_is_refused_at_parse(
     tree: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate(tree | {"training": {"num_epochs": 1}})
+        LanguageModelRun.model_validate(tree | {"training": {"num_epochs": 1}})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import NotFoundError
 from ludus.proto.runs import Resume
 from ludus.trainer.checks.preflight import preflight
@@ -90,7 +90,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> N
 @pytest.mark.usefixtures("hub")
 def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
-    run = RunConfig.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
+    run = LanguageModelRun.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
     with pytest.raises(NotFoundError, match="does not answer"):
         preflight(run, Resume.NEVER)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from ludus.proto.config import RayWeightStore, RunConfig
+from ludus.proto.config import LanguageModelRun, RayWeightStore
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.learner_group import LearnerGroup
 from ludus.trainer.actors.placement import on_one_machine
@@ -111,13 +111,13 @@ def make_group(monkeypatch: pytest.MonkeyPatch, hangs_in: str) -> tuple[LearnerG
         "placement": {"start_timeout_s": 60 if hangs_in == "train_step" else 0.25},
         "training": {"learner_timeout_s": 0.25},
     }
-    run = RunConfig.model_validate(settings)
+    run = LanguageModelRun.model_validate(settings)
     return LearnerGroup(run, on_one_machine(run)), ended
 
 
 async def start(group: LearnerGroup) -> None:
     """Start its ranks."""
-    await group.start(make_learner_spec(RunConfig(), "model"), RayWeightStore())
+    await group.start(make_learner_spec(LanguageModelRun(), "model"), RayWeightStore())
 
 
 @pytest.mark.parametrize(

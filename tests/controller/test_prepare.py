@@ -12,7 +12,7 @@ import pytest
 from ludus.env import Transition
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError, EpisodesFailedError, ExecutionError
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
@@ -49,15 +49,15 @@ class NeverBegins(FragileEnv):
         raise RuntimeError("the licence has run out")
 
 
-def run_with(**rollout: Any) -> RunConfig:
-    return RunConfig.model_validate(
+def run_with(**rollout: Any) -> LanguageModelRun:
+    return LanguageModelRun.model_validate(
         {"environments": {"fragile": {}}, "model": TINY, "rollout": rollout}
     )
 
 
 @asynccontextmanager
 async def environments_of(
-    run: RunConfig, factory: type[FragileEnv], max_sessions: int = 256
+    run: LanguageModelRun, factory: type[FragileEnv], max_sessions: int = 256
 ) -> AsyncIterator[dict[str, Environment]]:
     """The one environment, on a real server."""
     options = ServerOptions(port=0, max_sessions=max_sessions)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.checks.preflight import preflight
@@ -32,16 +32,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "_ANSWERS_WITHIN_S", 0.2)
 
 
-def alone(address: str) -> RunConfig:
-    return RunConfig.model_validate({"environment": {"kind": "remote", "address": address}})
+def alone(address: str) -> LanguageModelRun:
+    return LanguageModelRun.model_validate({"environment": {"kind": "remote", "address": address}})
 
 
-def several(**addresses: str) -> RunConfig:
+def several(**addresses: str) -> LanguageModelRun:
     named = {name: {"kind": "remote", "address": one} for name, one in addresses.items()}
-    return RunConfig.model_validate({"environments": named})
+    return LanguageModelRun.model_validate({"environments": named})
 
 
-async def begin(run: RunConfig, folder: Path) -> None:
+async def begin(run: LanguageModelRun, folder: Path) -> None:
     async with infrastructure_of(run, folder):
         pass
 

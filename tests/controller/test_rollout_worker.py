@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EngineLostError, WeightSyncError
 from ludus.trainer.actors import rollout_worker
 from ludus.trainer.actors.rollout_worker import RolloutWorkerActor
@@ -49,7 +49,7 @@ class NeverDone:
 def worker_with(engine: FakeEngine) -> RolloutWorkerActor:
     """A worker that has started."""
     worker = RolloutWorkerActor(torch.get_num_threads())
-    worker._run = RunConfig()
+    worker._run = LanguageModelRun()
     worker._weights = worker._run.weights
     worker._generator = Generator(engine)
     worker._merger = None

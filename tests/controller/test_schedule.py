@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.trainer.run.schedule import coefficients
 
 
 def make_run(num_steps: int, *, algorithm: dict[str, object] | None = None, **learner: object):
     """A run of `num_steps` with such a learner."""
     tree = {"training": {"num_steps": num_steps}, "learner": learner, "algorithm": algorithm or {}}
-    return RunConfig.model_validate(tree)
+    return LanguageModelRun.model_validate(tree)
 
 
-def rates(run: RunConfig) -> list[float]:
+def rates(run: LanguageModelRun) -> list[float]:
     """The learning rate of each step."""
     return [coefficients(run, step).learning_rate for step in range(run.training.num_steps)]
 

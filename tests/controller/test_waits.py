@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from ludus.proto.config import EvalConfig, LocalEnvironment, RunConfig
+from ludus.proto.config import EvalConfig, LanguageModelRun, LocalEnvironment
 from ludus.proto.errors import (
     BufferLostError,
     EngineLostError,
@@ -146,7 +146,7 @@ class FrozenCall(Method):
 
 async def test_a_buffer_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "remote", FrozenBuffer)
-    run = RunConfig.model_validate(NO_PATIENCE)
+    run = LanguageModelRun.model_validate(NO_PATIENCE)
     buffer = RemoteBuffer(run, on_one_machine(run))
     await buffer.begin([1], 0)
     with pytest.raises(

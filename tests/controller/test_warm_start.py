@@ -15,7 +15,7 @@ import pytest
 from ludus.env import Transition
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.trainer.rollout.renderer import make_renderer
 from ludus.trainer.setup.environments import Environment
 from ludus.trainer.setup.prepare import prepare_model
@@ -78,15 +78,15 @@ class Game:
     is_won: bool = False
 
 
-def run_of(*names: str, **environment: Any) -> RunConfig:
+def run_of(*names: str, **environment: Any) -> LanguageModelRun:
     """A run with environments of those names."""
     tree = {"environments": dict.fromkeys(names, environment), "model": TINY, "seed": 3}
-    return RunConfig.model_validate(tree)
+    return LanguageModelRun.model_validate(tree)
 
 
 @asynccontextmanager
 async def served(
-    run: RunConfig, factory: type[CountingEnv]
+    run: LanguageModelRun, factory: type[CountingEnv]
 ) -> AsyncIterator[tuple[dict[str, Environment], list[Game]]]:
     """The run's environments, each on a server of its own, and the games that are played there."""
     environments: dict[str, Environment] = {}

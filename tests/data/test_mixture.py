@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.env.evaluation import EpisodeOutcome, summarize
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.mixture import Mixture, MixtureState
@@ -17,13 +17,13 @@ from ludus.trainer.data.seeds import GroupSeeds
 from ludus.trainer.run.checkpoint import RunState
 
 
-def make_run(weights: dict[str, float], **rest: object) -> RunConfig:
+def make_run(weights: dict[str, float], **rest: object) -> LanguageModelRun:
     """A run that mixes environments of these weights."""
     environments = {name: {"weight": weight} for name, weight in weights.items()}
-    return RunConfig.model_validate({"environments": environments, **rest})
+    return LanguageModelRun.model_validate({"environments": environments, **rest})
 
 
-def make_mixture(run: RunConfig, state: MixtureState | None = None) -> Mixture:
+def make_mixture(run: LanguageModelRun, state: MixtureState | None = None) -> Mixture:
     """The mixture of a run, at its beginning unless it stands at `state`."""
     return Mixture(run, state or MixtureState(), GroupSeeds(run.seed, 2, shared=True))
 

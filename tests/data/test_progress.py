@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
 from ludus.trainer.data.counts import RolloutCounts
 from ludus.trainer.data.failures import count_failures
@@ -32,7 +32,7 @@ def make_progress() -> Progress:
     """Of a run with two environments, whose servers may be away for 30 s, and batches of 2."""
     away = {"reconnect_timeout_s": 30}
     return Progress(
-        RunConfig.model_validate(
+        LanguageModelRun.model_validate(
             {
                 "environments": {"a": away, "b": away},
                 "training": {"groups_per_step": 2},
@@ -129,7 +129,7 @@ def test_a_wait_for_groups_that_do_not_end_is_told_each_minute_and_given_up(
 ) -> None:
     caplog.set_level("INFO")
     training = {"groups_per_step": 2, "idle_timeout_s": 600}
-    run = RunConfig.model_validate({"environments": {"a": {}}, "training": training})
+    run = LanguageModelRun.model_validate({"environments": {"a": {}}, "training": training})
     progress = Progress(run, lambda: "2 groups are being played")
     progress.observe({"a": SCORED + SCORED}, 0.0, taken=True)
     for second in range(1000, 1100):  # the step was trained meanwhile

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from ludus.proto.config import RunConfig, run_config_from
+from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.trainer.compat.forge import load_forge_config
 from ludus.trainer.compat.forge.known_keys import known_keys
@@ -24,7 +24,7 @@ def mapped(*overrides: str, has_gpu: bool = True) -> Mapped:
     return run_tree(config, name="blackjack", has_gpu=has_gpu)
 
 
-def run_of(*overrides: str, has_gpu: bool = True) -> RunConfig:
+def run_of(*overrides: str, has_gpu: bool = True) -> LanguageModelRun:
     return run_config_from(mapped(*overrides, has_gpu=has_gpu).tree)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ludus.proto.config import RunConfig, run_config_from
+from ludus.proto.config import LanguageModelRun, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.compat.forge import GRPOTrainer
@@ -82,7 +82,7 @@ async def test_more_steps_than_the_files_are_refused(steps: int) -> None:
 
 
 async def test_a_run_of_ludus_is_taken_as_it_is(tmp_path: Path) -> None:
-    run = RunConfig(name="mine")
+    run = LanguageModelRun(name="mine")
     assert await run_of(run) == run
     assert (await run_of(run, ["training.num_steps=7"])).training.num_steps == 7
     path = tmp_path / "mine.toml"
@@ -134,4 +134,4 @@ async def test_the_server_says_which_game_and_which_policies_there_are(server: S
 
 @pytest.mark.parametrize("file", ["_grpo.yaml", "a" * 90 + ".yaml", "my file (2).yaml", "...yaml"])
 def test_a_run_has_a_name_whatever_its_file_is_called(file: str) -> None:
-    assert RunConfig(name=_name_of(Path(file))).name
+    assert LanguageModelRun(name=_name_of(Path(file))).name

@@ -98,13 +98,14 @@ def test_no_module_is_a_drawer() -> None:
     assert [path for path in sources() if path.stem in FORBIDDEN_NAMES] == []
 
 
-def config_sections(root: type[BaseModel]) -> set[type[BaseModel]]:
-    """The section and all those it holds."""
-    found = {root}
-    for field in root.model_fields.values():
-        for model in models_in(field.annotation):
-            found |= config_sections(model)
-    return found
+def config_sections(annotation: object) -> set[type[BaseModel]]:
+    """Return the configuration sections in a type, and the sections inside of them."""
+    sections: set[type[BaseModel]] = set()
+    for section in models_in(annotation):
+        sections.add(section)
+        for field in section.model_fields.values():
+            sections |= config_sections(field.annotation)
+    return sections
 
 
 @pytest.mark.parametrize("section", sorted(config_sections(RunConfig), key=lambda s: s.__name__))

@@ -76,7 +76,7 @@ def test_the_second_rank_meets_the_others_with_the_one_gpu_that_it_is_shown(
     monkeypatch.setattr(learner_actor.dist, "init_process_group", join)
     monkeypatch.setattr(learner_actor, "Learner", lambda spec: init_device_mesh("cuda", (1,)))
     monkeypatch.setattr(learner_actor, "freeze_heap", lambda: None)
-    spec = LearnerSpec("model", LearnerConfig(), GrpoConfig(), 1.0, max_tokens=64, seed=0)
+    spec = LearnerSpec("model", LearnerConfig(), 1e-5, GrpoConfig(), 1.0, max_tokens=64, seed=0)
     LearnerActor(1, num_threads=1, functions={}).start(
         "tcp://127.0.0.1:1", 2, spec, RayWeightStore()
     )

@@ -10,7 +10,7 @@ import pytest
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.env.types import Transition
-from ludus.proto.config import LocalEnvironment, RunConfig
+from ludus.proto.config import LanguageModelRun, LocalEnvironment
 from ludus.proto.errors import ConfigError
 from ludus.trainer.models.tiny import make_tokenizer
 from ludus.trainer.rollout.renderer import ServerRenderer
@@ -68,7 +68,7 @@ async def test_an_environment_without_legal_answers_is_told_what_is_missing(
             config, server.grpc_address, client, await client.describe(), ServerRenderer()
         )
         with pytest.raises(ConfigError) as refused:
-            await prepare_model(RunConfig(), {"counting": environment}, tmp_path)
+            await prepare_model(LanguageModelRun(), {"counting": environment}, tmp_path)
     assert said in str(refused.value)
     assert "model.kind = 'pretrained'" in str(refused.value)
 

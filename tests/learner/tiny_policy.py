@@ -87,6 +87,7 @@ def make_learner(
     spec = LearnerSpec(
         model_path=model_path,
         config=LearnerConfig.model_validate(fields),
+        learning_rate=fields["learning_rate"],
         algorithm=algorithm or GrpoConfig(geometric_mask=None),
         temperature=1.0,
         max_tokens=64,

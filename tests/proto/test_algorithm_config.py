@@ -1,17 +1,17 @@
-"""Combinations of an algorithm that cannot work are refused with field, value and way out."""
+"""Messages about impossible combinations of algorithm settings."""
 
 from __future__ import annotations
 
 import pytest
 
-from ludus.proto.config import ModelCritic, PpoConfig, RunConfig, load_run_config
+from ludus.proto.config import LanguageModelRun, ModelCritic, PpoConfig, load_run_config
 from ludus.proto.errors import ConfigError
 
 OFF = "algorithm.correction.kind=off"
 SAMPLER = "algorithm.old_logprobs=rollout"
 
 
-def load(*overrides: str) -> RunConfig:
+def load(*overrides: str) -> LanguageModelRun:
     return load_run_config(None, [f"algorithm.{text}" for text in overrides])
 
 
@@ -74,7 +74,7 @@ def load(*overrides: str) -> RunConfig:
         (["kind=dqn"], ["algorithm.kind", "'grpo', 'reinforce', 'ppo'", "'dqn'"]),
     ],
 )
-def test_an_impossible_algorithm_is_named_with_value_and_way_out(
+def test_impossible_algorithm_is_named_with_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -84,38 +84,36 @@ def test_an_impossible_algorithm_is_named_with_value_and_way_out(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "compared"),
+    ("overrides", "comparison"),
     [
         ([], "correction.kind = 'token_tis'"),
         ([OFF], "geometric_mask = [0.5, 2.0]"),
         ([OFF, SAMPLER], "old_logprobs = 'rollout'"),
     ],
 )
-def test_a_cut_off_distribution_cannot_be_compared_with_the_learners(
-    overrides: list[str], compared: str
+def test_cut_off_distribution_is_not_compared_with_the_learner(
+    overrides: list[str], comparison: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(None, ["rollout.top_p=0.9", *overrides])
     assert "rollout.top_p = 0.9 samples from a cut-off distribution" in str(caught.value)
-    assert f"algorithm.{compared}" in str(caught.value)
+    assert f"algorithm.{comparison}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "what"),
+    ("setting", "effect"),
     [("top_k=5", "cut-off"), ("min_p=0.1", "cut-off"), ("repetition_penalty=1.2", "changed")],
 )
-def test_no_distribution_that_the_learner_does_not_compute_is_compared(
-    setting: str, what: str
-) -> None:
+def test_changed_distribution_is_not_compared_with_the_learner(setting: str, effect: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(None, [f"rollout.{setting}"])
     field, _, value = setting.partition("=")
-    assert f"rollout.{field} = {value} samples from a {what} distribution" in str(caught.value)
+    assert f"rollout.{field} = {value} samples from a {effect} distribution" in str(caught.value)
 
 
-def test_a_cut_off_distribution_is_fine_where_nothing_is_compared() -> None:
+def test_cut_off_distribution_is_accepted_without_a_comparison() -> None:
     run = load_run_config(None, ["rollout.top_p=0.9", OFF, "algorithm.geometric_mask=null"])
-    assert run.algorithm.compares_with_sampler is None
+    assert run.algorithm.sampler_comparison is None
 
 
 def test_only_ppo_has_a_critic() -> None:
@@ -141,13 +139,13 @@ def test_only_ppo_has_a_critic() -> None:
         ["correction.kind=icepop", "correction.low=0.1"],
     ],
 )
-def test_every_algorithm_of_the_field_can_be_said(overrides: list[str]) -> None:
+def test_common_algorithms_are_accepted(overrides: list[str]) -> None:
     load(*overrides)
 
 
-def test_only_what_learns_from_group_means_replaces_equal_groups_by_default() -> None:
-    kept = {
+def test_only_group_baselines_replace_zero_variance_groups_by_default() -> None:
+    treatments = {
         kind: load(f"kind={kind}").algorithm.zero_variance_groups for kind in ("reinforce", "ppo")
     }
-    assert kept == {"reinforce": "keep", "ppo": "keep"}
+    assert treatments == {"reinforce": "keep", "ppo": "keep"}
     assert load().algorithm.zero_variance_groups == "replace"

@@ -10,9 +10,9 @@ import pytest
 from ludus.proto.config import (
     ClipLoss,
     GrpoConfig,
+    LanguageModelRun,
     NoCorrection,
     PpoConfig,
-    RunConfig,
     SequenceMask,
     load_run_config,
 )
@@ -20,7 +20,7 @@ from ludus.proto.config.presets import PRESETS
 from ludus.proto.errors import ConfigError
 
 
-def load(preset: str, *overrides: str) -> RunConfig:
+def load(preset: str, *overrides: str) -> LanguageModelRun:
     return load_run_config(None, [f"preset={preset}", *overrides])
 
 

@@ -1,4 +1,4 @@
-"""A run configuration is right before anything starts, or says what is wrong."""
+"""Reading of configurations, and the messages about mistakes in them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from ludus.proto.config import (
+    LanguageModelRun,
+    NetworkRun,
     RewardModelConfig,
     RunConfig,
     load_reward_model_config,
     load_run_config,
+    run_config_from,
 )
 from ludus.proto.errors import ConfigError, NotFoundError
 
@@ -20,11 +23,11 @@ EXAMPLES = sorted(path for path in FOLDER.rglob("*.toml") if path != REWARD_MODE
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_is_a_valid_run(path: Path) -> None:
+def test_every_example_is_valid(path: Path) -> None:
     assert load_run_config(path).training.num_steps > 0
 
 
-def test_the_example_of_a_reward_model_is_a_valid_training() -> None:
+def test_the_reward_model_example_is_valid() -> None:
     assert load_reward_model_config(REWARD_MODEL).epochs > 0
 
 
@@ -49,13 +52,13 @@ def test_the_example_of_a_reward_model_is_a_valid_training() -> None:
         (["learner.betas=[0.9, 1]"], ["learner.betas.1", "less than 1", "got 1"]),
         (["learner.betas=[-0.1, 0.9]"], ["learner.betas.0", "greater than or equal to 0"]),
         (["learner.learning_rate=3"], ["learner.learning_rate", "less than or equal to 1"]),
-        (["learner.weight_decay=500"], ["weight_decay = 500 times learning_rate = 0.002"]),
+        (["learner.weight_decay=500"], ["weight_decay = 500 times learner.learning_rate = 0.002"]),
         (["learner.num_gpus_per_rank=1.5"], ["learner.num_gpus_per_rank", "whole number", "1.5"]),
         (["rollout.num_gpus_per_worker=2.5"], ["num_gpus_per_worker", "whole number", "2.5"]),
         (["learner.num_threads=100000"], ["learner.num_threads", "1024", "got 100000"]),
         (["learner.collective_timeout_s=1e15"], ["collective_timeout_s", "less than or equal"]),
         (["rollout.temperature=1e-9"], ["rollout.temperature", "greater than or equal to 0.01"]),
-        (["eval.temperature=1e-9"], ["eval.temperature", "0, which takes the likeliest token"]),
+        (["eval.temperature=1e-9"], ["eval.temperature", "0 (the most probable token)"]),
         (["rollout.repetition_penalty=1e30"], ["rollout.repetition_penalty", "equal to 100"]),
         (["model.width=129", "model.num_heads=3"], ["model.width = 129", "even number", "43"]),
         ([f"eval.seed={2**64}"], ["eval.seed", "2**63"]),
@@ -69,7 +72,7 @@ def test_the_example_of_a_reward_model_is_a_valid_training() -> None:
                 "environment.address=grpcs://a:1",
                 "environment.tls.key_file=k",
             ],
-            ["cert_file", "both or none"],
+            ["set cert_file too, or remove both"],
         ),
         (["environment.kind=remote"], ["environment.address", "required"]),
         (
@@ -88,7 +91,7 @@ def test_the_example_of_a_reward_model_is_a_valid_training() -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_with_field_value_and_way_out(
+def test_mistake_is_named_with_field_value_and_remedy(
     overrides: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -98,7 +101,7 @@ def test_a_mistake_is_named_with_field_value_and_way_out(
 
 
 @pytest.mark.parametrize(
-    ("field", "taken", "refused"),
+    ("field", "accepted", "refused"),
     [
         ("ppo.clip", (1e-6, 0.2, 1), (0, -0.2, 1.01, "nan")),
         ("ppo.learning_rate", (1e-9, 1), (0, -1, 1.5, "inf")),
@@ -109,30 +112,30 @@ def test_a_mistake_is_named_with_field_value_and_way_out(
         ("reward_model.num_threads", (1, 1024), (0, 1025)),
     ],
 )
-def test_a_bound_is_kept_on_both_of_its_sides(
-    field: str, taken: tuple[object, ...], refused: tuple[object, ...]
+def test_bounds_are_checked_on_both_sides(
+    field: str, accepted: tuple[object, ...], refused: tuple[object, ...]
 ) -> None:
     section, name = field.split(".")
 
     def load(value: object) -> RunConfig | RewardModelConfig:
         if section == "reward_model":
             return load_reward_model_config({"model": "m", "data": "d"}, [f"{name}={value}"])
-        network = ["model.kind=network", "environment.package=gymnasium:CartPole-v1"]
+        network = ["kind=network", "environment.package=gymnasium:CartPole-v1"]
         return load_run_config(None, [*network, f"{field}={value}"])
 
-    for value in taken:
+    for value in accepted:
         assert load(value)
     for value in refused:
         with pytest.raises(ConfigError, match=rf"{name}: .*got '?{value}'?$"):
             load(value)
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError, match=r"(?s)seed.*training\.num_steps"):
         load_run_config(None, ["seed=-1", "training.num_steps=0"])
 
 
-def test_overrides_are_json_where_they_can_be_and_text_otherwise() -> None:
+def test_overrides_are_json_or_text() -> None:
     run = load_run_config(None, ["name=a2024", "seed=7", "environment.options.game=blackjack"])
     assert run.environment.kind == "local"
     assert (run.seed, run.environment.options) == (7, {"game": "blackjack"})
@@ -146,12 +149,12 @@ def test_overrides_may_be_toml() -> None:
     assert (run.name, run.environment.options) == ("quoted", {"game": "catch"})
 
 
-def test_a_list_of_environments_without_names_is_told_to_name_them() -> None:
+def test_list_of_unnamed_environments_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[\[environment\]\].*\[environments\.<name>\]"):
         load_run_config(None, ['environment=[{package = "math_env"}]'])
 
 
-def test_another_kind_replaces_its_section_and_the_same_kind_does_not() -> None:
+def test_only_another_kind_clears_its_section() -> None:
     tiny = EXAMPLES[-1].with_name("tiny.toml")
     other = load_run_config(tiny, ["model.kind=pretrained", "model.path=x"])
     assert (other.model.kind, other.environment.policies is None) == ("pretrained", False)
@@ -159,19 +162,19 @@ def test_another_kind_replaces_its_section_and_the_same_kind_does_not() -> None:
     assert same == load_run_config(tiny)
 
 
-def test_a_section_without_kind_is_the_default_variant() -> None:
+def test_section_without_kind_is_the_default_variant() -> None:
     run = load_run_config(None, ["generator.max_batch_size=8"])
     assert run.generator.kind == "transformers"
 
 
-def test_an_engine_as_long_as_an_episode_on_as_many_gpus_as_it_spreads_over_is_right() -> None:
+def test_engine_that_fits_the_rollout_settings_is_accepted() -> None:
     engine = ["generator.max_model_tokens=512", "generator.tensor_parallel_size=2"]
     gpus = "rollout.num_gpus_per_worker=2"
     assert load_run_config(None, ["generator.kind=vllm", *engine, gpus]).generator.kind == "vllm"
 
 
 @pytest.mark.parametrize(
-    ("alone", "name"),
+    ("environment", "name"),
     [
         ({"address": "grpc://127.0.0.1:9"}, "127-0-0-1-9"),
         ({"address": "http://me:secret@10.0.0.7:8000/"}, "10-0-0-7-8000"),
@@ -183,23 +186,23 @@ def test_an_engine_as_long_as_an_episode_on_as_many_gpus_as_it_spreads_over_is_r
         ({"options": {"game": "catch"}}, "catch"),
     ],
 )
-def test_an_environment_alone_is_called_by_what_it_plays_or_where_it_is(
-    alone: dict[str, object], name: str
+def test_single_environment_is_named_after_its_game_package_or_address(
+    environment: dict[str, object], name: str
 ) -> None:
-    kind = "remote" if "address" in alone else "local"
-    run = RunConfig.model_validate({"environment": {**alone, "kind": kind}})
+    kind = "remote" if "address" in environment else "local"
+    run = LanguageModelRun.model_validate({"environment": {**environment, "kind": kind}})
     assert list(run.environments) == [name]
     assert run.section_of(name) == "environment"
     both = {name: run.environment, "other": run.environment}
-    assert RunConfig(environments=both).section_of(name) == f"environments.{name}"
+    assert LanguageModelRun(environments=both).section_of(name) == f"environments.{name}"
 
 
-def test_a_configuration_survives_its_own_json() -> None:
+def test_configuration_can_be_read_from_its_json() -> None:
     run = load_run_config(None, ["generator.kind=vllm", "weights.kind=folder"])
-    assert RunConfig.model_validate_json(run.model_dump_json()) == run
+    assert LanguageModelRun.model_validate_json(run.model_dump_json()) == run
 
 
-def test_a_missing_file_points_to_the_examples(tmp_path: Path) -> None:
+def test_missing_file_points_to_the_examples(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"nothing\.toml.*examples/"):
         load_run_config(tmp_path / "nothing.toml")
 
@@ -207,14 +210,14 @@ def test_a_missing_file_points_to_the_examples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("a.toml", "= 3"), ("a.yaml", "a: [1"), ("a.json", "{"), ("a.ini", "")]
 )
-def test_an_unreadable_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+def test_unreadable_file_is_named(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError, match=name.partition(".")[2]):
         load_run_config(path)
 
 
-def test_an_override_without_a_value_is_explained() -> None:
+def test_override_without_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"expected section\.field=value, got 'seed'"):
         load_run_config(None, ["seed"])
 
@@ -228,13 +231,44 @@ def test_an_override_without_a_value_is_explained() -> None:
         (['model={"kind": "pretrained", "path": "Qwen/Qwen3-1.7B"}'], 1e-5),
         (["preset=trl"], 1e-6),
     ],
-    ids=["nothing said", "something else", "said", "pretrained", "a preset"],
+    ids=["default", "other field", "set", "pretrained", "preset"],
 )
-def test_a_tiny_model_learns_at_a_rate_of_its_own(overrides: list[str], rate: float) -> None:
-    assert load_run_config(None, overrides).learner.learning_rate == rate
+def test_default_learning_rate_depends_on_the_kind_of_model(
+    overrides: list[str], rate: float
+) -> None:
+    assert load_run_config(None, overrides).learning_rate == rate
 
 
-def test_an_evaluation_plays_nothing_that_was_trained_on() -> None:
+@pytest.mark.parametrize(
+    ("tree", "messages"),
+    [
+        ({"kind": "network"}, ["environments: required"]),
+        ({"kind": "diffusion"}, ["kind: expected one of 'language_model', 'network'"]),
+        ({"kind": "network", "rollout": {}}, ["rollout: unknown key"]),
+        ({"kind": "network", "preset": "trl"}, ["preset: unknown key"]),
+        ({"ppo": {}}, ["ppo: unknown key"]),
+        ({"model": {"kind": "network"}}, ["model.kind: expected one of 'tiny', 'pretrained'"]),
+    ],
+)
+def test_sections_of_another_kind_of_run_are_unknown(
+    tree: dict[str, object], messages: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_config_from(tree)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+def test_defaults_belong_to_the_kind_of_run() -> None:
+    network = run_config_from({"kind": "network", "environment": {"package": "gymnasium:A-v0"}})
+    assert isinstance(network, NetworkRun)
+    assert (network.eval.num_games, network.eval.temperature) == (100, 0.0)
+    language_model = run_config_from({"kind": "language_model", "preset": "trl"})
+    assert language_model.eval.num_games == 10_000
+    assert language_model.training.num_steps == 100
+
+
+def test_evaluation_seeds_are_never_training_seeds() -> None:
     assert load_run_config(None, [f"eval.seed={2**31}"]).eval.seed == 2**31
     with pytest.raises(ConfigError, match=r"eval.seed: .*at least 2147483648 .*, got 2147483647"):
         load_run_config(None, [f"eval.seed={2**31 - 1}"])

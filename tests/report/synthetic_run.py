@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.env.evaluation import Z95, wilson_interval
-from ludus.proto.config import LocalEnvironment, RunConfig, TrainingConfig
+from ludus.proto.config import LanguageModelRun, LocalEnvironment, TrainingConfig
 from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric
 from ludus.proto.runs import (
     CHART_FILE,
@@ -83,8 +83,8 @@ def transcript(step: int, *, environment: str = "blackjack", answer: str = "STAN
 
 
 def write_config(run_dir: Path, name: str, environments: Sequence[str]) -> None:
-    config = RunConfig.model_construct(
-        **RunConfig(
+    config = LanguageModelRun.model_construct(
+        **LanguageModelRun(
             environments={
                 environment: LocalEnvironment(
                     options={"game": environment},

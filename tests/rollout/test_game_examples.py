@@ -9,7 +9,7 @@ import pytest
 
 from ludus.env.client import AsyncEnvClient
 from ludus.env.serving.server import EnvServer, ServerOptions
-from ludus.proto.config import RunConfig, TinyModel, load_run_config
+from ludus.proto.config import LanguageModelRun, TinyModel, load_run_config
 from ludus.trainer.core.types import RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_tokenizer
@@ -39,7 +39,7 @@ async def random_game(client: AsyncEnvClient, seed: int, max_turns: int) -> Play
     return shown, answers
 
 
-def tokenizer_of(run: RunConfig, texts: list[str]) -> ChatTokenizer:
+def tokenizer_of(run: LanguageModelRun, texts: list[str]) -> ChatTokenizer:
     """The example's own; in place of one that would be downloaded, one of more, shorter tokens."""
     size = run.model.vocab_size if isinstance(run.model, TinyModel) else VOCAB_SIZE
     return ChatTokenizer(make_tokenizer(texts, size))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ludus.env.client import AsyncEnvClient
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import GroupSpec, RolloutStatus
 from ludus.trainer.models.chat import ChatTokenizer
@@ -19,9 +19,9 @@ from tests.rollout.scripted_policy import SAMPLING, ScriptedPolicy
 FUNCTIONS = "tests.rollout.reward_functions"
 
 
-def run_with(**environment: Any) -> RunConfig:
+def run_with(**environment: Any) -> LanguageModelRun:
     """A run that plays blackjack, and one that plays it as it comes."""
-    return RunConfig.model_validate(
+    return LanguageModelRun.model_validate(
         {
             "seed": 3,
             "rollout": {"max_turns": 6, "max_tokens": 200, "max_completion_tokens": 9},
@@ -111,5 +111,5 @@ def test_what_cannot_work_together_is_refused_at_parse(
 def test_a_temperature_beyond_what_vllm_samples_at_is_refused_at_parse(section: str) -> None:
     hot = {section: {"temperature": 2.5}}
     with pytest.raises(ValueError, match=rf"{section}\.temperature = 2\.5"):
-        RunConfig.model_validate({"generator": {"kind": "vllm"}, **hot})
-    assert RunConfig.model_validate(hot)
+        LanguageModelRun.model_validate({"generator": {"kind": "vllm"}, **hot})
+    assert LanguageModelRun.model_validate(hot)

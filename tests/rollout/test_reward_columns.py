@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.checks.preflight import preflight
@@ -30,9 +30,9 @@ def path_of(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def make_run(folder: Path, **columns: list[str]) -> RunConfig:
+def make_run(folder: Path, **columns: list[str]) -> LanguageModelRun:
     path = write_rows({"prompt": ["a", "b"], **columns}, folder / "rows.jsonl")
-    return RunConfig.model_validate(
+    return LanguageModelRun.model_validate(
         {
             "name": "run",
             "output_dir": str(folder / "runs"),

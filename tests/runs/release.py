@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.services.runs.manifest import RunManifests, make_manifests
 from ludus.services.runs.platform import Release, release_of
 
@@ -139,13 +139,13 @@ def release(job: Json | None = None, **changed: Any) -> Release:
     return release_of(config_map(job, **changed))
 
 
-def run_config(**changed: Any) -> RunConfig:
+def run_config(**changed: Any) -> LanguageModelRun:
     tree: Json = {
         "name": "demo",
         "environment": {"package": "openspiel_env", "options": {"game": "blackjack"}},
         "training": {"num_steps": 3},
     }
-    return RunConfig.model_validate({**tree, **changed})
+    return LanguageModelRun.model_validate({**tree, **changed})
 
 
 def manifests(job: Json | None = None, **changed: Any) -> RunManifests:

@@ -10,8 +10,8 @@ import yaml
 
 from ludus.proto.config import (
     FolderWeightStore,
+    LanguageModelRun,
     RemoteEnvironment,
-    RunConfig,
     S3WeightStore,
     load_run_config,
 )
@@ -58,7 +58,7 @@ def test_the_run_is_named_wherever_its_placeholder_stands() -> None:
 
 def test_the_trainer_reads_a_run_whose_places_are_the_clusters() -> None:
     made = manifests()
-    read = RunConfig.model_validate_json(made.config_map["data"]["run.json"])
+    read = LanguageModelRun.model_validate_json(made.config_map["data"]["run.json"])
     assert read == made.run
     environment = read.environments["blackjack"]
     assert isinstance(environment, RemoteEnvironment)
@@ -123,7 +123,7 @@ def test_environments_are_found_by_name_by_choice_and_by_what_they_are() -> None
         "away": {"kind": "remote", "address": "grpc://elsewhere:1"},
     }
     tree = {"name": "demo", "environments": played}
-    config = RunConfig.model_validate(tree)
+    config = LanguageModelRun.model_validate(tree)
     there = in_cluster(config, release(environments=served).platform, {"free": "other"})
     assert [one.address for one in there.environments.values()] == [
         "grpc://g/cards",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import HeldWeights, MetricsRow, Phase
 
 GAMES_PER_STEP = 100
 
 
-def run_config(**metrics: object) -> RunConfig:
-    return RunConfig.model_validate(
+def run_config(**metrics: object) -> LanguageModelRun:
+    return LanguageModelRun.model_validate(
         {
             "name": "mixed",
             "environments": {

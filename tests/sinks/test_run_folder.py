@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ludus.env.evaluation import EpisodeOutcome, summarize
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import EvalMetric, TrainMetric
 from ludus.proto.runs import (
@@ -23,8 +23,8 @@ from ludus.trainer.weights import CanaryReport, WorkerWeights
 from tests.report.synthetic_run import transcript
 
 
-def config(output_dir: Path, **metrics: object) -> RunConfig:
-    return RunConfig.model_validate(
+def config(output_dir: Path, **metrics: object) -> LanguageModelRun:
+    return LanguageModelRun.model_validate(
         {"name": "demo", "output_dir": str(output_dir), "metrics": metrics}
     )
 

@@ -8,8 +8,8 @@ import pytest
 
 from ludus.proto.config import (
     FolderWeightStore,
+    LanguageModelRun,
     RayWeightStore,
-    RunConfig,
     S3WeightStore,
     load_run_config,
 )
@@ -51,9 +51,9 @@ def test_a_name_that_no_bucket_can_have_is_refused(bucket: str) -> None:
 
 
 def test_the_type_that_travels_is_the_learners_unless_it_is_said() -> None:
-    assert RayWeightStore().travelling_dtype("float32") == "float32"
-    assert RayWeightStore().travelling_dtype("bfloat16") == "bfloat16"
-    assert RayWeightStore(dtype="bfloat16").travelling_dtype("float32") == "bfloat16"
+    assert RayWeightStore().published_dtype("float32") == "float32"
+    assert RayWeightStore().published_dtype("bfloat16") == "bfloat16"
+    assert RayWeightStore(dtype="bfloat16").published_dtype("float32") == "bfloat16"
 
 
 def test_each_run_has_a_place_of_its_own(tmp_path: Path) -> None:
@@ -73,7 +73,9 @@ def test_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_pat
     config = FolderWeightStore(path=str(tmp_path / "shared"))
     stores, published = [], []
     for output_dir in ("mine", "theirs"):
-        run = RunConfig.model_validate({"name": "demo", "output_dir": str(tmp_path / output_dir)})
+        run = LanguageModelRun.model_validate(
+            {"name": "demo", "output_dir": str(tmp_path / output_dir)}
+        )
         folder = RunFolder.create(run, overwrite=False)
         stores.append(make_store(located(config, folder.path, run_id(folder.path))))
         published.append(publish(stores[-1], 1))

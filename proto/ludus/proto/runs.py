@@ -1,7 +1,7 @@
 """What a run leaves in its folder, and the types of these files.
 
 runs/<name>/
-    config.json      RunConfig, resolved
+    config.json      the resolved run configuration
     metrics.jsonl    MetricsRow, one a line, in the order of time
     transcripts.jsonl  Transcript, one a line: episodes that were trained on, word for word
     summary.json     Summary

@@ -10,7 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.proto.config import RunConfig, load_reward_model_config, load_run_config
+from ludus.proto.config import (
+    LanguageModelRun,
+    NetworkRun,
+    RunConfig,
+    load_reward_model_config,
+    load_run_config,
+)
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import Evaluation, Resume
 from ludus.trainer.core.disk import describe_write_error, write_atomically
@@ -44,14 +50,12 @@ def _run_of(args: argparse.Namespace) -> RunConfig:
 
 def _train(args: argparse.Namespace) -> int:
     run = _run_of(args)
-    return _train_network(run, args) if _is_network(run) else _train_language_model(run, args)
+    if isinstance(run, NetworkRun):
+        return _train_network(run, args)
+    return _train_language_model(run, args)
 
 
-def _is_network(run: RunConfig) -> bool:
-    return run.model.kind == "network"
-
-
-def _train_network(run: RunConfig, args: argparse.Namespace) -> int:
+def _train_network(run: NetworkRun, args: argparse.Namespace) -> int:
     # It needs neither Ray nor transformers, which take longer to import than some runs take.
     from ludus.trainer.classic.run import NetworkRunStopped, train
 
@@ -63,7 +67,7 @@ def _train_network(run: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _train_language_model(run: RunConfig, args: argparse.Namespace) -> int:
+def _train_language_model(run: LanguageModelRun, args: argparse.Namespace) -> int:
     from ludus.trainer.driver.main import train
     from ludus.trainer.driver.trainer import Stopped
 
@@ -79,7 +83,7 @@ def _train_language_model(run: RunConfig, args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     run = _run_of(args)
-    if _is_network(run):
+    if isinstance(run, NetworkRun):
         from ludus.trainer.classic.run import check
 
         check(run, Resume(args.resume))
@@ -106,7 +110,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _evaluation(run: RunConfig, args: argparse.Namespace) -> Evaluation:
     num_games = args.games or run.eval.num_games
-    if _is_network(run):
+    if isinstance(run, NetworkRun):
         from ludus.trainer.classic import run as classic
 
         return classic.evaluate(

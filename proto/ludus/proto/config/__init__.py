@@ -1,4 +1,4 @@
-"""The run configuration: one tree, read from TOML or YAML, checked before anything starts."""
+"""The run configuration: one tree of sections, checked before anything starts."""
 
 from ludus.proto.config.agent import AgentConfig, CommandAgent, FunctionAgent, UrlAgent
 from ludus.proto.config.algorithm import (
@@ -28,7 +28,9 @@ from ludus.proto.config.environment import (
     RemoteEnvironment,
     RewardModelTerm,
     RewardTerm,
+    ServerAddress,
 )
+from ludus.proto.config.language_model import EvalConfig, LanguageModelRun, TrainingConfig
 from ludus.proto.config.load import (
     apply_overrides,
     load_reward_model_config,
@@ -36,29 +38,39 @@ from ludus.proto.config.load import (
     parse_override,
     run_config_from,
 )
-from ludus.proto.config.network import NetworkModel, NetworkPpoConfig
+from ludus.proto.config.network import (
+    LocalNetworkEnvironment,
+    NetworkEnvironmentConfig,
+    NetworkModel,
+    NetworkPpoConfig,
+    NetworkRun,
+    RemoteNetworkEnvironment,
+)
 from ludus.proto.config.reward_model import RewardModelConfig
-from ludus.proto.config.run import EvalConfig, RunConfig, TrainingConfig
+from ludus.proto.config.run import (
+    RunConfig,
+    require_language_model,
+    validate_run,
+    validate_run_json,
+)
 from ludus.proto.config.sections import (
     CanaryConfig,
     FolderWeightStore,
     GeneratorConfig,
     LearnerConfig,
     LoraConfig,
-    MetricsConfig,
     ModelConfig,
     PlacementConfig,
     PretrainedModel,
-    PrometheusSink,
     RayWeightStore,
     RolloutConfig,
     S3WeightStore,
     TinyModel,
     TransformersGenerator,
     VllmGenerator,
-    WandbSink,
     WeightStoreConfig,
 )
+from ludus.proto.config.training_run import MetricsConfig, PrometheusSink, WandbSink
 
 __all__ = [
     "AgentConfig",
@@ -80,14 +92,18 @@ __all__ = [
     "GspoLoss",
     "HeadCritic",
     "IcePop",
+    "LanguageModelRun",
     "LearnerConfig",
     "LocalEnvironment",
+    "LocalNetworkEnvironment",
     "LoraConfig",
     "MetricsConfig",
     "ModelConfig",
     "ModelCritic",
+    "NetworkEnvironmentConfig",
     "NetworkModel",
     "NetworkPpoConfig",
+    "NetworkRun",
     "NoCorrection",
     "PlacementConfig",
     "PolicyLoss",
@@ -97,6 +113,7 @@ __all__ = [
     "RayWeightStore",
     "ReinforceConfig",
     "RemoteEnvironment",
+    "RemoteNetworkEnvironment",
     "RewardModelConfig",
     "RewardModelTerm",
     "RewardTerm",
@@ -105,6 +122,7 @@ __all__ = [
     "S3WeightStore",
     "SequenceMask",
     "SequenceTis",
+    "ServerAddress",
     "TinyModel",
     "TokenTis",
     "TrainingConfig",
@@ -117,5 +135,8 @@ __all__ = [
     "load_reward_model_config",
     "load_run_config",
     "parse_override",
+    "require_language_model",
     "run_config_from",
+    "validate_run",
+    "validate_run_json",
 ]

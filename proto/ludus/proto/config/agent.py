@@ -1,4 +1,4 @@
-"""Agents that somebody else wrote: started, called or imported, one for each episode."""
+"""Agents written by users: each episode starts, calls or imports one agent."""
 
 from __future__ import annotations
 
@@ -10,88 +10,92 @@ from pydantic import BeforeValidator, Field, field_validator
 from ludus.proto.config.section import ImportPath, PositiveInt, Seconds, Section
 
 _KINDS = {"command": "program", "url": "service", "function": "in_process"}
-"""By the field that only this kind of agent has."""
+"""Kind of agent by the field that only this kind has."""
 
 
 class _Agent(Section):
     timeout_s: Seconds = 120.0
-    """How long an episode's agent may take before it is ended and the episode is void."""
+    """Time limit in seconds of an episode's agent. After that, the agent is stopped and the
+    episode is void."""
     max_concurrent: PositiveInt = 64
-    """Agents that a rollout worker runs at once; the others wait until one has ended."""
+    """Maximum number of agents that a rollout worker runs at once; further agents wait."""
     answer: Literal["json", "text", "last_message", "none"] = "json"
-    """What the environment is stepped with when the agent has ended: `answer` or `action` of the
-    JSON object that it returns, all of the text that it returns, the last thing that the policy
-    has said, or nothing (docs/agents.md)."""
+    """Action of the environment step after the agent has finished: `answer` or `action` of the
+    JSON object that the agent returns, all of its text, the last completion of the policy, or no
+    step (docs/agents.md)."""
     host: str = "127.0.0.1"
-    """Address that the endpoint of a rollout worker listens on; 0.0.0.0 where agents run on other
-    machines."""
+    """Address that the endpoint of a rollout worker listens on. Use 0.0.0.0 if agents run on
+    other machines."""
 
 
 class CommandAgent(_Agent):
-    """A program that is started for each episode, in the sandbox of the environment plane."""
+    """A program that is started for each episode, in the sandbox of the environments."""
 
     kind: Literal["program"] = "program"
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The program and its arguments; `{task}` in one of them is the task as JSON, `{text}` the
-    text of the first observation."""
+    """Program and arguments. `{task}` in an argument is replaced by the task as JSON, `{text}` by
+    the text of the first observation."""
     folder: str = "."
-    """In which it is started, and what it may read of it."""
+    """Working directory of the program, which the program may read."""
     allow_read: tuple[str, ...] = ()
-    """More files and folders that it may read."""
+    """Further files and folders that the program may read."""
     pass_env: tuple[str, ...] = ()
-    """Environment variables of the rollout worker that it gets beside the harmless ones."""
+    """Environment variables of the rollout worker that the program gets, in addition to the
+    harmless ones."""
     max_concurrent: PositiveInt = 16
-    """Programs that a rollout worker runs at once; the others wait until one has ended."""
+    """Maximum number of programs that a rollout worker runs at once; further programs wait."""
     sandbox: Literal["offered", "required", "off"] = "offered"
-    """Whether it is confined as far as the machine offers it, refused where a layer is missing, or
-    not confined at all (docs/security.md)."""
+    """Confinement of the program: "offered" uses the layers that the machine supports, "required"
+    fails if a layer is missing, "off" uses none (docs/security.md)."""
 
 
 class UrlAgent(_Agent):
-    """A service that is called for each episode: POST with the task and where the policy is."""
+    """A service that gets one POST per episode, with the task and the address of the policy."""
 
     kind: Literal["service"] = "service"
     url: str
-    """http://host:port/path or https://..."""
+    """URL of the service: http://host:port/path or https://..."""
     token_env: str = "LUDUS_AGENT_TOKEN"
-    """Environment variable that holds the service's bearer token; it may be unset."""
+    """Name of the environment variable with the bearer token of the service. The variable may be
+    unset."""
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise ValueError(
                 "expected http://host:port/path or https://..., without credentials "
-                f"(they come from the variable that token_env names), got '{parts.scheme}://"
-                f"{parts.hostname or ''}{parts.path}'"
+                "(they come from the environment variable token_env), got "
+                f"'{parts.scheme}://{parts.hostname or ''}{parts.path}'"
             )
         return url
 
 
 class FunctionAgent(_Agent):
-    """A Python function that is called in the rollout worker for each episode."""
+    """A Python function that the rollout worker calls for each episode."""
 
     kind: Literal["in_process"] = "in_process"
     function: ImportPath
-    """(task, endpoint) -> what the agent returns; asynchronous, or run in a thread."""
+    """Function (task, endpoint) -> result of the agent. It is asynchronous, or runs in a
+    thread."""
 
 
-def _with_kind(value: Any) -> Any:
-    """The section with the kind that its fields tell."""
+def _add_kind(value: Any) -> Any:
+    """Add the kind that follows from the fields of the section."""
     if not isinstance(value, dict) or "kind" in value:
         return value
-    named = [field for field in _KINDS if field in value]
-    if len(named) != 1:
+    fields = [field for field in _KINDS if field in value]
+    if len(fields) != 1:
         raise ValueError(
-            "expected exactly one of command = [...], url = '...' and function = "
-            f"'module:callable', got {' and '.join(named) or 'none of them'}"
+            "an agent needs exactly one of command = [...], url = '...' and function = "
+            f"'module:callable', got {' and '.join(fields) or 'none of them'}"
         )
-    return {"kind": _KINDS[named[0]], **value}
+    return {"kind": _KINDS[fields[0]], **value}
 
 
 AgentConfig = Annotated[
     CommandAgent | UrlAgent | FunctionAgent,
     Field(discriminator="kind"),
-    BeforeValidator(_with_kind),
+    BeforeValidator(_add_kind),
 ]

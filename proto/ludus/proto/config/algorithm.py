@@ -1,4 +1,4 @@
-"""How rewards become gradients. Formulas and sources: `ludus.trainer.algorithms`."""
+"""Algorithms: advantages, losses and critics. `ludus.trainer.algorithms` has the formulas."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ludus.proto.config.section import (
 )
 
 BelowRatio = Annotated[float, Field(gt=0, le=1)]
-"""How far below 1 a ratio may fall; 1 lets it fall to 0."""
+"""Largest distance of a ratio below 1; 1 allows a ratio of 0."""
 
 Cap = Annotated[float, Field(ge=1)]
-"""Largest weight; below 1 it would scale down what the learner itself sampled."""
+"""Largest importance weight. A cap below 1 would scale down samples of the learner's own policy."""
 
 
 class ClipLoss(Section):
@@ -27,11 +27,12 @@ class ClipLoss(Section):
 
     kind: Literal["clip"] = "clip"
     clip_low: BelowRatio = 0.2
-    """The ratio is clipped at 1 - clip_low where the advantage is negative."""
+    """Lower clipping range: the ratio is clipped to 1 - clip_low if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
-    """The ratio is clipped at 1 + clip_high where the advantage is positive."""
+    """Upper clipping range: the ratio is clipped to 1 + clip_high if the advantage is positive."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Bounds the loss of a negative advantage at dual_clip * |A|; null turns it off."""
+    """Upper bound of the loss of a negative advantage A, as a multiple of |A|. null sets no
+    bound."""
 
 
 class GspoLoss(Section):
@@ -39,36 +40,36 @@ class GspoLoss(Section):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: BelowRatio = 3e-4
-    """The sequence ratio is clipped at 1 - clip_low."""
+    """Lower clipping range: the sequence ratio is clipped to 1 - clip_low."""
     clip_high: PositiveFloat = 4e-4
-    """The sequence ratio is clipped at 1 + clip_high."""
+    """Upper clipping range: the sequence ratio is clipped to 1 + clip_high."""
 
 
 class CispoLoss(Section):
-    """The log-prob weighted by a clipped ratio that has no gradient: no token loses its own."""
+    """The log-prob weighted by a clipped ratio without gradient: every token has a gradient."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: BelowRatio = 1.0
-    """The ratio is clipped at 1 - clip_low; 1 does not clip it."""
+    """Lower clipping range: the ratio is clipped to 1 - clip_low. 1 does not clip it."""
     clip_high: PositiveFloat = 4.0
-    """The ratio is clipped at 1 + clip_high."""
+    """Upper clipping range: the ratio is clipped to 1 + clip_high."""
 
 
 class FunctionLoss(Section):
-    """A function of the run's own, for what the others do not have."""
+    """A user-defined loss function."""
 
     kind: Literal["function"] = "function"
     function: ImportPath
-    """Called with logprobs, old_logprobs, advantages and mask, [N, T] each; returns the loss of
-    every token, [N, T] (docs/algorithms.md)."""
+    """Function of logprobs, old_logprobs, advantages and mask, [N, T] each, that returns the loss
+    of every token, [N, T] (docs/algorithms.md)."""
 
 
 class TokenTis(Section):
-    """Truncated importance weight per token for sampler and learner that differ."""
+    """Truncated importance weight per token, for the difference between sampler and learner."""
 
     kind: Literal["token_tis"] = "token_tis"
     cap: Cap = 2.0
-    """Largest weight."""
+    """Largest importance weight."""
 
 
 class SequenceTis(Section):
@@ -76,19 +77,19 @@ class SequenceTis(Section):
 
     kind: Literal["sequence_tis"] = "sequence_tis"
     cap: Cap = 5.0
-    """Largest weight."""
+    """Largest importance weight."""
 
 
 class SequenceMask(Section):
-    """Importance weight per sequence, and none for sequences beyond the cap."""
+    """Importance weight per sequence. Sequences above the cap are masked."""
 
     kind: Literal["sequence_mask"] = "sequence_mask"
     cap: Cap = 3.0
-    """Largest weight; a sequence above it is left out."""
+    """Largest importance weight; sequences above it are masked."""
 
 
 class IcePop(Section):
-    """Importance weight per token, and none for tokens outside a range."""
+    """Importance weight per token. Tokens outside a range are masked."""
 
     kind: Literal["icepop"] = "icepop"
     low: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -98,7 +99,7 @@ class IcePop(Section):
 
 
 class NoCorrection(Section):
-    """No weight for the difference between sampler and learner."""
+    """No correction for the difference between sampler and learner."""
 
     kind: Literal["off"] = "off"
 
@@ -117,38 +118,39 @@ Correction = Annotated[
 
 class _PolicyGradient(Section):
     zero_variance_groups: Literal["replace", "keep"] = "replace"
-    """What happens to a group whose rewards are all equal: to a group's baseline it is nothing to
-    learn from. Without such a baseline it is, and kept by default."""
+    """Treatment of groups whose rewards are all equal. "replace" plays other groups instead,
+    because a group baseline makes all of their advantages zero."""
     loss: PolicyLoss = ClipLoss()
     """The policy loss."""
     correction: Correction = TokenTis()
-    """The weight for tokens sampled by other weights than the learner's."""
+    """The correction for tokens that were sampled with other weights than the learner's."""
     geometric_mask: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
-    """Sequences whose mean learner-to-sampler ratio leaves this range are masked; with
-    old_logprobs = "rollout" there is no such ratio, and none is."""
+    """Range of the mean ratio of learner to sampler; sequences outside of it are masked. null
+    masks none. Has no effect if old_logprobs = "rollout"."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """The loss's denominator, always over the whole optimizer step."""
+    """Denominator of the loss, which is always computed over the whole minibatch."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Where the ratio starts: the learner's weights at the start of the step, or the sampler."""
+    """Source of the old log-probs: the learner's weights at the start of the step, or the
+    sampler."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight, in the first step, of the divergence from the reference model, which is the
-    starting policy; 0 loads no reference model."""
+    """Coefficient of the KL divergence from the reference model, the initial policy, in the first
+    step. 0 loads no reference model."""
     kl_coef_final: NonNegativeFloat | None = None
-    """Weight of that divergence in the end, linear in between; null keeps it constant."""
+    """Final coefficient of the KL divergence, reached linearly. null keeps kl_coef."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus in the first step."""
+    """Coefficient of the entropy bonus in the first step."""
     entropy_coef_final: NonNegativeFloat | None = None
-    """Weight of the entropy bonus in the end, linear in between; null keeps it constant."""
+    """Final coefficient of the entropy bonus, reached linearly. null keeps entropy_coef."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence: k2 or k3 in the loss, k1 in the reward."""
+    """Estimator of the KL divergence: k2 or k3 in the loss, k1 in the reward."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Whether the divergence is a term of the loss, or taken off the reward of each token."""
+    """Use of the KL divergence: a term of the loss, or subtracted from the reward of each token."""
     anneal_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the run after which entropy_coef and kl_coef have their final values."""
+    """Share of the run after which entropy_coef and kl_coef reach their final values."""
 
     @property
-    def compares_with_sampler(self) -> str | None:
-        """The field, with its value, that sets the sampler's log-probs against the learner's."""
+    def sampler_comparison(self) -> str | None:
+        """The field and value that compare the sampler's log-probs with the learner's."""
         if self.correction.kind != "off":
             return f"correction.kind = '{self.correction.kind}'"
         if self.old_logprobs == "rollout":
@@ -158,90 +160,92 @@ class _PolicyGradient(Section):
         return None
 
     @model_validator(mode="after")
-    def _ratios_fit(self) -> Self:
+    def _check_ratios(self) -> Self:
         if self.old_logprobs == "rollout" and self.correction.kind != "off":
             raise ValueError(
-                "old_logprobs = 'rollout' already anchors the ratio at the sampler, and "
+                "old_logprobs = 'rollout' already takes the ratio to the sampler, so "
                 f"correction.kind = '{self.correction.kind}' would count the difference twice; "
                 "set correction = {kind = 'off'} or old_logprobs = 'recompute'"
             )
         if self.loss.kind == "gspo" and self.aggregation != "sequence_mean":
             raise ValueError(
-                f"loss.kind = 'gspo' has one ratio per sequence, but aggregation = "
+                "loss.kind = 'gspo' has one ratio per sequence and does not support aggregation = "
                 f"'{self.aggregation}'; set aggregation = 'sequence_mean'"
             )
         if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
             raise ValueError(
-                f"geometric_mask expected [low, high] with low < 1 < high, got "
-                f"{list(self.geometric_mask)}, which masks what the learner itself sampled; the "
-                "default is [0.5, 2.0]"
+                "geometric_mask must be [low, high] with low < 1 < high, or it masks samples of "
+                f"the learner's own policy, got {list(self.geometric_mask)}; the default is "
+                "[0.5, 2.0]"
             )
         return self
 
     @model_validator(mode="after")
-    def _divergence_fits(self) -> Self:
+    def _check_divergence(self) -> Self:
         if self.kl_coef == 0 and self.kl_coef_final:
             raise ValueError(
-                f"kl_coef_final = {self.kl_coef_final} rises from kl_coef = 0, which loads no "
-                "reference model; set kl_coef to a small number above 0"
+                f"kl_coef_final = {self.kl_coef_final} needs a reference model, but kl_coef = 0 "
+                "loads none; set kl_coef to a small number above 0"
             )
         if self.kl_placement == "reward" and self.kl_coef == 0:
             raise ValueError(
-                "kl_placement = 'reward' takes kl_coef = 0 times the divergence off the reward, "
-                "which is nothing; set kl_coef, for example to 0.05, or remove kl_placement"
+                "kl_placement = 'reward' has no effect with kl_coef = 0; set kl_coef, for example "
+                "to 0.05, or remove kl_placement"
             )
         if self.kl_placement == "reward" and self.kl_estimator != "k1":
             raise ValueError(
-                f"kl_estimator = '{self.kl_estimator}' in the reward does not have the gradient "
-                "of the divergence, k1 has; set kl_estimator = 'k1' or kl_placement = 'loss'"
+                f"kl_estimator = '{self.kl_estimator}' in the reward does not lead to the gradient "
+                "of the divergence; set kl_estimator = 'k1' or kl_placement = 'loss'"
             )
         if self.kl_placement == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator = 'k1' in the loss has a gradient of zero on average, so it holds "
-                "nothing back; set kl_estimator = 'k3' or 'k2', or kl_placement = 'reward'"
+                "kl_estimator = 'k1' in the loss has an expected gradient of zero, so it has no "
+                "effect; set kl_estimator = 'k3' or 'k2', or kl_placement = 'reward'"
             )
         return self
 
 
 class GrpoConfig(_PolicyGradient):
-    """Group relative policy optimisation, and its kin that need no critic."""
+    """Group relative policy optimization, and related algorithms without a critic."""
 
     kind: Literal["grpo"] = "grpo"
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or of the others in it."""
+    """Value that is subtracted from a reward: the mean of its group, the mean of the other episodes
+    of its group, or none."""
     scale: Literal["none", "group", "batch"] = "none"
-    """What an advantage is divided by: nothing, or the standard deviation of the rewards of its
-    group, or of its environment in the batch."""
+    """Divisor of an advantage: none, or the standard deviation of the rewards of its group, or of
+    its environment in the batch."""
     credit: Literal["episode", "turn"] = "episode"
-    """What a turn is credited with: the whole episode's reward, or what came from it on, against
-    the episodes of the group that reached the same turn."""
+    """Reward of a turn: the reward of the whole episode, or the rewards from this turn on, compared
+    with the episodes of the group that reached the same turn."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per turn; for credit = "turn"."""
+    """Discount per turn. Only for credit = "turn"."""
     advantages: ImportPath | None = None
-    """Replaces baseline, scale and credit: called with the scored episodes of a group, each with
-    its `reward`; returns one advantage for each (docs/algorithms.md)."""
+    """Function that replaces baseline, scale and credit. It is called with the episodes of a group
+    that have a `reward`, and returns one advantage for each (docs/algorithms.md)."""
 
     @model_validator(mode="after")
-    def _advantages_are_made_one_way(self) -> Self:
+    def _check_advantages(self) -> Self:
         replaced = ("baseline", "scale", "credit")
-        said = [f"{name} = '{getattr(self, name)}'" for name in replaced if self._says(name)]
-        if self.advantages is not None and said:
+        defaults = {name: type(self).model_fields[name].default for name in replaced}
+        changed = [
+            f"{name} = '{getattr(self, name)}'"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        ]
+        if self.advantages is not None and changed:
             raise ValueError(
-                f"advantages = '{self.advantages}' makes them in place of {' and '.join(said)}; "
-                "remove the one or the other"
+                f"{' and '.join(changed)} has no effect, because advantages = '{self.advantages}' "
+                "computes the advantages; remove one of them"
             )
         return self
 
-    def _says(self, name: str) -> bool:
-        """Whether a field has another value than where nothing is said."""
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
-
     @model_validator(mode="after")
-    def _baseline_fits(self) -> Self:
+    def _check_baseline(self) -> Self:
         if self.credit == "episode" and self.gamma != 1:
             raise ValueError(
-                f"gamma = {self.gamma} discounts turns, but credit = 'episode' does not tell them "
-                "apart; set credit = 'turn' or gamma = 1"
+                f"gamma = {self.gamma} discounts turns, but credit = 'episode' treats all turns "
+                "alike; set credit = 'turn' or gamma = 1"
             )
         if self.baseline == "none" and self.scale != "none":
             raise ValueError(
@@ -250,8 +254,8 @@ class GrpoConfig(_PolicyGradient):
             )
         if self.baseline == "none" and self.zero_variance_groups == "replace":
             raise ValueError(
-                "baseline = 'none' learns from a group of equal rewards too, but "
-                "zero_variance_groups = 'replace' takes it away; set zero_variance_groups = "
+                "baseline = 'none' learns from groups of equal rewards too, but "
+                "zero_variance_groups = 'replace' removes them; set zero_variance_groups = "
                 "'keep' or baseline = 'mean'"
             )
         return self
@@ -262,33 +266,36 @@ class ReinforceConfig(_PolicyGradient):
 
     kind: Literal["reinforce"] = "reinforce"
     zero_variance_groups: Literal["replace", "keep"] = "keep"
-    """What happens to a group whose rewards are all equal: to the mean of the batch it is
-    something to learn from; to the mean of the group it is not."""
+    """Treatment of groups whose rewards are all equal. "keep" trains on them, because their
+    advantages relative to the whole batch are not zero."""
     baseline: Literal["none", "mean"] = "none"
-    """What is subtracted from a reward before: nothing, or the mean of its group."""
+    """Value that is subtracted from a reward before the returns: none, or the mean of its group."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token."""
 
 
 class HeadCritic(Section):
-    """A critic that is a head on the policy's own trunk: little to compute, and shared features."""
+    """A critic that is a value head of the policy: cheap, with shared features."""
 
     kind: Literal["head"] = "head"
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the head, which then follows the policy's course; null is the
-    policy's own."""
+    """Peak learning rate of the head. Its course is that of the policy's learning rate. null takes
+    the policy's learning rate."""
 
 
 class ModelCritic(Section):
-    """A critic that is a model of its own: twice the work, and it moves no weight of the policy."""
+    """A critic that is a separate model.
+
+    It doubles the computation, and does not change the policy's weights.
+    """
 
     kind: Literal["model"] = "model"
     path: str | None = None
-    """What it begins as: a folder or a Hugging Face id of a language model, of a reward model, or
-    `critic` in the model's folder of a run's checkpoint; null copies the policy."""
+    """Initial critic: a folder or Hugging Face id of a language model or of a reward model, or the
+    folder `critic` in the model of a checkpoint. null copies the policy."""
     learning_rate: LearningRate | None = None
-    """Peak learning rate of the critic, which then follows the policy's course; null is the
-    policy's own."""
+    """Peak learning rate of the critic. Its course is that of the policy's learning rate. null
+    takes the policy's learning rate."""
 
 
 CriticConfig = Annotated[
@@ -297,24 +304,25 @@ CriticConfig = Annotated[
 
 
 class PpoConfig(_PolicyGradient):
-    """PPO: a critic predicts returns, and advantages are taken against it."""
+    """PPO: a critic predicts returns, and advantages are relative to its predictions."""
 
     kind: Literal["ppo"] = "ppo"
     zero_variance_groups: Literal["replace", "keep"] = "keep"
-    """What happens to a group whose rewards are all equal: to a critic it is something to learn
-    from."""
+    """Treatment of groups whose rewards are all equal. "keep" trains on them, because the critic
+    learns from them."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per sampled token."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Decay of generalised advantage estimation per sampled token."""
+    """Decay of generalized advantage estimation per sampled token."""
     value_coef: PositiveFloat = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     value_clip: PositiveFloat | None = 0.2
-    """The value may move this far from its old prediction in one step; null does not clip it."""
+    """Largest change of a value from its old prediction in one training step. null does not clip
+    values."""
     normalise_advantages: bool = True
-    """Whether the advantages of an optimizer step get mean 0 and standard deviation 1."""
+    """Give the advantages of a minibatch mean 0 and standard deviation 1."""
     critic: CriticConfig = HeadCritic()
-    """What predicts the returns."""
+    """The model that predicts the returns."""
 
 
 AlgorithmConfig = Annotated[

@@ -1,10 +1,11 @@
-"""What a run may change when it continues: some of it silently, most of it aloud, some not at all.
+"""Changes of the configuration when a run resumes.
 
-begun with      the configuration then --+
-                                         +--> refused | listed | of no account
-continues with  the configuration now ---+
+    old configuration --+
+                        +--> refused | listed in the log | ignored
+    new configuration --+
 
-Trainers ask before they write anything, and so does whoever resumes a run on a cluster.
+The trainer checks the changes before it writes anything. So does the command that resumes a run
+on a cluster.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 from ludus.proto.config.run import RunConfig
 from ludus.proto.errors import ConfigError
 
-REFUSED = ("model", "algorithm.kind", "algorithm.critic.kind", "ppo.num_environments")
-"""What the checkpoint was made with: nothing else can be loaded from it."""
+REFUSED_FIELDS = (
+    *("kind", "model"),
+    *("algorithm.kind", "algorithm.critic.kind", "ppo.num_environments"),
+)
+"""Fields that decide the shape of a checkpoint, which cannot be loaded after a change."""
 
-OF_NO_ACCOUNT = (
+IGNORED_FIELDS = (
     "name",
     "output_dir",
     "log_level",
@@ -33,56 +37,56 @@ OF_NO_ACCOUNT = (
     "rollout.num_workers",
     "rollout.min_workers",
 )
-"""What decides where a run goes on and how far, and nothing that is learned or measured."""
+"""Fields that change neither training nor evaluation, only where and how long a run runs."""
 
-_MOST_LISTED = 20
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field that differs from what the run was begun with."""
+    """A field with its old and its new value."""
 
     field: str
-    before: Any
-    after: Any
+    old: Any
+    new: Any
 
     def __str__(self) -> str:
-        return f"{self.field} was {self.before!r} and is {self.after!r}"
+        return f"{self.field} was {self.old!r} and is {self.new!r}"
 
 
-def changes_between(begun: RunConfig, now: RunConfig) -> list[Change]:
-    """What differs, and is worth a word.
+def changes_between(old: RunConfig, new: RunConfig) -> list[Change]:
+    """Return the changes that a user should see.
 
     Raises:
-        ConfigError: it is what a run cannot change.
+        ConfigError: a field changed that a run must keep.
     """
-    changes = list(_differences("", begun.model_dump(mode="json"), now.model_dump(mode="json")))
-    refused = [change for change in changes if _is_in(change.field, REFUSED)]
+    changes = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+    refused = [change for change in changes if _is_in(change.field, REFUSED_FIELDS)]
     if refused:
         raise ConfigError(
-            "a run that continues keeps its model and its algorithm: "
+            "a resumed run must keep its model and its algorithm, but "
             + "; ".join(map(str, refused))
-            + "; set it back, or begin another run under another name"
+            + "; restore the old values, or start a run with another name"
         )
-    return [change for change in changes if not _is_in(change.field, OF_NO_ACCOUNT)]
+    return [change for change in changes if not _is_in(change.field, IGNORED_FIELDS)]
 
 
-def in_words(changes: list[Change]) -> str:
-    """The changes, one after the other, and how many there are if there are many."""
-    listed = "; ".join(map(str, changes[:_MOST_LISTED]))
-    more = len(changes) - _MOST_LISTED
-    return listed if more <= 0 else f"{listed}; and {more} more"
+def describe_changes(changes: list[Change]) -> str:
+    """List the first changes, and count the others."""
+    listed = "; ".join(map(str, changes[:_MAX_LISTED]))
+    num_hidden = len(changes) - _MAX_LISTED
+    return listed if num_hidden <= 0 else f"{listed}; and {num_hidden} more"
 
 
 def _is_in(field: str, sections: tuple[str, ...]) -> bool:
-    return any(field == one or field.startswith(one + ".") for one in sections)
+    return any(field == section or field.startswith(section + ".") for section in sections)
 
 
-def _differences(field: str, before: Any, after: Any) -> Iterator[Change]:
-    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
-        if before != after:
-            yield Change(field, before, after)
+def _differences(field: str, old: Any, new: Any) -> Iterator[Change]:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        if old != new:
+            yield Change(field, old, new)
         return
-    for key in {**before, **after}:
+    for key in {**old, **new}:
         path = f"{field}.{key}" if field else key
-        yield from _differences(path, before.get(key), after.get(key))
+        yield from _differences(path, old.get(key), new.get(key))

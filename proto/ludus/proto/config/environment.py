@@ -1,4 +1,4 @@
-"""Where episodes are played, how they are shown, and what they are worth."""
+"""Environments of a run: where they run, how the model sees them, and the rewards."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ from ludus.proto.config.section import (
 )
 
 TRL_PREFIX = "trl:"
-"""Of rollout functions that play many episodes in one call."""
+"""Prefix of rollout functions that play many episodes in one call."""
 RANDOM_POLICY = "random"
-"""The fixed policy that every environment has which describes its actions."""
+"""Name of the fixed policy that plays random actions."""
 
 
 class RewardTerm(Section):
-    """A term of an episode's reward: the environment's own return, or a function."""
+    """A term of an episode's reward: the return of the environment, or a function."""
 
     kind: Literal["function"] = "function"
     function: ImportPath | None = None
-    """Called with lists, one entry per episode of a group that is not void, as keyword
-    arguments: prompts, completions, and every field of the rollouts (docs/rewards.md); returns
-    one number or None (cannot be scored) per episode. Null is the environment's own return."""
+    """Reward function. It is called with keyword arguments that are lists with one entry per
+    episode of a group that is not void: prompts, completions, and every field of the rollouts
+    (docs/rewards.md). It returns one number or None (no reward) per episode. null is the return
+    of the environment."""
     weight: float = 1.0
-    """What the term is multiplied with; with 0 it is shown, and decides nothing."""
+    """Factor of the term. A term with weight 0 is only recorded."""
     name: str | None = None
-    """In metrics; null takes the function's name, or "environment"."""
+    """Name in metrics. null takes the name of the function, or "environment"."""
 
 
 class RewardModelTerm(Section):
-    """A term that a reward model says of an episode's prompt and completion."""
+    """A term that a reward model computes from an episode's prompt and completion."""
 
     kind: Literal["model"] = "model"
     path: str
-    """Folder, or Hugging Face id, of a sequence classifier of one label, as `ludus train-reward`
-    writes it. Each rollout worker loads it once, whatever the number of terms."""
+    """Folder or Hugging Face id of a sequence classifier with one label, as written by
+    `ludus train-reward`. Each rollout worker loads it once, even for several terms."""
     weight: float = 1.0
-    """What the term is multiplied with; with 0 it is shown, and decides nothing."""
+    """Factor of the term. A term with weight 0 is only recorded."""
     name: str | None = None
-    """In metrics; null takes the last part of the path."""
+    """Name in metrics. null takes the last part of the path."""
     device: str | None = None
-    """One of "cpu", "cuda", "cuda:1"; null takes a GPU where the rollout worker has one."""
+    """Device: "cpu", "cuda" or "cuda:1". null takes a GPU if the rollout worker has one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of its weights."""
+    """Type of the weights."""
     max_tokens_per_batch: PositiveInt = 16384
-    """Padded tokens that go through it at once."""
+    """Maximum number of padded tokens in a batch."""
 
 
 RewardTermConfig = Annotated[
@@ -63,8 +64,8 @@ RewardTermConfig = Annotated[
 ]
 
 
-def name_of_term(term: RewardTerm | RewardModelTerm) -> str:
-    """What metrics call a term of the reward."""
+def reward_term_name(term: RewardTerm | RewardModelTerm) -> str:
+    """Return the name of a reward term in metrics."""
     if isinstance(term, RewardModelTerm):
         return term.name or term.path.rstrip("/").rpartition("/")[2]
     return term.name or (term.function or "environment").rpartition(":")[2]
@@ -72,47 +73,50 @@ def name_of_term(term: RewardTerm | RewardModelTerm) -> str:
 
 class _Environment(Section):
     render: ImportPath | None = None
-    """Replaces the environment's text renderer: (observation, first) -> list of messages."""
+    """Function that replaces the environment's text renderer: (observation, is_first) -> list of
+    messages."""
     parse: ImportPath | None = None
-    """Replaces the environment's parser: (text, observation) -> action."""
+    """Function that replaces the environment's parser: (text, observation) -> action."""
     tools: bool = False
-    """Whether answers call the environment's tools, which the chat template then lists."""
+    """Let completions call the environment's tools, which the chat template then lists."""
     rollout: RolloutPath | None = None
-    """Plays the episodes in place of the usual loop of answers and steps (docs/rewards.md);
-    "trl:module:function" plays many in one call, as TRL's rollout functions do
+    """Rollout function that plays the episodes instead of the usual loop (docs/rewards.md).
+    "trl:module:function" plays many episodes in one call, like TRL's rollout functions
     (docs/from-trl.md)."""
     agent: AgentConfig | None = None
     policies: ImportPath | None = None
-    """Fixed policies to compare with: (options) -> {name: policy}."""
+    """Function that makes fixed policies for comparison: (options) -> {name: policy}."""
     baselines: tuple[str, ...] = ()
-    """Fixed policies that play the same seeds as an evaluation, by name; `random` is always
-    there."""
+    """Names of the fixed policies that play the same seeds as an evaluation. `random` is always
+    available."""
     random_policy: str | None = None
-    """The baseline at which gap_closed is 0."""
+    """Baseline at which gap_closed is 0."""
     optimal_policy: str | None = None
-    """The baseline at which gap_closed is 1."""
+    """Baseline at which gap_closed is 1."""
     policy_chart: ImportPath | None = None
-    """Situations for the policy chart of the report: () -> list of PolicyChartPrompt."""
+    """Function that returns the situations in the report's policy chart: () -> list of
+    PolicyChartPrompt."""
     rewards: tuple[RewardTermConfig, ...] = (RewardTerm(),)
-    """What an episode is worth: the weighted sum of these terms."""
+    """Terms of the reward; the reward of an episode is their weighted sum."""
     weight: PositiveFloat = 1.0
-    """Share of the groups that are played here, relative to the other environments."""
+    """Share of the groups that play this environment, relative to the other environments."""
     max_turns: PositiveInt | None = None
-    """Replaces rollout.max_turns here."""
+    """Maximum number of turns. null takes rollout.max_turns."""
     max_tokens: PositiveInt | None = None
-    """Replaces rollout.max_tokens here; may not be larger."""
+    """Maximum number of tokens of an episode, at most rollout.max_tokens. null takes
+    rollout.max_tokens."""
     max_completion_tokens: PositiveInt | None = None
-    """Replaces rollout.max_completion_tokens here."""
+    """Maximum number of tokens of a completion. null takes rollout.max_completion_tokens."""
     reconnect_timeout_s: Seconds = 60.0
-    """How long a lost server may stay away, or nearly all episodes may fail, before the run
-    ends."""
+    """Time in seconds that a lost server may be unreachable, or nearly all episodes may fail,
+    before the run stops."""
     resume: bool = False
-    """Plays episodes again that are lost with their server, up to where they were, instead of
-    leaving them out: for servers on machines that may be taken away at any time. The environment
-    must be deterministic, and its tools may change nothing outside their session."""
+    """Replay lost episodes up to the point where their server was lost, instead of skipping them:
+    for servers on preemptible machines. The environment must be deterministic, and its tools must
+    not change anything outside their session."""
 
     @model_validator(mode="after")
-    def _both_or_none(self) -> Self:
+    def _check_renderer(self) -> Self:
         if (self.render is None) != (self.parse is None):
             missing = "parse" if self.parse is None else "render"
             raise ValueError(
@@ -121,83 +125,81 @@ class _Environment(Section):
             )
         if self.tools and self.render is not None:
             raise ValueError(
-                "tools = true parses answers as tool calls, and render and parse as something "
-                "else; remove the one or the other"
+                "tools = true parses completions as tool calls, but render and parse replace that "
+                "parser; remove tools, or remove render and parse"
             )
         return self
 
     @model_validator(mode="after")
-    def _ends_of_the_gap_are_played(self) -> Self:
+    def _check_baselines(self) -> Self:
         for field in ("random_policy", "optimal_policy"):
             name = getattr(self, field)
             if name is not None and name not in self.baselines:
                 raise ValueError(
-                    f"{field} = '{name}' is not played; add it to environment.baselines, "
-                    f"now {list(self.baselines)}"
+                    f"{field} = '{name}' must be one of environment.baselines, now "
+                    f"{list(self.baselines)}; add it there"
                 )
         unknown = [name for name in self.baselines if name != RANDOM_POLICY]
         if unknown and self.policies is None:
             raise ValueError(
                 f"baselines = {unknown} needs environment.policies, for example "
-                f"'openspiel_env.policies:fixed_policies'; '{RANDOM_POLICY}' alone needs none"
+                f"'openspiel_env.policies:fixed_policies'; '{RANDOM_POLICY}' alone does not"
             )
         return self
 
     @model_validator(mode="after")
-    def _worth_something(self) -> Self:
+    def _check_rewards(self) -> Self:
         if not self.rewards:
             raise ValueError(
-                "rewards expected at least one term, got none; [{}] is the environment's own return"
+                "rewards needs at least one term; [{}] is the return of the environment"
             )
-        names = [name_of_term(term) for term in self.rewards]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        names = [reward_term_name(term) for term in self.rewards]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
             raise ValueError(
-                f"rewards expected terms of different names, got two '{twice[0]}'; "
-                "set name in one of them"
+                f"rewards has two terms with the name '{repeated[0]}'; set a different name in "
+                "one of them"
             )
         return self
 
     @model_validator(mode="after")
-    def _plays_one_way(self) -> Self:
+    def _check_rollout(self) -> Self:
         if self.rollout is not None and self.agent is not None:
             raise ValueError(
-                f"rollout = '{self.rollout}' and agent both play the episodes; remove the one or "
-                "the other"
+                f"rollout = '{self.rollout}' and agent both play the episodes; remove one of them"
             )
         if self.rollout is not None and (self.tools or self.render is not None):
-            other = "tools" if self.tools else "render and parse"
+            setting = "tools" if self.tools else "render and parse"
             raise ValueError(
-                f"rollout = '{self.rollout}' plays episodes by itself, so {other} would go "
-                "unheard; remove the one or the other"
+                f"rollout = '{self.rollout}' plays the episodes, so {setting} has no effect; "
+                f"remove rollout, or remove {setting}"
             )
         return self
 
     @model_validator(mode="after")
-    def _is_judged_by_functions(self) -> Self:
+    def _check_batch_rewards(self) -> Self:
         if not self.plays_in_batches:
             return self
         if any(isinstance(term, RewardTerm) and term.function is None for term in self.rewards):
             raise ValueError(
-                f"rollout = '{self.rollout}' plays without the environment's own return, so "
-                "rewards expected functions alone, got a term without one; set rewards = "
-                "[{function = 'module:callable'}]"
+                f"rollout = '{self.rollout}' has no return of the environment, so every term of "
+                "rewards needs a function; set rewards = [{function = 'module:callable'}]"
             )
         if self.baselines:
             raise ValueError(
-                f"rollout = '{self.rollout}' is judged by its rewards, which baselines = "
-                f"{list(self.baselines)} have not; remove them"
+                f"rollout = '{self.rollout}' is evaluated by its rewards, but the policies in "
+                f"baselines = {list(self.baselines)} have none; remove baselines"
             )
         return self
 
     @property
     def plays_in_batches(self) -> bool:
-        """Whether a rollout function of TRL's plays many episodes in one call."""
+        """Whether a TRL rollout function plays many episodes in one call."""
         return self.rollout is not None and self.rollout.startswith(TRL_PREFIX)
 
     @property
     def rollout_function(self) -> str | None:
-        """What `rollout` imports."""
+        """The import path in `rollout`."""
         return None if self.rollout is None else self.rollout.removeprefix(TRL_PREFIX)
 
 
@@ -206,42 +208,55 @@ class LocalEnvironment(_Environment):
 
     kind: Literal["local"] = "local"
     package: str = "openspiel_env"
-    """Installed environment package, or any target that `ludus env serve` takes."""
+    """Installed environment package, or any target of `ludus env serve`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """What the environment is built with, for example {game = "blackjack"}."""
+    """Options of the environment, for example {game = "blackjack"}."""
     max_sessions: PositiveInt = 4096
-    """Sessions the server holds at once."""
+    """Maximum number of sessions of the server."""
 
 
 class ClientTls(Section):
-    """How servers with TLS are known, and what they are shown; files are read on every node."""
+    """TLS settings of the connections to a server. Every node reads the files."""
 
     ca_file: str | None = None
-    """The authority that the server's certificate comes from; null trusts the system's."""
+    """Certificate authority of the server's certificate. null trusts those of the system."""
     cert_file: str | None = None
-    """The certificate that is shown to a server that asks for one."""
+    """Client certificate, for servers that require it."""
     key_file: str | None = None
-    """Its private key."""
+    """Private key of the client certificate."""
     server_name: str | None = None
-    """The name in the server's certificate, where that is not the host of the address."""
+    """Name in the server's certificate. null takes the host of the address."""
 
     @model_validator(mode="after")
-    def _shows_a_pair(self) -> Self:
+    def _check_pair(self) -> Self:
         if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("cert_file and key_file go together, got one; set both or none")
+            missing = "key_file" if self.key_file is None else "cert_file"
+            raise ValueError(
+                f"cert_file and key_file need each other; set {missing} too, or remove both"
+            )
         return self
 
 
-class RemoteEnvironment(_Environment):
-    """A server that runs already."""
+class ServerAddress(Section):
+    """The address of a running server, and its credentials."""
 
     kind: Literal["remote"] = "remote"
     address: str
-    """grpc://host:port, ws://host:port or http://host:port."""
+    """Address of the server: grpc://host:port, ws://host:port or http://host:port."""
     token_env: str = "LUDUS_ENV_TOKEN"
-    """Environment variable that holds the bearer token; it may be unset."""
+    """Name of the environment variable with the bearer token. The variable may be unset."""
     tls: ClientTls = Field(default_factory=ClientTls)
-    """For servers with TLS; all of it may be left out."""
+    """TLS settings. Servers without TLS need none."""
+    reconnect_timeout_s: Seconds = 60.0
+    """Time in seconds that a lost server may be unreachable before the run stops."""
+
+
+class RemoteEnvironment(ServerAddress, _Environment):
+    """A running environment server."""
+
+    reconnect_timeout_s: Seconds = 60.0
+    """Time in seconds that a lost server may be unreachable, or nearly all episodes may fail,
+    before the run stops."""
 
 
 EnvironmentConfig = Annotated[
@@ -249,36 +264,36 @@ EnvironmentConfig = Annotated[
 ]
 
 EnvironmentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,46}$")]
-"""What metrics and reports call an environment of a run."""
+"""Name of an environment of a run, in metrics and reports."""
 
 
 class Curriculum(Section):
-    """Environments from easy to hard, in the order in which they stand."""
+    """Environments that open one after the other, in the order of the configuration."""
 
     unlock_at: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Win rate of the hardest open environment at which the next one opens; every environment but
-    the last has to say whether its episodes succeed (docs/environments.md)."""
+    """Success rate of the hardest open environment at which the next environment opens. Every
+    environment except the last must report the success of its episodes (docs/environments.md)."""
     window_groups: PositiveInt = 64
-    """Newest groups of an environment that its win rate is taken over."""
+    """Number of newest groups of an environment that its success rate is computed from."""
     mastered_weight: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """What the weights of the environments below the hardest open one are multiplied with."""
+    """Factor of the weights of the environments before the hardest open environment."""
 
 
-def name_of_environment(tree: dict[str, Any]) -> str:
-    """The name of an environment that stands alone, by what it plays, or where it is."""
+def environment_name(tree: dict[str, Any]) -> str:
+    """Return the default name of a single environment, from its game, package or address."""
     options = tree.get("options")
     game = options.get("game") if isinstance(options, dict) else None
     source = game or tree.get("package")
     if source is None and "address" in tree:
-        last = _place_at(str(tree["address"]))
+        text = _address_name(str(tree["address"]))
     else:
-        last = str(source or "openspiel_env").rstrip("/").rpartition("/")[2].rpartition(":")[2]
-    name = "".join(c if c.isalnum() or c in "_-" else "-" for c in last).strip("_-")
+        text = str(source or "openspiel_env").rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    name = "".join(char if char.isalnum() or char in "_-" else "-" for char in text).strip("_-")
     return (name.removesuffix("_env") or "environment")[:47]
 
 
-def _place_at(address: str) -> str:
-    """What an address ends with: a path, or a host, which has a port where it is but a number."""
+def _address_name(address: str) -> str:
+    """Return the last part of a URL's path, or its host; with the port if the host is a number."""
     try:
         parts = urlsplit(address)
         host = parts.hostname or ""

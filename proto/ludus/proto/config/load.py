@@ -13,9 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ludus.proto.config.presets import with_preset
+from ludus.proto.config.presets import apply_preset
 from ludus.proto.config.reward_model import RewardModelConfig
-from ludus.proto.config.run import RunConfig
+from ludus.proto.config.run import LanguageModelRun, RunConfig, validate_run
 from ludus.proto.errors import ConfigError, NotFoundError, did_you_mean
 from ludus.proto.values import parse_value
 
@@ -23,15 +23,16 @@ JsonObject = dict[str, Any]
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run configuration of a file, after `a.b=value` overrides, over its preset.
+    """Return the run configuration in a file, after overrides.
 
     Args:
-        path: .toml, .yaml, .yml or .json; None starts from the defaults.
-        overrides: each `section.field=value`; the value is read as JSON or TOML, else as text.
+        path: .toml, .yaml, .yml or .json file. None uses the defaults.
+        overrides: assignments `section.field=value`. The value is read as JSON or TOML if
+            possible, otherwise as text.
 
     Raises:
-        NotFoundError: the file is not there.
-        ConfigError: one line per mistake, each with field, value and way out.
+        NotFoundError: the file does not exist.
+        ConfigError: one line per mistake, with the field, the value and the remedy.
     """
     tree = _read_file(path) if path else {}
     return run_config_from(tree, overrides, source=str(path) if path else "the configuration")
@@ -40,22 +41,23 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConf
 def run_config_from(
     tree: JsonObject, overrides: Sequence[str] = (), *, source: str = "the configuration"
 ) -> RunConfig:
-    """The run configuration of a tree of sections, after `a.b=value` overrides, over its preset.
+    """Return the run configuration in a tree of sections, after overrides.
 
     Args:
-        source: what a message calls it.
+        overrides: assignments `section.field=value`.
+        source: name of the tree in messages.
 
     Raises:
-        ConfigError: one line per mistake, each with field, value and way out.
+        ConfigError: one line per mistake, with the field, the value and the remedy.
     """
     apply_overrides(tree, overrides)
-    tree = with_preset(tree)
+    tree = apply_preset(tree)
     try:
-        return RunConfig.model_validate(tree)
+        return validate_run(tree)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
+        lines = [_explain(detail, RunConfig) for detail in error.errors()]
         if "environment" in tree:
-            # It was written alone; its name is not the user's.
+            # The user did not write the default name of a single environment.
             lines = [re.sub(r"^  environments\.[^.:]+", "  environment", line) for line in lines]
         raise ConfigError(f"{source} is not a valid run:\n" + "\n".join(lines)) from None
 
@@ -63,14 +65,15 @@ def run_config_from(
 def load_reward_model_config(
     source: Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> RewardModelConfig:
-    """How a reward model is trained, after `field=value` overrides.
+    """Return the configuration of a reward model's training, after overrides.
 
     Args:
-        source: a file, .toml, .yaml, .yml or .json, or the fields themselves.
+        source: .toml, .yaml, .yml or .json file, or the fields.
+        overrides: assignments `field=value`.
 
     Raises:
-        NotFoundError: the file is not there.
-        ConfigError: one line per mistake, each with field, value and way out.
+        NotFoundError: the file does not exist.
+        ConfigError: one line per mistake, with the field, the value and the remedy.
     """
     tree = _read_file(source) if isinstance(source, Path) else dict(source)
     apply_overrides(tree, overrides)
@@ -78,16 +81,16 @@ def load_reward_model_config(
         return RewardModelConfig.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(detail, RewardModelConfig) for detail in error.errors()]
-        name = str(source) if isinstance(source, Path) else "this"
+        name = str(source) if isinstance(source, Path) else "the configuration"
         raise ConfigError(
-            f"{name} is no valid training of a reward model:\n" + "\n".join(lines)
+            f"{name} is not a valid configuration of a reward model:\n" + "\n".join(lines)
         ) from None
 
 
 def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
-    """Set each override's value in `tree`.
+    """Set the value of each override in `tree`.
 
-    Another `kind` replaces its section: the fields of the old variant do not fit the new one.
+    Another `kind` of a section removes the section's other fields, which belong to the old kind.
     """
     for override in overrides:
         keys, value = parse_override(override)
@@ -97,16 +100,17 @@ def apply_overrides(tree: JsonObject, overrides: Sequence[str]) -> None:
             if not isinstance(child, dict):
                 raise ConfigError(
                     f"--set {override}: {'.'.join(keys[:depth])} is the value {child!r}, "
-                    "not a section; set it as a whole"
+                    f"not a section; set {'.'.join(keys[:depth])} instead"
                 )
             node = child
-        if keys[-1] == "kind" and value != node.get("kind", _default_kind(keys[:-1])):
+        is_section_kind = keys[-1] == "kind" and len(keys) > 1
+        if is_section_kind and value != node.get("kind", _default_kind(keys[:-1])):
             node.clear()
         node[keys[-1]] = value
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """The keys and the value of one `a.b=value`."""
+    """Return the keys and the value of an assignment `a.b=value`."""
     name, separator, raw = text.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):
@@ -122,7 +126,7 @@ def _read_file(path: Path) -> JsonObject:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise NotFoundError(
-            f"no configuration at '{path}'; examples stand in examples/, "
+            f"configuration '{path}' does not exist; the folder examples/ has configurations, "
             "for example examples/blackjack/tiny.toml"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -130,10 +134,10 @@ def _read_file(path: Path) -> JsonObject:
     try:
         tree = _parse(path.suffix.lower(), text)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ConfigError(f"'{path}' cannot be parsed: {error}") from None
+        raise ConfigError(f"cannot parse '{path}': {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"'{path}' expected sections with fields, got {type(tree).__name__}; "
+            f"'{path}' must contain sections with fields, got {type(tree).__name__}; "
             "see examples/blackjack/tiny.toml"
         )
     return tree
@@ -151,61 +155,70 @@ def _parse(suffix: str, text: str) -> Any:
             raise ConfigError(f"expected a .toml, .yaml or .json file, got '{suffix}'")
 
 
-def _explain(detail: ErrorDetails, root: type[BaseModel] = RunConfig) -> str:
+def _explain(detail: ErrorDetails, root: Any) -> str:
+    """Return the line of a message about one mistake.
+
+    Args:
+        root: type of the whole configuration.
+    """
     location = [str(part) for part in detail["loc"]]
-    path, sections = _follow(location, root)
+    path, sections = _follow(location, list(models_in(root)))
     value = detail["input"]
     match detail["type"]:
         case "extra_forbidden":
-            return f"  {path}: unknown key{_closest(location[-1], sections)}"
+            return f"  {path}: unknown key{_suggest_key(location[-1], sections)}"
         case "missing":
             return f"  {path}: required, but not set"
         case "value_error":
-            where = f"{path}: " if path else ""
-            return f"  {where}{detail['msg'].removeprefix('Value error, ')}"
+            prefix = f"{path}: " if path else ""
+            return f"  {prefix}{detail['msg'].removeprefix('Value error, ')}"
         case "union_tag_invalid":
             expected = (detail.get("ctx") or {}).get("expected_tags", "")
-            return f"  {path}.kind: expected one of {expected}, got {value.get('kind')!r}"
+            field = f"{path}.kind" if path else "kind"
+            return f"  {field}: expected one of {expected}, got {value.get('kind')!r}"
         case _:
             return f"  {path}: {detail['msg'][0].lower()}{detail['msg'][1:]}, got {value!r}"
 
 
-def _follow(location: Sequence[str], root: type[BaseModel]) -> tuple[str, list[type[BaseModel]]]:
-    """The field's name as people write it, and the sections that could hold its last part.
+def _follow(
+    location: Sequence[str], sections: list[type[BaseModel]]
+) -> tuple[str, list[type[BaseModel]]]:
+    """Return a field's name as users write it, and the sections that may have its last part.
 
-    pydantic puts the chosen variant of a union into the location; people do not.
+    pydantic adds the kind of each variant to the location; users do not write it.
     """
     names: list[str] = []
-    sections: list[type[BaseModel]] = [root]
     for depth, part in enumerate(location):
-        chosen = [section for section in sections if _kind(section) == part]
-        if chosen and not any(part in section.model_fields for section in sections):
-            sections = chosen
+        variants = [section for section in sections if _kind(section) == part]
+        if variants and not any(part in section.model_fields for section in sections):
+            sections = variants
             continue
         names.append(part)
         if not any(part in section.model_fields for section in sections):
-            continue  # a name or a number within a field that holds many sections
+            continue  # a key or an index in a field with several sections
         if depth < len(location) - 1:
-            fields = [s.model_fields[part] for s in sections if part in s.model_fields]
+            fields = [
+                section.model_fields[part] for section in sections if part in section.model_fields
+            ]
             sections = [model for field in fields for model in models_in(field.annotation)]
     return ".".join(names), sections
 
 
 def _default_kind(path: Sequence[str]) -> str | None:
-    """The variant that a section is when its `kind` is not set."""
-    section: Any = RunConfig()
+    """Return the kind of a section that does not set `kind`."""
+    section: Any = LanguageModelRun()
     for key in path:
         section = getattr(section, key, None)
     return getattr(section, "kind", None)
 
 
-def _closest(key: str, sections: Sequence[type[BaseModel]]) -> str:
-    known = sorted({name for section in sections for name in section.model_fields})
-    return f"; {did_you_mean(key, known) or 'known keys: ' + ', '.join(known)}"
+def _suggest_key(key: str, sections: Sequence[type[BaseModel]]) -> str:
+    names = sorted({name for section in sections for name in section.model_fields})
+    return f"; {did_you_mean(key, names) or 'known keys: ' + ', '.join(names)}"
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The configuration sections that a field of this type may hold."""
+    """Yield the configuration sections that a field of this type may contain."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

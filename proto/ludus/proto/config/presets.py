@@ -1,10 +1,10 @@
-"""Settings of other projects, to start from or to compare with.
+"""Settings of other projects, as a start or for comparison.
 
-    preset   <--- merged under ---   the user's file   <--- overrides
+    preset   <--- replaced by ---   the user's file   <--- replaced by ---   overrides
 
-What a run says itself always wins. A preset holds what its project decides about training:
-episodes per group and batch, the algorithm, the optimizer. Which model plays which environment,
-and how long an answer may get, belongs to the task, and is the run's own to say.
+A preset contains the project's settings for training: episodes per group and batch, the algorithm
+and the optimizer. Models, environments and the length of completions depend on the task, so the
+run sets them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_KIND = "language_model"
+"""Kind of the runs that have presets, and of runs that do not set `kind`."""
 _GRPO: Mapping[str, Any] = {
     "kind": "grpo",
     "baseline": "mean",
@@ -28,9 +30,9 @@ _GRPO: Mapping[str, Any] = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # https://github.com/meta-pytorch/torchforge and OpenEnv's examples/grpo_blackjack: its ratio
-    # is exp(lp - sg[lp]) = 1, so nothing is ever clipped, and nothing corrects for samples that
-    # are a version old. Optimizer and decay are torchtitan's. There, a batch is 8 samples.
+    # https://github.com/meta-pytorch/torchforge and OpenEnv's examples/grpo_blackjack. The ratio
+    # there is exp(lp - sg[lp]) = 1, so it is never clipped, and stale samples are not corrected.
+    # Optimizer and weight decay are torchtitan's. A batch has 8 samples.
     "torchforge": {
         "rollout": {
             "group_size": 4,
@@ -70,8 +72,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     # https://github.com/huggingface/trl, the defaults of GRPOConfig 1.16 on one device with vLLM:
-    # 8 completions of one prompt in a batch, strictly on-policy. An answer has half of its 512
-    # tokens, since a whole row has 512 unless rollout.max_tokens says more.
+    # 8 completions of one prompt in a batch, strictly on-policy. TRL's completions have 512 tokens.
+    # Here they have half, because rollout.max_tokens limits a whole sequence to 512 by default.
     "trl": {
         "rollout": {
             "group_size": 8,
@@ -105,8 +107,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "training": {"groups_per_step": 1, "max_staleness": 0},
     },
     # arXiv 2503.14476, section 4.1, and its recipe in https://github.com/volcengine/verl: 512
-    # prompts of 16 answers, 16 updates of 512 answers each. Its penalty for overlong answers is
-    # a reward function, and not part of this.
+    # prompts of 16 completions, and 16 updates with 512 completions each. DAPO's penalty for
+    # overlong completions is a reward function and not part of the preset.
     "dapo": {
         "rollout": {
             "group_size": 16,
@@ -139,27 +141,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def with_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's own `tree`, its preset underneath.
-
-    Without a preset, or with one that is not known, it is the tree as it was.
-    """
+def apply_preset(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the settings of its preset in all fields that it does not set."""
     preset = tree.get("preset")
     settings = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return merge_sections(settings, tree)
+    # Presets are settings of language-model runs; a run of another kind rejects `preset`.
+    kind = tree.get("kind", _KIND)
+    return merge_sections({"kind": _KIND, **settings}, {**tree, "kind": kind})
 
 
-def merge_sections(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over`, and what `under` says beside it; section by section.
+def merge_sections(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values`, with the fields of `defaults` that are missing, section by section.
 
-    A section of another kind replaces the one underneath: its fields do not fit.
+    A section of another kind replaces the default section, because their fields differ.
     """
-    if "kind" in over and over["kind"] != under.get("kind"):
-        return dict(over)
-    merged = dict(under)
-    for key, value in over.items():
-        below = under.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = merge_sections(below, value)
+    if "kind" in values and values["kind"] != defaults.get("kind"):
+        return dict(values)
+    merged = dict(defaults)
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = merge_sections(default, value)
         merged[key] = value
     return merged

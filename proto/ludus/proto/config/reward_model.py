@@ -1,4 +1,4 @@
-"""How a reward model is trained from preferences: `ludus train-reward`."""
+"""The configuration of `ludus train-reward`, which trains a reward model from preferences."""
 
 from __future__ import annotations
 
@@ -16,51 +16,56 @@ from ludus.proto.config.section import (
     Section,
 )
 
-MOST_WARMUP_STEPS = 500
-"""Where nothing is said."""
+MAX_DEFAULT_WARMUP_STEPS = 500
+"""Upper limit of the default number of warm-up steps."""
 
 
 class RewardModelConfig(Section):
-    """A reward model: what it begins as, what it learns from, and how."""
+    """Training of a reward model: initial model, data and optimizer."""
 
     model: str
-    """Hugging Face id or folder of a causal language model, or of a reward model to train on."""
+    """Hugging Face id or folder of a causal language model, or of a reward model to train
+    further."""
     data: Path
-    """Comparisons: a .jsonl, .json, .csv or .parquet file, a folder of such files, or one that
-    `datasets` saved. Columns prompt, chosen, rejected; or query, sample0, sample1, ..., best."""
+    """Comparisons: a .jsonl, .json, .csv or .parquet file, a folder of such files, or a folder
+    saved by `datasets`. Columns: prompt, chosen, rejected; or query, sample0, sample1, ...,
+    best."""
     output: Path = Path("reward_model")
-    """Folder that the reward model is written to."""
+    """Folder of the trained reward model."""
     format: Literal["auto", "chat", "text"] = "auto"
-    """How prompt and answer become one text: by the tokenizer's chat template, or one after the
-    other; "auto" takes the template where there is one."""
+    """Text of a prompt and a completion: "chat" uses the tokenizer's chat template, "text" joins
+    the two. "auto" uses the chat template if the tokenizer has one."""
     test_size: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of the comparisons that is held out; those of one prompt stay together."""
+    """Share of the comparisons that is held out. Comparisons with the same prompt stay
+    together."""
     epochs: PositiveInt = 3
-    """Passes over the comparisons."""
+    """Number of passes over the comparisons."""
     batch_size: PositiveInt = 32
-    """Comparisons per optimizer step."""
+    """Number of comparisons per optimizer step."""
     learning_rate: LearningRate = 1e-5
-    """Peak learning rate of AdamW, which then falls evenly to 0."""
+    """Peak learning rate of AdamW, which then decays linearly to 0."""
     warmup_steps: NonNegativeInt | None = None
-    """Optimizer steps over which the learning rate rises; null takes a tenth of all, at most
-    500."""
+    """Number of optimizer steps over which the learning rate rises. null takes a tenth of all
+    steps, at most 500."""
     weight_decay: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum norm of the gradients; larger gradients are scaled down."""
     freeze_backbone: bool = False
-    """Trains the head alone."""
+    """Train only the head."""
     keep: Literal["last", "best"] = "last"
-    """Which epoch's weights are kept: the last one's, or those of the smallest held-out loss."""
+    """Weights in the output: those of the last epoch, or those with the smallest held-out
+    loss."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a text; of a longer one the beginning is cut off. Null is what the model takes."""
+    """Maximum number of tokens of a text; longer texts lose their beginning. null takes the limit
+    of the model."""
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Padded tokens that go through the model at once; the loss does not depend on it."""
+    """Maximum number of padded tokens in a micro-batch. The loss does not depend on it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type; parameters and optimizer stay float32."""
+    """Type of the computation. Parameters and optimizer state are always float32."""
     device: str | None = None
-    """One of "cpu", "cuda", "cuda:1" or "cuda:1"; null takes a GPU where there is one."""
+    """Device: "cpu", "cuda" or "cuda:1". null takes a GPU if there is one."""
     num_threads: NumThreads = 1
-    """CPU threads."""
+    """Number of CPU threads."""
     seed: NonNegativeInt = 42
-    """Fixes the head's initial weights, the split, the order and dropout."""
+    """Seed of the head's initial weights, the split, the order and the dropout."""

@@ -1,4 +1,4 @@
-"""The base of every configuration section, and the types that its fields share."""
+"""The base class of every configuration section, and the types that fields share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pydantic import (
 
 
 class Section(BaseModel):
-    """A frozen group of fields; an unknown key is an error, the text under a field its help."""
+    """A frozen group of fields.
+
+    Unknown keys are errors. The docstring under a field is its help text.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -23,10 +26,10 @@ class Section(BaseModel):
 
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-"""A Python object by name: "module:attribute"."""
+"""Name of a Python object: "module:attribute"."""
 
 RolloutPath = Annotated[str, StringConstraints(pattern=r"^(trl:)?[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-"""A rollout function by name: "module:attribute", or "trl:module:attribute" for one of TRL's."""
+"""Name of a rollout function: "module:attribute", or "trl:module:attribute" for a TRL function."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -34,35 +37,38 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-"""Thirty years at most: what torch, Ray and clients of stores wait by holds no more."""
+"""Duration in seconds, at most about 30 years: torch, Ray and the storage clients cannot
+represent longer timeouts."""
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
-"""Of torch: where a machine cannot start as many, the process is aborted."""
+"""Number of torch threads. torch aborts the process if the machine cannot start that many."""
 LearningRate = Annotated[float, Field(gt=0, le=1)]
-"""Adam moves a weight by about so much in a step: above 1 nothing is left of what it was."""
+"""Learning rate of Adam, which is about the size of one update of a weight. An update above 1
+replaces the weight instead of changing it."""
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running mean; 1 would never take anything in."""
-LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at no lower one, and logits that are divided by less are no numbers any more."""
-HIGHEST_VLLM_TEMPERATURE = 2.0
-RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$"
-"""What a run, and its folder, may be called."""
-Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
+"""Decay rate of a running mean. A rate of 1 would ignore all new values."""
+MIN_TEMPERATURE = 0.01
+"""Lowest sampling temperature: vLLM accepts no lower one, and dividing logits by a smaller number
+results in infinity or NaN."""
+MAX_VLLM_TEMPERATURE = 2.0
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,46}$"
+"""Regular expression for the name of a run, which is also the name of its folder."""
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE)]
 
 
-def _whole_above_1(num_gpus: float) -> float:
+def _check_gpu_share(num_gpus: float) -> float:
     if num_gpus > 1 and num_gpus % 1:
         raise ValueError(
-            f"expected a share of one GPU or a whole number of them, got {num_gpus:g}: Ray gives "
-            "nothing else"
+            f"expected a share of one GPU or a whole number of GPUs, got {num_gpus:g}; Ray cannot "
+            "reserve anything else"
         )
     return num_gpus
 
 
-NumGpus = Annotated[float, Field(ge=0), AfterValidator(_whole_above_1)]
+NumGpus = Annotated[float, Field(ge=0), AfterValidator(_check_gpu_share)]
 
 
 def default_kind(kind: str) -> BeforeValidator:
-    """A validator that reads a section without `kind` as the variant `kind`."""
+    """Return a validator that reads a section without `kind` as the variant `kind`."""
 
     def fill_in(value: Any) -> Any:
         return {"kind": kind, **value} if isinstance(value, dict) else value

@@ -87,12 +87,12 @@ class RunShow:
 
 async def num_steps_of(cluster: RunsCluster, run: str) -> int:
     """How many steps a run shall take; 0 where nothing says it any more."""
-    from ludus.proto.config import RunConfig
+    from ludus.proto.config import validate_run_json
 
     config_map = await cluster.config_map(run)
     if config_map is None:
         return 0
-    return RunConfig.model_validate_json(run_config_in(config_map)).training.num_steps
+    return validate_run_json(run_config_in(config_map)).training.num_steps
 
 
 async def watch(

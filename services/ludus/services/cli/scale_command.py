@@ -14,7 +14,7 @@ from ludus.services.cli.console import results_console, say
 from ludus.services.cli.train_command import config_of_run
 
 if TYPE_CHECKING:
-    from ludus.proto.config import RunConfig
+    from ludus.proto.config import LanguageModelRun
 
 
 def scale(
@@ -30,12 +30,14 @@ def scale(
 
     Example: `ludus scale runs/demo --workers 3`
     """
-    _check(config_of_run(run_dir), workers)
+    from ludus.proto.config import require_language_model
+
+    _check(require_language_model(config_of_run(run_dir), "ludus scale"), workers)
     _write(run_dir / CONTROL_FILE, RunControl(num_workers=workers))
     say(results_console(), f"{run_dir}: {workers} rollout workers are wanted")
 
 
-def _check(run: RunConfig, workers: int) -> None:
+def _check(run: LanguageModelRun, workers: int) -> None:
     """Refuse more workers, or fewer, than the run can have.
 
     Raises:

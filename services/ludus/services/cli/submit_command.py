@@ -17,7 +17,7 @@ from ludus.services.cli.console import progress_console, say
 from ludus.services.cli.train_command import Overrides
 
 if TYPE_CHECKING:
-    from ludus.proto.config import RunConfig
+    from ludus.proto.config import LanguageModelRun
     from ludus.services.runs.cluster import RunsCluster
     from ludus.services.runs.manifest import RunManifests
     from ludus.services.runs.platform import Release
@@ -64,9 +64,9 @@ def submit(
 
     Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
     """
-    from ludus.proto.config import load_run_config
+    from ludus.proto.config import load_run_config, require_language_model
 
-    config = load_run_config(config_path, overrides or ())
+    config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
     choices = options.pairs(environment or (), "--environment")
     chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
     if release_file is not None and not dry_run:
@@ -109,7 +109,7 @@ class _Chosen:
     environments: Mapping[str, str] = field(default_factory=dict)
 
 
-async def _submit(config: RunConfig, chosen: _Chosen) -> None:
+async def _submit(config: LanguageModelRun, chosen: _Chosen) -> None:
     from ludus.services.runs import operations
     from ludus.services.runs.cluster import connected
     from ludus.services.runs.manifest import make_manifests
@@ -169,7 +169,7 @@ async def _go_on(
 
 
 async def _print_manifests(
-    config: RunConfig, chosen: _Chosen, form: Format, release_file: Path | None
+    config: LanguageModelRun, chosen: _Chosen, form: Format, release_file: Path | None
 ) -> None:
     from ludus.services.runs.cluster import connected
     from ludus.services.runs.manifest import make_manifests

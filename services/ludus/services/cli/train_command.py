@@ -182,10 +182,9 @@ def _check_environments(config: RunConfig) -> None:
         UserError: there is no such package, game or option.
     """
     from ludus.env.targets.targets import environment_factory
-    from ludus.proto.config import LocalEnvironment
 
     for environment in config.environments.values():
-        if isinstance(environment, LocalEnvironment):
+        if environment.kind == "local":
             environment_factory(environment.package, environment.options)().close()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ludus.proto.config import EnvironmentConfig, RunConfig
+from ludus.proto.config import (
+    EnvironmentConfig,
+    NetworkEnvironmentConfig,
+    NetworkRun,
+    RunConfig,
+)
 from ludus.proto.metrics import EvalMetric
 from ludus.proto.runs import NETWORK, EnvironmentResult, EvalReport, MetricsRow, Summary
 from ludus.services.numbers import (
@@ -69,7 +74,7 @@ def _lead(run: RunFiles) -> str:
     config = run.config
     if config is None:
         return run.summary.environment if run.summary is not None else str(run.run_dir)
-    if config.ppo is not None:
+    if isinstance(config, NetworkRun):
         num = config.ppo.num_environments
         return (
             f"{_environments_of(config)} · a network, by classic PPO · {config.training.num_steps} "
@@ -87,7 +92,7 @@ def _environments_of(config: RunConfig) -> str:
     return " and ".join(_described(one) for one in config.environments.values())
 
 
-def _described(environment: EnvironmentConfig) -> str:
+def _described(environment: EnvironmentConfig | NetworkEnvironmentConfig) -> str:
     if environment.kind == "remote":
         return environment.address
     options = ", ".join(f"{name} = {value}" for name, value in environment.options.items())

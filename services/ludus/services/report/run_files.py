@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from ludus.proto.config import EnvironmentConfig, RunConfig
+from ludus.proto.config import EnvironmentConfig, LanguageModelRun, RunConfig, validate_run_json
 from ludus.proto.errors import NotFoundError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import (
@@ -28,7 +28,6 @@ from ludus.proto.runs import (
 )
 from ludus.services.results import readable_policy_name
 
-RecordT = TypeVar("RecordT", bound=BaseModel)
 ValueT = TypeVar("ValueT")
 
 
@@ -61,8 +60,10 @@ class RunFiles:
         return list(dict.fromkeys(row.environment or "" for row in self._rows("eval")))
 
     def environment_config(self, environment: str) -> EnvironmentConfig | None:
-        """How an environment was configured."""
-        return self.config.environments.get(environment) if self.config is not None else None
+        """Return the section of a language-model run's environment; None for other runs."""
+        if not isinstance(self.config, LanguageModelRun):
+            return None
+        return self.config.environments.get(environment)
 
     def eval_rows(self, environment: str) -> list[MetricsRow]:
         """Rows of the trained policy's evaluations in an environment."""
@@ -116,11 +117,11 @@ def load_run_files(run_dir: Path) -> RunFiles:
     if not any((run_dir / name).is_file() for name in known):
         raise NotFoundError(_no_run(run_dir, known))
     notices: list[str] = []
-    config = _load(run_dir / CONFIG_FILE, RunConfig, notices)
-    summary = _load(run_dir / SUMMARY_FILE, Summary, notices)
+    config = _load(run_dir / CONFIG_FILE, validate_run_json, notices)
+    summary = _load(run_dir / SUMMARY_FILE, Summary.model_validate_json, notices)
     chart = None
     if (run_dir / CHART_FILE).exists():
-        chart = _load(run_dir / CHART_FILE, PolicyChart, notices)
+        chart = _load(run_dir / CHART_FILE, PolicyChart.model_validate_json, notices)
     metrics = _guarded(lambda: read_metrics(run_dir), METRICS_FILE, notices) or []
     transcripts = _guarded(lambda: read_transcripts(run_dir), TRANSCRIPTS_FILE, notices) or []
     return RunFiles(
@@ -128,11 +129,11 @@ def load_run_files(run_dir: Path) -> RunFiles:
     )
 
 
-def _load(path: Path, record_type: type[RecordT], notices: list[str]) -> RecordT | None:
+def _load(path: Path, parse: Callable[[bytes], ValueT], notices: list[str]) -> ValueT | None:
     if not path.exists():
         notices.append(f"{path.name} is missing.")
         return None
-    return _guarded(lambda: record_type.model_validate_json(path.read_bytes()), path.name, notices)
+    return _guarded(lambda: parse(path.read_bytes()), path.name, notices)
 
 
 def _guarded(read: Callable[[], ValueT], file: str, notices: list[str]) -> ValueT | None:

@@ -1,6 +1,6 @@
 """From a run configuration and a release to the objects that a run is in a cluster.
 
-    RunConfig --in_cluster--> RunConfig --+
+    LanguageModelRun --in_cluster--> LanguageModelRun --+
                                           +--> make_manifests --> RayJob, ConfigMap
     Release --template-------------------+
 
@@ -19,10 +19,10 @@ from typing import Any
 
 from ludus.proto.config import (
     FolderWeightStore,
+    LanguageModelRun,
     LocalEnvironment,
     PrometheusSink,
     RemoteEnvironment,
-    RunConfig,
     S3WeightStore,
     WeightStoreConfig,
 )
@@ -50,14 +50,14 @@ _CONTAINER_LOG = "/proc/1/fd/1"
 class RunManifests:
     """What a run is in a cluster."""
 
-    run: RunConfig
+    run: LanguageModelRun
     """As the trainer reads it there."""
     job: JsonObject
     config_map: JsonObject
 
 
 def make_manifests(
-    run: RunConfig,
+    run: LanguageModelRun,
     release: Release,
     environments: Mapping[str, str] | None = None,
     queue: str | None = None,
@@ -93,7 +93,9 @@ def make_manifests(
     return RunManifests(run, job, config_map)
 
 
-def in_cluster(run: RunConfig, platform: Platform, environments: Mapping[str, str]) -> RunConfig:
+def in_cluster(
+    run: LanguageModelRun, platform: Platform, environments: Mapping[str, str]
+) -> LanguageModelRun:
     """The run as it is played there: environments, folder and weights are the release's.
 
     Raises:
@@ -204,7 +206,7 @@ def pod_containers(template: JsonObject) -> list[JsonObject]:
     return (template.get("spec") or {}).get("containers") or []
 
 
-def _size_groups(cluster: JsonObject, run: RunConfig, platform: Platform) -> None:
+def _size_groups(cluster: JsonObject, run: LanguageModelRun, platform: Platform) -> None:
     """Give the groups as many pods as the run has learner ranks and rollout workers."""
     is_elastic = bool(cluster.get("enableInTreeAutoscaling"))
     for group in cluster.get("workerGroupSpecs") or []:

@@ -15,7 +15,12 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import (
+    LanguageModelRun,
+    load_run_config,
+    require_language_model,
+    validate_run_json,
+)
 from ludus.proto.config.changes import changes_between
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.proto.runs import RunControl
@@ -108,7 +113,7 @@ async def stop(cluster: RunsCluster, run: str, *, now: bool = False) -> StopOutc
     return StopOutcome.ASKED
 
 
-async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) -> RunConfig:
+async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) -> LanguageModelRun:
     """The configuration of a run that has ended, after overrides.
 
     Raises:
@@ -131,14 +136,14 @@ async def resumable(cluster: RunsCluster, run: str, overrides: Sequence[str]) ->
     with tempfile.TemporaryDirectory(prefix="ludus-") as folder:
         path = Path(folder) / RUN_KEY
         path.write_text(begun, encoding="utf-8")
-        config = load_run_config(path, overrides)
+        config = require_language_model(load_run_config(path, overrides), "ludus resume")
     if config.name != run:
         raise ConfigError(
             f"--set name={config.name}: a run is resumed under its own name '{run}', by which "
             "its checkpoint is found; leave the name out"
         )
     # Its driver would refuse the same, but only after the old RayJob is gone.
-    changes_between(RunConfig.model_validate_json(begun), config)
+    changes_between(validate_run_json(begun), config)
     return config
 
 

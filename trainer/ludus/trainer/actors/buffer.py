@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from ludus.env.runtime import freeze_heap
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import BufferLostError
 from ludus.trainer.actors.deaths import reason_of
 from ludus.trainer.actors.placement import Placement
@@ -37,7 +37,7 @@ from ludus.trainer.data.counts import RolloutCounts
 class BufferActor:
     """Holds groups from their beginning to their training; calls interleave on one event loop."""
 
-    def __init__(self, run: RunConfig, functions: Mapping[str, Function]) -> None:
+    def __init__(self, run: LanguageModelRun, functions: Mapping[str, Function]) -> None:
         """`functions` are what the run names and nobody can import."""
         take_functions(functions)
         self._run = run
@@ -110,7 +110,7 @@ class RemoteBuffer:
     keeps still instead.
     """
 
-    def __init__(self, run: RunConfig, placement: Placement) -> None:
+    def __init__(self, run: LanguageModelRun, placement: Placement) -> None:
         actor_class = ray.remote(**placement.beside_driver())(BufferActor)
         self._actor: ActorHandle = actor_class.remote(run, given_functions())
         self._timeout_s = run.training.idle_timeout_s

@@ -26,7 +26,7 @@ from ray.core.generated.autoscaler_pb2 import AutoscalingState, GetClusterStatus
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.placement import (
     Demand,
@@ -133,7 +133,9 @@ def draining_nodes() -> frozenset[str]:
 
 
 @asynccontextmanager
-async def place_in_ray(run: RunConfig, *, with_learner: bool = True) -> AsyncIterator[Placement]:
+async def place_in_ray(
+    run: LanguageModelRun, *, with_learner: bool = True
+) -> AsyncIterator[Placement]:
     """Where the run's actors go, in a Ray that is joined and left again.
 
     Raises:
@@ -148,7 +150,7 @@ async def place_in_ray(run: RunConfig, *, with_learner: bool = True) -> AsyncIte
                 remove_placement_group(placement.group)
 
 
-async def _find_place(run: RunConfig, *, is_own: bool, with_learner: bool) -> Placement:
+async def _find_place(run: LanguageModelRun, *, is_own: bool, with_learner: bool) -> Placement:
     """Where the run's actors go; the learner's ranks have their room, which waits for them.
 
     Raises:

@@ -65,7 +65,7 @@ class LearnerActor:
             )
             self._learner = Learner(spec)
         self._store = make_store(weights) if self._rank == 0 else None
-        self._travelling_dtype = weights.travelling_dtype(spec.config.dtype)
+        self._published_dtype = weights.published_dtype(spec.config.dtype)
         freeze_heap()
 
     def train_step(self, batch: Batch, coefficients: Coefficients) -> StepMetrics:
@@ -80,7 +80,7 @@ class LearnerActor:
             answers = self._learner.score_completions(canary)
         if self._store is None:
             return None
-        state = cast_floats(state, self._travelling_dtype)
+        state = cast_floats(state, self._published_dtype)
         return self._store.publish(make_manifest(version, state, canary, answers), state)
 
     def score_completions(self, prompts: Sequence[ScoringRequest]) -> list[list[float]]:

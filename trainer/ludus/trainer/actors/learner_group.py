@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.proto.config import LanguageModelRun, WeightStoreConfig
 from ludus.proto.errors import LearnerLostError
 from ludus.trainer.actors.cluster import while_waiting
 from ludus.trainer.actors.deaths import reason_of
@@ -39,7 +39,7 @@ class LearnerGroup:
     """
 
     def __init__(
-        self, run: RunConfig, placement: Placement, token: FolderToken | None = None
+        self, run: LanguageModelRun, placement: Placement, token: FolderToken | None = None
     ) -> None:
         self._config = run.learner
         self._start_timeout_s = run.placement.start_timeout_s

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 
 Resources = Mapping[str, float]
 """Amounts by the names that Ray gives them: CPU, GPU, and custom ones."""
@@ -155,7 +155,7 @@ class Placement:
         return options if self.is_one_machine else options | {"scheduling_strategy": "SPREAD"}
 
 
-def on_one_machine(run: RunConfig, *, with_learner: bool = True) -> Placement:
+def on_one_machine(run: LanguageModelRun, *, with_learner: bool = True) -> Placement:
     """Everything on this machine, which has no nodes to choose from or to wait for."""
     ranks = _asked(num_gpus=run.learner.num_gpus_per_rank)
     workers = _asked(num_gpus=run.rollout.num_gpus_per_worker)
@@ -163,7 +163,11 @@ def on_one_machine(run: RunConfig, *, with_learner: bool = True) -> Placement:
 
 
 def in_cluster(
-    run: RunConfig, nodes: Iterable[Resources], driver_node: str, *, with_learner: bool = True
+    run: LanguageModelRun,
+    nodes: Iterable[Resources],
+    driver_node: str,
+    *,
+    with_learner: bool = True,
 ) -> Placement:
     """The actors on the nodes of a cluster; the placement group has yet to be made."""
     learner, rollout = run.learner, run.rollout
@@ -187,7 +191,9 @@ def amounts(resources: Resources) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
-def _demand(run: RunConfig, ranks: Resources, workers: Resources, *, with_learner: bool) -> Demand:
+def _demand(
+    run: LanguageModelRun, ranks: Resources, workers: Resources, *, with_learner: bool
+) -> Demand:
     num_ranks = run.learner.num_ranks if with_learner else 0
     on_one_node = run.placement.learner_ranks == "strict_pack"
     return Demand(

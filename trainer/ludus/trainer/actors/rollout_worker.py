@@ -20,7 +20,7 @@ import torch
 from ludus.env.client import AsyncEnvClient
 from ludus.env.evaluation import EpisodeOutcome
 from ludus.env.runtime import freeze_heap
-from ludus.proto.config import RunConfig, WeightStoreConfig
+from ludus.proto.config import LanguageModelRun, WeightStoreConfig
 from ludus.proto.errors import WeightSyncError
 from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.agents.player import AgentPlayer
@@ -55,7 +55,7 @@ from ludus.trainer.weights.adapters import AdapterMerger
 class RolloutWorkerSpec:
     """What a rollout worker is made from."""
 
-    run: RunConfig
+    run: LanguageModelRun
     model_path: str
     addresses: Mapping[str, str]
     """Of each environment, by its name in the run."""
@@ -95,8 +95,8 @@ class RolloutWorkerActor:
         clients = {name: await self._connect(spec, name) for name in run.environments}
         self._generator = Generator(make_engine(run, spec.model_path, chat))
         self._merger = None
-        if run.language_model.lora is not None:
-            self._merger = AdapterMerger.load(spec.model_path, run.language_model.lora)
+        if run.model.lora is not None:
+            self._merger = AdapterMerger.load(spec.model_path, run.model.lora)
         self._reward_models = RewardModels()
         number, max_tokens = spec.number, run.rollout.max_tokens
         completions = Completions(self._generator, chat, max_tokens, run.seed, number)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ludus.env.targets.targets import environment_factory
-from ludus.proto.config import LocalEnvironment, RunConfig
+from ludus.proto.config import LanguageModelRun, LocalEnvironment
 from ludus.proto.errors import ConfigError
 from ludus.proto.run_lock import is_in_use
 from ludus.proto.runs import Resume
@@ -28,7 +28,7 @@ from ludus.trainer.setup.environments import (
 from ludus.trainer.setup.prepare import check_models
 
 
-def preflight(run: RunConfig, resume: Resume) -> None:
+def preflight(run: LanguageModelRun, resume: Resume) -> None:
     """Check environments, functions, fixed policies, model, GPUs, weight store and folder.
 
     Raises:
@@ -49,7 +49,7 @@ def preflight(run: RunConfig, resume: Resume) -> None:
         changes_since(folder, run)
 
 
-def _check_environments(run: RunConfig) -> None:
+def _check_environments(run: LanguageModelRun) -> None:
     """Build those of this machine once, and look for the policies that are named."""
     for name, environment in run.environments.items():
         if not isinstance(environment, LocalEnvironment):
@@ -60,7 +60,7 @@ def _check_environments(run: RunConfig) -> None:
         fixed_policies(run, name, environment.options)
 
 
-def _check_gpus(run: RunConfig) -> None:
+def _check_gpus(run: LanguageModelRun) -> None:
     demand, num_there = on_one_machine(run).demand, torch.cuda.device_count()
     if not demand.fits([{"GPU": float(num_there)}]):
         raise ConfigError(

@@ -20,8 +20,8 @@ from ludus.env.adapters.gymnasium.success import Ending, success_of
 from ludus.env.client import EnvClient, Reset, Session
 from ludus.env.transports.address import parse_address
 from ludus.env.types import EnvironmentDescription, JsonObject, StepResult
-from ludus.proto.config import EnvironmentConfig, RemoteEnvironment
-from ludus.proto.config.network import GYMNASIUM
+from ludus.proto.config import NetworkEnvironmentConfig, RemoteNetworkEnvironment
+from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import (
     AuthenticationError,
     ConfigError,
@@ -120,7 +120,7 @@ class GymnasiumEnvironments:
 class RemoteEnvironments:
     """Sessions on an environment server, all stepped in one call."""
 
-    def __init__(self, config: RemoteEnvironment, num: int) -> None:
+    def __init__(self, config: RemoteNetworkEnvironment, num: int) -> None:
         """Raises: ConfigError: the server is not there, or its observations are no numbers."""
         self.num = num
         self._address = parse_address(config.address)
@@ -177,15 +177,15 @@ class RemoteEnvironments:
         return np.array(seen, dtype=self._kind)
 
 
-def make_environments(config: EnvironmentConfig, num: int) -> VectorEnvironment:
+def make_environments(config: NetworkEnvironmentConfig, num: int) -> VectorEnvironment:
     """So many environments as a run's section says.
 
     Raises:
         UserError: they cannot be had as configured.
     """
-    if isinstance(config, RemoteEnvironment):
+    if isinstance(config, RemoteNetworkEnvironment):
         return RemoteEnvironments(config, num)
-    env_id = config.package.removeprefix(GYMNASIUM)
+    env_id = config.package.removeprefix(GYMNASIUM_PREFIX)
     return GymnasiumEnvironments(env_id, num, config.options)
 
 
@@ -200,14 +200,14 @@ def _make(env_id: str, num: int, options: JsonObject) -> SyncVectorEnv[Any, Any]
         hint = did_you_mean(name, gymnasium.registry) or "see gymnasium.pprint_registry()"
         raise NotFoundError(f"Gymnasium has no environment '{env_id}'; {hint} ({error})") from None
     except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(f"'{GYMNASIUM}{env_id}' cannot be made: {error}") from error
+        raise ConfigError(f"'{GYMNASIUM_PREFIX}{env_id}' cannot be made: {error}") from error
     except TypeError as error:
         raise ConfigError(
-            f"'{GYMNASIUM}{env_id}' cannot be made with options {options}: {error}"
+            f"'{GYMNASIUM_PREFIX}{env_id}' cannot be made with options {options}: {error}"
         ) from error
 
 
-def _connect(config: RemoteEnvironment) -> EnvClient:
+def _connect(config: RemoteNetworkEnvironment) -> EnvClient:
     try:
         return EnvClient.connect(config.address, make_connect_options(config))
     except (UnavailableError, AuthenticationError) as error:

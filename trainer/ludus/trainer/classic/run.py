@@ -19,8 +19,8 @@ from types import FrameType
 import numpy as np
 
 from ludus.env.evaluation import EpisodeOutcome, summarize
-from ludus.proto.config import NetworkModel, NetworkPpoConfig, RunConfig
-from ludus.proto.config.changes import in_words
+from ludus.proto.config import NetworkRun
+from ludus.proto.config.changes import describe_changes
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import UserError
 from ludus.proto.runs import (
@@ -66,7 +66,7 @@ class ByEpisodes:
     """Training ends with the update that has so many."""
 
 
-class NetworkRun:
+class OpenNetworkRun:
     """A run whose folder, environments and agent are open."""
 
     on_step: OnStep | None = None
@@ -74,7 +74,7 @@ class NetworkRun:
 
     def __init__(
         self,
-        run: RunConfig,
+        run: NetworkRun,
         folder: RunFolder,
         stack: ExitStack,
         by_episodes: ByEpisodes | None = None,
@@ -82,7 +82,7 @@ class NetworkRun:
         self.run, self.folder = run, folder
         self._by_episodes = by_episodes
         self.state = NetworkState()
-        self.ppo = ppo_of(run)
+        self.ppo = run.ppo
         self._begun_s = time.monotonic()
         self._is_stopping = False
         self._checkpoints = CheckpointFolder(folder.checkpoints, run.training.keep_checkpoints)
@@ -274,7 +274,7 @@ class NetworkRun:
         return self._name
 
 
-def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
+def train(run: NetworkRun, *, resume: Resume, overwrite: bool) -> Path:
     """The folder of the run, which has trained its last step.
 
     Raises:
@@ -289,8 +289,8 @@ def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
 
 @contextmanager
 def opened(
-    run: RunConfig, *, resume: Resume, overwrite: bool, by_episodes: ByEpisodes | None = None
-) -> Iterator[NetworkRun]:
+    run: NetworkRun, *, resume: Resume, overwrite: bool, by_episodes: ByEpisodes | None = None
+) -> Iterator[OpenNetworkRun]:
     """A run with its folder; one that could not start leaves none behind.
 
     Raises:
@@ -303,14 +303,16 @@ def opened(
         changes = changes_since(path_of(run), run)
         folder = RunFolder.reopen(run, read_network_state(checkpoint).step)
         if changes:
-            _log.warning("the run continues with another configuration: %s", in_words(changes))
+            _log.warning(
+                "the run continues with another configuration: %s", describe_changes(changes)
+            )
     with ExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(logging_to(folder.path, run.log_level))
-        stack.enter_context(threads(ppo_of(run).num_threads))
+        stack.enter_context(threads(run.ppo.num_threads))
         try:
             folder.open_sinks()
-            opened_run = NetworkRun(run, folder, stack, by_episodes)
+            opened_run = OpenNetworkRun(run, folder, stack, by_episodes)
             if checkpoint is not None:
                 opened_run.continue_from(checkpoint)
                 folder.configure()
@@ -323,7 +325,7 @@ def opened(
 
 
 def evaluate(
-    run: RunConfig, checkpoint: Path | None, *, num_games: int, temperature: float | None
+    run: NetworkRun, checkpoint: Path | None, *, num_games: int, temperature: float | None
 ) -> Evaluation:
     """How a checkpoint's policy does beside the fixed policies."""
     chosen = (
@@ -357,7 +359,7 @@ def evaluate(
     return Evaluation(environments={next(iter(run.environments)): report})
 
 
-def check(run: RunConfig, resume: Resume) -> None:
+def check(run: NetworkRun, resume: Resume) -> None:
     """Build what a start builds, and write nothing.
 
     Raises:
@@ -374,14 +376,13 @@ def check(run: RunConfig, resume: Resume) -> None:
         changes_since(path_of(run), run)
 
 
-def make_policy(run: RunConfig, environments: VectorEnvironment) -> Policy:
+def make_policy(run: NetworkRun, environments: VectorEnvironment) -> Policy:
     """The policy as it begins.
 
     Raises:
         ConfigError: it does not fit the environment.
     """
     model = run.model
-    assert isinstance(model, NetworkModel)
     seen, acts = environments.observation_space, environments.action_space
     with torch_seeded(run.seed, Stream.NETWORK_WEIGHTS):
         actor, critic = make_networks(model, seen, acts)
@@ -395,30 +396,24 @@ def make_policy(run: RunConfig, environments: VectorEnvironment) -> Policy:
         )
 
 
-def ppo_of(run: RunConfig) -> NetworkPpoConfig:
-    """The section `ppo` of a run that trains a network."""
-    assert run.ppo is not None, "a network's configuration has one"
-    return run.ppo
-
-
-def _discard(run: RunConfig) -> None:
+def _discard(run: NetworkRun) -> None:
     RunFolder.create(run, overwrite=True).discard()
 
 
-def _starting_point(run: RunConfig, resume: Resume) -> Path | None:
+def _starting_point(run: NetworkRun, resume: Resume) -> Path | None:
     checkpoints = path_of(run) / CHECKPOINTS_FOLDER
     if resume is Resume.NEVER or (resume is Resume.AUTO and not list_checkpoints(checkpoints)):
         return None
     return newest_checkpoint(checkpoints)
 
 
-def _seeds(run: RunConfig, num_games: int, *, first: int = 0) -> Sequence[int]:
+def _seeds(run: NetworkRun, num_games: int, *, first: int = 0) -> Sequence[int]:
     begin = run.eval.seed + first
     return range(begin, begin + num_games)
 
 
 @contextmanager
-def _stop_on_signal(opened_run: NetworkRun) -> Iterator[None]:
+def _stop_on_signal(opened_run: OpenNetworkRun) -> Iterator[None]:
     """SIGINT and SIGTERM end the run after its step; a second one ends it at once."""
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -436,7 +431,7 @@ def _stop_on_signal(opened_run: NetworkRun) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _summary(of: NetworkRun, report: EvalReport, total_s: float) -> Summary:
+def _summary(of: OpenNetworkRun, report: EvalReport, total_s: float) -> Summary:
     policy, state, run = report.policy, of.state, of.run
     start = state.start.get(of.environment_name)
     result = EnvironmentResult(environment=of.described, start=start, report=report)

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import PolicyResult
 from ludus.trainer.core.types import GroupSpec
@@ -82,7 +82,7 @@ def _says_no_success(name: str, num_episodes: int) -> str:
 class Mixture:
     """Deals out the groups of a run; `state` is its own and moves with it."""
 
-    def __init__(self, run: RunConfig, state: MixtureState, seeds: GroupSeeds) -> None:
+    def __init__(self, run: LanguageModelRun, state: MixtureState, seeds: GroupSeeds) -> None:
         self._run = run
         self._state = state
         self._seeds = seeds

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import EpisodesFailedError, TrainingStalledError, UnavailableError
 from ludus.trainer.data.counts import RolloutCounts, total
 from ludus.trainer.data.failures import Failures, commonest
@@ -64,7 +64,7 @@ class _Wait:
 class Progress:
     """Watches the counts of a run."""
 
-    def __init__(self, run: RunConfig, in_words: Callable[[], str] = str) -> None:
+    def __init__(self, run: LanguageModelRun, in_words: Callable[[], str] = str) -> None:
         """Watch a run; `in_words` says who plays what now."""
         self._run = run
         self._in_words = in_words

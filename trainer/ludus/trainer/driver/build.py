@@ -14,16 +14,16 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.config import (
     AgentConfig,
     CommandAgent,
+    LanguageModelRun,
     ModelCritic,
     PpoConfig,
     PretrainedModel,
     RewardModelTerm,
     RewardTerm,
-    RunConfig,
     TransformersGenerator,
     VllmGenerator,
 )
-from ludus.proto.config.environment import RANDOM_POLICY, name_of_term
+from ludus.proto.config.environment import RANDOM_POLICY, reward_term_name
 from ludus.proto.runs import Phase
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import place_in_ray
@@ -91,14 +91,17 @@ class Infrastructure:
 
 @asynccontextmanager
 async def built(
-    run: RunConfig, folder: RunFolder, infrastructure: Infrastructure, checkpoint: Path | None
+    run: LanguageModelRun,
+    folder: RunFolder,
+    infrastructure: Infrastructure,
+    checkpoint: Path | None,
 ) -> AsyncIterator[Parts]:
     """Everything a run consists of, started and connected."""
     environments, placement = infrastructure.environments, infrastructure.placement
     folder.connected({name: one.description.options for name, one in environments.items()})
     folder.phase(Phase.PREPARE_MODEL)
     model_path = await prepare_model(run, environments, folder.path / _INITIAL_MODEL_FOLDER)
-    chat = ChatTokenizer.load(model_path, run.language_model)
+    chat = ChatTokenizer.load(model_path, run.model)
     await check_first_prompts(run, environments, chat)
     canary = await make_canary(infrastructure.first, chat)
     folder.phase(Phase.START_WORKERS)
@@ -136,7 +139,7 @@ async def built(
 
 @asynccontextmanager
 async def infrastructure_of(
-    run: RunConfig, run_path: Path, *, with_learner: bool = True
+    run: LanguageModelRun, run_path: Path, *, with_learner: bool = True
 ) -> AsyncIterator[Infrastructure]:
     """Ray and the run's environments, connected; what the run started ends with it.
 
@@ -167,21 +170,22 @@ def _token(run_path: Path, placement: Placement) -> Iterator[FolderToken | None]
         token.remove()
 
 
-def make_learner_spec(run: RunConfig, model_path: str) -> LearnerSpec:
+def make_learner_spec(run: LanguageModelRun, model_path: str) -> LearnerSpec:
     """What the learner's ranks are made from."""
     return LearnerSpec(
         model_path=model_path,
         config=run.learner,
+        learning_rate=run.learning_rate,
         algorithm=run.algorithm,
         temperature=run.rollout.temperature,
         max_tokens=run.rollout.max_tokens,
         seed=run.seed,
-        lora=run.language_model.lora,
+        lora=run.model.lora,
     )
 
 
 def worker_spec(
-    run: RunConfig, model_path: str, infrastructure: Infrastructure, run_path: Path
+    run: LanguageModelRun, model_path: str, infrastructure: Infrastructure, run_path: Path
 ) -> RolloutWorkerSpec:
     addresses = {name: one.address for name, one in infrastructure.environments.items()}
     weights = located(run.weights, run_path, run_id(run_path))
@@ -189,7 +193,7 @@ def worker_spec(
 
 
 async def baselines_of(
-    run: RunConfig, environments: Mapping[str, Environment]
+    run: LanguageModelRun, environments: Mapping[str, Environment]
 ) -> dict[str, dict[str, list[EpisodeOutcome]]]:
     """The outcomes of the fixed policies that an evaluation compares with, by environment."""
     return {
@@ -199,7 +203,7 @@ async def baselines_of(
 
 
 async def _baselines_of(
-    run: RunConfig, name: str, environment: Environment
+    run: LanguageModelRun, name: str, environment: Environment
 ) -> dict[str, list[EpisodeOutcome]]:
     config = environment.config
     if not config.baselines:
@@ -210,7 +214,7 @@ async def _baselines_of(
     return await play_baselines(environment.client, policies, config.baselines, run.eval, max_turns)
 
 
-def resolved(run: RunConfig) -> RunConfig:
+def resolved(run: LanguageModelRun) -> LanguageModelRun:
     """The run as this machine can have it, and every process of it understands it.
 
     transformers generates where vLLM is not installed; folders are absolute, since processes
@@ -255,7 +259,7 @@ def _located(term: RewardTerm | RewardModelTerm) -> RewardTerm | RewardModelTerm
     if not isinstance(term, RewardModelTerm):
         return term
     # Metrics keep the name that the path gave it.
-    return term.model_copy(update={"path": _absolute(term.path), "name": name_of_term(term)})
+    return term.model_copy(update={"path": _absolute(term.path), "name": reward_term_name(term)})
 
 
 def _absolute(path: str | None) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ludus.env.runtime import freeze_heap
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Evaluation, Resume
 from ludus.trainer.actors.buffer import RemoteBuffer
 from ludus.trainer.actors.cluster import is_local
@@ -25,7 +25,7 @@ from ludus.trainer.run.folder import logging_to, path_of
 _log = logging.getLogger(__name__)
 
 
-async def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
+async def train(run: LanguageModelRun, *, resume: Resume, overwrite: bool) -> Path:
     """The folder of the run, which has trained its last step.
 
     Raises:
@@ -41,7 +41,7 @@ async def train(run: RunConfig, *, resume: Resume, overwrite: bool) -> Path:
 
 
 async def evaluate(
-    run: RunConfig, checkpoint: Path | None, *, num_games: int, temperature: float | None
+    run: LanguageModelRun, checkpoint: Path | None, *, num_games: int, temperature: float | None
 ) -> Evaluation:
     """How a checkpoint's policy does beside the fixed policies, in each environment."""
     run = resolved(run)
@@ -67,7 +67,9 @@ def _named_checkpoint(path: Path | None, folder: Path) -> Path:
     return (of_run if not path.exists() and of_run.exists() else path).absolute()
 
 
-async def _judge(run: RunConfig, run_path: Path, checkpoint: Path, num_games: int) -> Evaluation:
+async def _judge(
+    run: LanguageModelRun, run_path: Path, checkpoint: Path, num_games: int
+) -> Evaluation:
     async with infrastructure_of(run, run_path, with_learner=False) as infrastructure:
         placement = infrastructure.placement
         spec = worker_spec(run, str(model_folder(checkpoint)), infrastructure, run_path)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.env.serving.subprocess import LocalServer
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import EvalReport, Transcript
 from ludus.trainer.actors.processes import Buffer, Learners, Workers
 from ludus.trainer.core.types import ScoringRequest
@@ -20,7 +20,7 @@ from ludus.trainer.run.folder import RunFolder
 class Parts:
     """What a run is made of; every choice was made when these were built."""
 
-    run: RunConfig
+    run: LanguageModelRun
     folder: RunFolder
     checkpoints: CheckpointFolder
     learners: Learners

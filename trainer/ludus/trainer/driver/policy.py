@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.env import Message
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.trainer.actors.processes import Workers
 from ludus.trainer.core.streams import Stream, key_of
@@ -29,7 +29,7 @@ class Answer:
 class Policy:
     """The policy that is trained, as the rollout workers hold it."""
 
-    run: RunConfig
+    run: LanguageModelRun
     workers: Workers
     chat: ChatTokenizer
     settled: Callable[[], Awaitable[None]]

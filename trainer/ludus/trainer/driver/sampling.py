@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.trainer.actors.processes import Buffer, Slot, Workers
 from ludus.trainer.core.tasks import Tasks
 from ludus.trainer.core.types import GroupSpec, RolloutGroup
@@ -48,7 +48,9 @@ class UnderWay:
 class SamplingLoop:
     """Admits groups and has them played, until it is cancelled."""
 
-    def __init__(self, run: RunConfig, mixture: Mixture, workers: Workers, buffer: Buffer) -> None:
+    def __init__(
+        self, run: LanguageModelRun, mixture: Mixture, workers: Workers, buffer: Buffer
+    ) -> None:
         self._mixture = mixture
         self._workers = workers
         self._buffer = buffer

@@ -23,8 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.proto.config import RunConfig, load_run_config, run_config_from
-from ludus.proto.config.changes import Change, in_words
+from ludus.proto.config import (
+    LanguageModelRun,
+    load_run_config,
+    require_language_model,
+    run_config_from,
+)
+from ludus.proto.config.changes import Change, describe_changes
 from ludus.proto.errors import CheckpointError, ConfigError, UserError
 from ludus.proto.runs import CHART_FILE, SUMMARY_FILE, EvalReport, Phase, Resume, Summary
 from ludus.trainer.core.functions import name_of
@@ -57,7 +62,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig | Mapping[str, Any] | Path | str | None = None,
+        config: LanguageModelRun | Mapping[str, Any] | Path | str | None = None,
         *,
         overrides: Sequence[str] = (),
         resume: Resume | str = Resume.NEVER,
@@ -80,11 +85,6 @@ class Trainer:
             NotFoundError: there is no such file.
         """
         self.run = resolved(_run_config(config, overrides))
-        if self.run.model.kind == "network":
-            raise ConfigError(
-                "model.kind = 'network' expected `ludus train`, or in a program "
-                "ludus.trainer.classic.run.opened, got a Trainer, which trains language models"
-            )
         self._resume = Resume(resume)
         self._overwrite = overwrite
         self._print_rows = print_rows
@@ -246,7 +246,7 @@ class Trainer:
         folder, enter = self._folder, self._stack.enter_async_context
         self._stack.enter_context(logging_to(folder.path, self.run.log_level))
         if changes:
-            told = f"the run continues with another configuration: {in_words(changes)}"
+            told = f"the run continues with another configuration: {describe_changes(changes)}"
             _log.warning("%s", told)
             sys.stderr.write(f"warning: {told}\n")
         folder.open_sinks(in_job_log=self._print_rows)
@@ -367,15 +367,17 @@ class _Gate:
 
 
 def _run_config(
-    config: RunConfig | Mapping[str, Any] | Path | str | None, overrides: Sequence[str]
-) -> RunConfig:
-    if isinstance(config, RunConfig):
+    config: LanguageModelRun | Mapping[str, Any] | Path | str | None, overrides: Sequence[str]
+) -> LanguageModelRun:
+    if isinstance(config, LanguageModelRun):
         if not overrides:
             return config
-        return run_config_from(config.model_dump(mode="json"), overrides)
-    if isinstance(config, Mapping):
-        return run_config_from(_named(config), overrides)
-    return load_run_config(None if config is None else Path(config), overrides)
+        run = run_config_from(config.model_dump(mode="json"), overrides)
+    elif isinstance(config, Mapping):
+        run = run_config_from(_named(config), overrides)
+    else:
+        run = load_run_config(None if config is None else Path(config), overrides)
+    return require_language_model(run, "Trainer")
 
 
 def _named(value: Any, key: str = "") -> Any:

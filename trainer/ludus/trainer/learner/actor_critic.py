@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ludus.proto.config import AlgorithmConfig, LearnerConfig, PpoConfig
+from ludus.proto.config import AlgorithmConfig, PpoConfig
 from ludus.trainer.learner.critic import Critic
 from ludus.trainer.learner.micro_batches import PackedRows
 from ludus.trainer.learner.model import VALUE_HEAD, Entropy, Policy, PolicyOutput, full_tensor
@@ -85,10 +85,10 @@ class ActorCritic(nn.Module):
         return norms[0], all(map(math.isfinite, norms))
 
     def optimizer_groups(
-        self, config: LearnerConfig, algorithm: AlgorithmConfig
+        self, learning_rate: float, algorithm: AlgorithmConfig
     ) -> list[OptimizerGroup]:
         """The parameters that learn, those of the critic apart where it learns at its own rate."""
-        scale = _critic_scale(config, algorithm)
+        scale = _critic_scale(learning_rate, algorithm)
         of_critic = dict(self._critic_parameters())
         if self.critic is None and scale == 1:
             of_critic = {}
@@ -111,7 +111,7 @@ class ActorCritic(nn.Module):
         return [part for part in (self.policy, self.critic) if part is not None]
 
 
-def _critic_scale(config: LearnerConfig, algorithm: AlgorithmConfig) -> float:
+def _critic_scale(learning_rate: float, algorithm: AlgorithmConfig) -> float:
     """The critic's learning rate, relative to the policy's."""
     rate = algorithm.critic.learning_rate if isinstance(algorithm, PpoConfig) else None
-    return 1.0 if rate is None else rate / config.learning_rate
+    return 1.0 if rate is None else rate / learning_rate

@@ -100,6 +100,8 @@ class LearnerSpec:
 
     model_path: str
     config: LearnerConfig
+    learning_rate: float
+    """Peak learning rate of the policy."""
     algorithm: AlgorithmConfig
     temperature: float
     """At which the rollout workers sample: log-probs are of that distribution."""
@@ -150,11 +152,11 @@ class Learner:
         self._state_options = StateDictOptions(
             ignore_frozen_params=spec.lora is not None, strict=spec.lora is None
         )
-        groups = self._trained.optimizer_groups(config, algorithm)
+        groups = self._trained.optimizer_groups(spec.learning_rate, algorithm)
         self._rate_scales = [group.rate_scale for group in groups]
         self._optimizer = torch.optim.AdamW(
             [{"params": group.parameters} for group in groups],
-            lr=config.learning_rate,
+            lr=spec.learning_rate,
             fused=True,
             **_adamw_settings(config),
         )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ludus.proto.config import RewardModelConfig
-from ludus.proto.config.reward_model import MOST_WARMUP_STEPS
+from ludus.proto.config.reward_model import MAX_DEFAULT_WARMUP_STEPS
 from ludus.proto.errors import LudusError
 from ludus.proto.reward_models import (
     METRICS_FILE,
@@ -256,7 +256,7 @@ class _Training:
     def _num_warmup_steps(self) -> int:
         wanted = self._config.warmup_steps
         if wanted is None:
-            return min(MOST_WARMUP_STEPS, self._num_steps // 10)
+            return min(MAX_DEFAULT_WARMUP_STEPS, self._num_steps // 10)
         if wanted >= self._num_steps:
             _log.warning(
                 "warmup_steps = %d, and training has %d steps: the learning rate rises to the end, "

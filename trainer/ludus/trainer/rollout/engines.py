@@ -6,13 +6,13 @@ import importlib.util
 
 import torch
 
-from ludus.proto.config import RunConfig, TransformersGenerator, VllmGenerator
+from ludus.proto.config import LanguageModelRun, TransformersGenerator, VllmGenerator
 from ludus.trainer.core.interfaces import Engine
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.load import load_language_model
 
 
-def make_engine(run: RunConfig, model_path: str, chat: ChatTokenizer) -> Engine:
+def make_engine(run: LanguageModelRun, model_path: str, chat: ChatTokenizer) -> Engine:
     """An engine that holds the model of `model_path`; requests bring their own seeds."""
     # Each engine is imported where it is wanted: vLLM may not be installed.
     match run.generator:

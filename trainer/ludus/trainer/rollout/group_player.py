@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.env.client import AsyncEnvClient
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.trainer.core.types import GroupSpec, Rollout, RolloutGroup, Sampling
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.rollout.batch.completions import Completions
@@ -89,7 +89,7 @@ class WorkerParts:
 
 
 async def make_group_player(
-    run: RunConfig,
+    run: LanguageModelRun,
     name: str,
     client: AsyncEnvClient,
     parts: WorkerParts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ludus.env.client import AsyncEnvClient
-from ludus.proto.config import RolloutConfig, RunConfig
+from ludus.proto.config import LanguageModelRun, RolloutConfig
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import Sampling
@@ -16,7 +16,7 @@ from ludus.trainer.rollout.tool_adapter import Toolbox
 
 
 def make_player(
-    run: RunConfig,
+    run: LanguageModelRun,
     name: str,
     client: AsyncEnvClient,
     generate: GenerateFn,
@@ -55,7 +55,7 @@ def make_player(
     )
 
 
-def limits_of(run: RunConfig, name: str) -> RolloutConfig:
+def limits_of(run: LanguageModelRun, name: str) -> RolloutConfig:
     """How episodes of environment `name` are played: what it does not say, `rollout` says."""
     config = run.environments[name]
     own = {

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ludus.env import Message
-from ludus.proto.config.environment import RewardModelTerm, RewardTerm, name_of_term
+from ludus.proto.config.environment import RewardModelTerm, RewardTerm, reward_term_name
 from ludus.proto.errors import UserError
 from ludus.trainer.core.types import Rollout, RolloutStatus, ScoredTerm
 from ludus.trainer.data.failures import describe
@@ -105,7 +105,8 @@ class Reward:
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="reward")
         models = RewardModels() if reward_models is None else reward_models
         self._terms = [
-            _Term(name_of_term(term), term.weight, _scorer(term, threads, models)) for term in terms
+            _Term(reward_term_name(term), term.weight, _scorer(term, threads, models))
+            for term in terms
         ]
         self._invalid_action_reward = invalid_action_reward
         self._has_own = any(term.scorer is None and term.weight for term in self._terms)

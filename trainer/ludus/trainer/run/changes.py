@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import RunConfig, validate_run_json
 from ludus.proto.config.changes import Change, changes_between
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CONFIG_FILE
@@ -19,7 +19,7 @@ def changes_since(folder: Path, run: RunConfig) -> list[Change]:
         ConfigError: it is what a run cannot change, or there is no telling.
     """
     try:
-        begun = RunConfig.model_validate_json((folder / CONFIG_FILE).read_bytes())
+        begun = validate_run_json((folder / CONFIG_FILE).read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"'{folder / CONFIG_FILE}' expected the configuration that the run was begun with, and "

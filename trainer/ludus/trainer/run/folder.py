@@ -15,7 +15,7 @@ from typing import TextIO
 from pydantic import BaseModel
 
 from ludus.env.types import JsonObject
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun, RunConfig
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.run_lock import LOCK_FILE, RunLock
@@ -188,7 +188,10 @@ class RunFolder:
         """Say what the run turns to."""
         _log.info("phase %s, step %d", phase, step)
         # Passes over data become steps once the environment has said how much there is.
-        is_known = self._run.training.num_epochs is None or phase is not Phase.START_ENVIRONMENT
+        counts_epochs = (
+            isinstance(self._run, LanguageModelRun) and self._run.training.num_epochs is not None
+        )
+        is_known = not counts_epochs or phase is not Phase.START_ENVIRONMENT
         num_steps = self._run.training.num_steps if is_known else None
         self._append("phase", step, phase=phase, num_steps=num_steps)
 

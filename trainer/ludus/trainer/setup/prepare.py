@@ -20,11 +20,11 @@ import torch
 from ludus.env.client import AsyncSession
 from ludus.env.types import StepResult
 from ludus.proto.config import (
+    LanguageModelRun,
     ModelCritic,
     PpoConfig,
     PretrainedModel,
     RewardModelTerm,
-    RunConfig,
     TinyModel,
 )
 from ludus.proto.errors import ConfigError, EpisodesFailedError, NotFoundError, UserError
@@ -71,14 +71,14 @@ class _Game:
 
 
 async def prepare_model(
-    run: RunConfig, environments: Mapping[str, Environment], folder: Path
+    run: LanguageModelRun, environments: Mapping[str, Environment], folder: Path
 ) -> str:
     """The id or folder of the model that training starts from; a tiny one is made in `folder`.
 
     It is the same model each time, and made once: a run that is resumed measures its distance
     from where it began.
     """
-    match run.language_model:
+    match run.model:
         case PretrainedModel(path=path, lora=lora):
             if lora is not None:
                 await asyncio.to_thread(check_targets, path, lora)
@@ -109,7 +109,7 @@ async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[Sc
 
 
 async def check_first_prompts(
-    run: RunConfig, environments: Mapping[str, Environment], chat: ChatTokenizer
+    run: LanguageModelRun, environments: Mapping[str, Environment], chat: ChatTokenizer
 ) -> None:
     """Check that each environment's episodes begin with a prompt that leaves room for an answer.
 
@@ -185,7 +185,7 @@ def _adapter(
 
 
 async def _random_games(
-    run: RunConfig, config: TinyModel, environments: Mapping[str, Environment]
+    run: LanguageModelRun, config: TinyModel, environments: Mapping[str, Environment]
 ) -> list[Conversation]:
     """Games played with random legal answers, of each environment its share.
 
@@ -269,7 +269,11 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 async def _random_game(
-    run: RunConfig, place: int, environment: Environment, number: int, agent: AgentGames | None
+    run: LanguageModelRun,
+    place: int,
+    environment: Environment,
+    number: int,
+    agent: AgentGames | None,
 ) -> _Game:
     """Game `number` of the environment that stands at `place` in the run."""
     choose = random_of(run.seed, Stream.WARM_START_ANSWER, place, number)
@@ -286,7 +290,7 @@ async def _random_game(
         await close_session(opened[0])
 
 
-def _max_turns(run: RunConfig, environment: Environment) -> int:
+def _max_turns(run: LanguageModelRun, environment: Environment) -> int:
     return environment.config.max_turns or run.rollout.max_turns
 
 
@@ -359,7 +363,7 @@ def _legal_answers(result: StepResult) -> list[str]:
     return result.text.legal_answers if result.text else []
 
 
-def check_reward_models(run: RunConfig) -> None:
+def check_reward_models(run: LanguageModelRun) -> None:
     """Refuse reward models that are not there, or say more than one number; no weights are read.
 
     Raises:
@@ -380,7 +384,7 @@ def check_reward_models(run: RunConfig) -> None:
             check_reward_model(place, field)
 
 
-def check_critic(run: RunConfig) -> None:
+def check_critic(run: LanguageModelRun) -> None:
     """Refuse a critic that is not there, or reads other tokens than the policy writes.
 
     The tokens of a tiny model are not known before it is made.
@@ -403,7 +407,7 @@ def check_critic(run: RunConfig) -> None:
         check_same_tokens(path, run.model.path)
 
 
-def check_models(run: RunConfig) -> None:
+def check_models(run: LanguageModelRun) -> None:
     """Check what a run loads beside its environments: policy, critic, reward models.
 
     Raises:

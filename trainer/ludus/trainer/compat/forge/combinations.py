@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludus.proto.config.presets import with_preset
-from ludus.proto.config.section import HIGHEST_VLLM_TEMPERATURE
+from ludus.proto.config.presets import apply_preset
+from ludus.proto.config.section import MAX_VLLM_TEMPERATURE
 from ludus.proto.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def check_together(tree: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: values that do not go together.
     """
-    tree = with_preset(tree)
+    tree = apply_preset(tree)
     if "learner" not in own:
         _check_decay(tree["learner"])
     if own.keys().isdisjoint({"rollout", "generator"}):
@@ -60,10 +60,10 @@ def _check_engine(generator: Mapping[str, Any], rollout: Mapping[str, Any]) -> N
             f"{rollout['max_tokens']} tokens of a game, by max_req_tokens and max_res_tokens, or "
             "max_seq_len; raise the one, lower the others, or leave max_model_len out"
         )
-    if rollout["temperature"] > HIGHEST_VLLM_TEMPERATURE:
+    if rollout["temperature"] > MAX_VLLM_TEMPERATURE:
         raise ConfigError(
             f"policy.sampling_params.temperature = {rollout['temperature']:g}, but vLLM samples at "
-            f"{HIGHEST_VLLM_TEMPERATURE:g} at most; lower it"
+            f"{MAX_VLLM_TEMPERATURE:g} at most; lower it"
         )
     if num_gpus > 1 and rollout.get("num_gpus_per_worker") != num_gpus:
         raise ConfigError(

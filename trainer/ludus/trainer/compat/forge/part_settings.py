@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from ludus.proto.config import PretrainedModel, RunConfig, run_config_from
+from ludus.proto.config import (
+    LanguageModelRun,
+    PretrainedModel,
+    require_language_model,
+    run_config_from,
+)
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.forge.configuration import ForgeConfig
 from ludus.trainer.compat.forge.mapping import OWN_SECTION, run_tree
@@ -22,7 +27,7 @@ _OF_THE_LOOP = {"training": ("local_batch_size", "global_batch_size"), "sampling
 
 def settings_of(
     section: str, fields: Mapping[str, Any], *, longest: int | None, engine: str | None = None
-) -> RunConfig:
+) -> LanguageModelRun:
     """The run that the fields of a section of Forge's file belong to.
 
     Args:
@@ -45,10 +50,11 @@ def settings_of(
     mapped = run_tree(ForgeConfig(tree), name=section, has_gpu=torch.cuda.is_available())
     if mapped.unused:
         _log.warning("not honoured: %s", ", ".join(mapped.unused))
-    return run_config_from(mapped.tree, source=f"section {section}")
+    run = run_config_from(mapped.tree, source=f"section {section}")
+    return require_language_model(run, "a part of Forge")
 
 
-def path_of_model(run: RunConfig) -> str:
+def path_of_model(run: LanguageModelRun) -> str:
     """The folder or Hugging Face id of the part's model.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.types import EnvironmentDescription
-from ludus.proto.config.environment import RANDOM_POLICY, name_of_environment
+from ludus.proto.config.environment import RANDOM_POLICY, environment_name
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.trainer.core.functions import import_object
 
@@ -38,7 +38,7 @@ async def with_comparisons(
     """
     address = str(environment.get("address", ""))
     if not address.startswith(_SPEAKS_NO_GRPC):
-        return {name_of_environment(environment): environment}
+        return {environment_name(environment): environment}
     description = await _described(address)
     played = description.options.get("game")
     if game is not None and played is not None and game != played:
@@ -46,7 +46,7 @@ async def with_comparisons(
             f"blackjack_env.game_name = '{game}', but '{address}' plays '{played}'; start the "
             "server of the game, or leave game_name out"
         )
-    name = name_of_environment({"package": played or description.name})
+    name = environment_name({"package": played or description.name})
     return {name: {**_comparisons(description), **environment}}
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeAlias, TypedDict
 
 import torch
 
-from ludus.proto.config import RunConfig, load_run_config
+from ludus.proto.config import LanguageModelRun, load_run_config
 from ludus.proto.errors import ConfigError
 from ludus.proto.metrics import TrainMetric
 from ludus.proto.runs import EvalReport, Resume, Summary
@@ -39,8 +39,8 @@ _MAX_NAME = 40
 _NUM_TOLD, _MAX_TURNS, _MAX_SHOWN = 20, 6, 60
 
 
-Configuration: TypeAlias = RunConfig | Mapping[str, Any] | Path | str
-"""Forge's, as a YAML file or a mapping; or a run of Ludus, as a RunConfig or a TOML file."""
+Configuration: TypeAlias = LanguageModelRun | Mapping[str, Any] | Path | str
+"""Forge's, as a YAML file or a mapping; or a run of Ludus, as a LanguageModelRun or a TOML file."""
 
 
 class Results(TypedDict):
@@ -70,7 +70,7 @@ class GRPOTrainer:
         """What the run came to, once its last step is trained."""
 
     @property
-    def run_config(self) -> RunConfig:
+    def run_config(self) -> LanguageModelRun:
         """What the configuration came to."""
         return self._trainer.run
 
@@ -159,7 +159,7 @@ async def setup_forge_training(
 
     Args:
         config: Forge's configuration, as a YAML file or a mapping; or a run of Ludus, as a
-            RunConfig or a TOML file.
+            LanguageModelRun or a TOML file.
         overrides: each "section.key=value", in the words of `config`.
         reward: `evaluate_response(prompt, response, game_reward)`, or what has it; takes the
             place of the environment's own return.
@@ -194,7 +194,7 @@ async def run_of(
     resume: Resume = Resume.NEVER,
     overwrite: bool = False,
     functions: Functions = NO_FUNCTIONS,
-) -> RunConfig:
+) -> LanguageModelRun:
     """The run that a configuration of Forge's comes to; see `setup_forge_training`.
 
     Raises:
@@ -212,7 +212,7 @@ async def _run_tree(
     keeps_name: bool,
 ) -> dict[str, Any]:
     """The sections of the run."""
-    if isinstance(config, RunConfig):
+    if isinstance(config, LanguageModelRun):
         return Trainer(config, overrides=overrides).run.model_dump(mode="json")
     if isinstance(config, (str, Path)) and Path(config).suffix == _TOML:
         return load_run_config(Path(config), overrides).model_dump(mode="json")

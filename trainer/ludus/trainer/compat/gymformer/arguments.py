@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ludus.proto.config.section import RUN_NAME
+from ludus.proto.config.section import RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError, NotFoundError
 
 
@@ -39,7 +39,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_run_name(name: Any) -> None:
     """Check that a run and its folder may be called so; None is taken."""
-    if name is not None and not (isinstance(name, str) and re.fullmatch(RUN_NAME, name)):
+    if name is not None and not (isinstance(name, str) and re.fullmatch(RUN_NAME_PATTERN, name)):
         raise ConfigError(
             "name expected up to 47 letters, digits, '.', '_' and '-', of which the first is a "
             f"letter or a digit, got {name!r:.80}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludus.proto.config.section import RUN_NAME
+from ludus.proto.config.section import RUN_NAME_PATTERN
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.trl.config import GRPOConfig
 from ludus.trainer.compat.trl.sampling import check_sampling, correction, has_gpu, num_gpus
@@ -143,7 +143,7 @@ def run_folder(args: GRPOConfig) -> Path:
         ConfigError: its last part can be no run's name.
     """
     folder = Path(args.output_dir or DEFAULT_OUTPUT_DIR).expanduser()
-    if not re.fullmatch(RUN_NAME, folder.name):
+    if not re.fullmatch(RUN_NAME_PATTERN, folder.name):
         raise ConfigError(
             f"GRPOConfig.output_dir = '{args.output_dir}': its last part is the name of the run, "
             "expected up to 47 letters, digits, '.', '_' and '-', of which the first is a letter "

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import CHECKPOINTS_FOLDER, Resume, Summary
 from ludus.trainer.compat.trl import rollouts
@@ -107,7 +107,7 @@ class GRPOTrainer:
         )
         self._config = self._run_tree(section, rollout, rewards)
         self._overrides = tuple(overrides)
-        self.run: RunConfig = Trainer(self._config, overrides=self._overrides).run
+        self.run: LanguageModelRun = Trainer(self._config, overrides=self._overrides).run
         """The configuration of the run that `train` starts."""
         num_steps, num_epochs = self._batches.num_optimizer_steps, self.args.num_train_epochs
         self.state = TrainerState(max_steps=num_steps, num_train_epochs=num_epochs)

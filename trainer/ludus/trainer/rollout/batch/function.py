@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ludus.env import Message
-from ludus.proto.config import RolloutConfig, RunConfig
+from ludus.proto.config import LanguageModelRun, RolloutConfig
 from ludus.proto.errors import RolloutFunctionError, UserError
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.core.types import Sampling, ScoringRequest
@@ -87,7 +87,7 @@ class BatchFunction:
     def __init__(
         self,
         path: str,
-        run: RunConfig,
+        run: LanguageModelRun,
         limits: RolloutConfig,
         policy: Policy,
         completions: Completions,

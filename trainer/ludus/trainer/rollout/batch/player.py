@@ -20,7 +20,7 @@ import numpy as np
 
 from ludus.env import Message, StepResult
 from ludus.env.client import AsyncEnvClient
-from ludus.proto.config import RunConfig
+from ludus.proto.config import LanguageModelRun
 from ludus.proto.errors import InfrastructureError, UserError
 from ludus.trainer.core.streams import Stream, key_of
 from ludus.trainer.core.types import (
@@ -62,7 +62,7 @@ class BatchPlayer:
 
     def __init__(
         self,
-        run: RunConfig,
+        run: LanguageModelRun,
         environment: str,
         client: AsyncEnvClient,
         renderer: ChatRenderer,

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from ludus.proto.config import NetworkPpoConfig, RunConfig, run_config_from
-from ludus.proto.config.network import GYMNASIUM
+from ludus.proto.config import NetworkPpoConfig, NetworkRun, run_config_from
+from ludus.proto.config.network import GYMNASIUM_PREFIX
 from ludus.proto.errors import ConfigError
 from ludus.proto.runs import Resume
 from ludus.trainer.classic.playing import Played
-from ludus.trainer.classic.run import ByEpisodes, NetworkRun, opened
+from ludus.trainer.classic.run import ByEpisodes, OpenNetworkRun, opened
 from ludus.trainer.compat.gymformer.arguments import told_as
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig, saved_agent
 from ludus.trainer.compat.gymformer.trainer.given import given_networks, make_given
@@ -44,7 +44,7 @@ _NUM_JUDGED = 10
 class _Following:
     """Counts episodes as they end: returns, calls of the user's function, saved agents."""
 
-    def __init__(self, request: AgentRequest, opened_run: NetworkRun) -> None:
+    def __init__(self, request: AgentRequest, opened_run: OpenNetworkRun) -> None:
         self.returns = EpisodeReturns(opened_run.state.returns)
         self._running = (self.returns.running or [0.0])[-1]
         self._request = request
@@ -106,21 +106,22 @@ def train_classic(request: AgentRequest) -> EpisodeReturns:
     return following.returns
 
 
-def make_run(request: AgentRequest) -> RunConfig:
+def make_run(request: AgentRequest) -> NetworkRun:
     """The run that `request` asks for."""
     per_update = min(request.update_interval, request.max_episodes)
     name = request.env_name
     is_remote = "://" in name
-    where = {"kind": "remote", "address": name} if is_remote else {"package": GYMNASIUM + name}
+    local = {"package": GYMNASIUM_PREFIX + name}
+    environment = {"kind": "remote", "address": name} if is_remote else local
     num_envs = min(request.num_envs, request.max_episodes)
-    return run_config_from(
+    run = run_config_from(
         {
+            "kind": "network",
             "name": request.run_name,
             "output_dir": str(request.save_path),
             "seed": request.seed,
-            "environment": {**where, "max_turns": request.max_timesteps},
+            "environment": {**environment, "max_turns": request.max_timesteps},
             "model": {
-                "kind": "network",
                 "make": f"{make_given.__module__}:{make_given.__name__}",
                 "device": request.device or "cpu",
             },
@@ -133,6 +134,8 @@ def make_run(request: AgentRequest) -> RunConfig:
             "metrics": dict(request.metrics),
         }
     )
+    assert isinstance(run, NetworkRun)
+    return run
 
 
 def ppo_config_of(config: PPOConfig, num_envs: int) -> NetworkPpoConfig:

@@ -1,6 +1,6 @@
 """Trains a language model in a token-level environment: `train_agent` as a run of Ludus.
 
-    AgentRequest --TokenTask--> RunConfig --Trainer--> episodes' returns
+    AgentRequest --TokenTask--> LanguageModelRun --Trainer--> episodes' returns
     both models  --a folder---> the run's start        |
          ^--------- their newest weights --------------+
 

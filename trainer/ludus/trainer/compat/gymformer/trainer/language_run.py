@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ludus.env.adapters.gymnasium.token_level import TokenLevelEnvironment
-from ludus.proto.config import RunConfig, run_config_from
+from ludus.proto.config import LanguageModelRun, require_language_model, run_config_from
 from ludus.proto.errors import ConfigError
 from ludus.trainer.compat.gymformer.rl.ppo import PPOConfig
 from ludus.trainer.compat.gymformer.trainer.request import AgentRequest
@@ -60,7 +60,7 @@ class _Sizes:
 
 def make_run(
     request: AgentRequest, task: TokenTask, start: Path, model: PreTrainedModel
-) -> RunConfig:
+) -> LanguageModelRun:
     """The run that `request` asks for, from the actor in folder `start` and the critic within.
 
     Raises:
@@ -69,7 +69,7 @@ def make_run(
     sizes, ppo = _Sizes.of(request), request.ppo_config
     on_gpu = _GPU_SHARE if _takes_gpu(request.device) else 0.0
     per_step = sizes.num_episodes
-    return run_config_from(
+    run = run_config_from(
         {
             "name": request.run_name,
             "output_dir": str(request.save_path),
@@ -107,6 +107,7 @@ def make_run(
             "metrics": {**request.metrics, "transcripts_per_step": per_step},
         }
     )
+    return require_language_model(run, "train_agent")
 
 
 def _lengths(request: AgentRequest, task: TokenTask, model: PreTrainedModel) -> dict[str, int]:

@@ -1,0 +1,146 @@
+"""The sections that all kinds of runs share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import StringConstraints, field_validator, model_validator
+
+from ludus.proto.config.environment import environment_name
+from ludus.proto.config.section import (
+    MIN_TEMPERATURE,
+    RUN_NAME_PATTERN,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveInt,
+    Section,
+)
+from ludus.proto.seeds import FIRST_EVAL_SEED
+
+_LAST_EVAL_SEED = 2**63
+
+
+class TrainingSection(Section):
+    """Length of the training, and its checkpoints."""
+
+    num_steps: PositiveInt = 100
+    """Number of training steps."""
+    checkpoint_every_steps: PositiveInt = 50
+    """Number of steps between checkpoints. The end of training and Ctrl-C write a checkpoint
+    too."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of newest checkpoints that stay on disk."""
+    shuffle_rewards: bool = False
+    """Shuffle the rewards of each batch, so that the policy cannot learn: a negative control."""
+
+
+class EvalSection(Section):
+    """Evaluations of the policy, on seeds that training never uses."""
+
+    num_games: PositiveInt
+    """Number of episodes in the evaluation after the last step."""
+    num_games_during: NonNegativeInt
+    """Number of episodes in each evaluation before and during training; 0 turns these
+    evaluations off."""
+    every_steps: PositiveInt = 20
+    """Number of training steps between evaluations."""
+    temperature: NonNegativeFloat
+    """Sampling temperature. 0 always takes the most probable action; 1 plays the policy as it is
+    trained."""
+    seed: int = FIRST_EVAL_SEED
+    """First seed of the evaluation, at least 2**31. Training and the warm start use the seeds
+    below."""
+
+    @field_validator("seed")
+    @classmethod
+    def _check_seed(cls, seed: int) -> int:
+        if seed < FIRST_EVAL_SEED:
+            raise ValueError(
+                f"expected at least {FIRST_EVAL_SEED} (2**31), got {seed}; training and the warm "
+                "start use the seeds below, and an evaluation needs episodes that the policy has "
+                "never seen"
+            )
+        if seed > _LAST_EVAL_SEED:
+            raise ValueError(
+                f"expected at most {_LAST_EVAL_SEED} (2**63), got {seed}; servers accept seeds of "
+                "64 bits, and the other episodes use the seeds after this one"
+            )
+        return seed
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"expected 0 (the most probable token) or at least {MIN_TEMPERATURE:g}, got "
+                f"{temperature:g}"
+            )
+        return temperature
+
+
+class PrometheusSink(Section):
+    """Metrics for Prometheus, served by the run's driver."""
+
+    port: Port = 0
+    """Port of /metrics. 0 takes a free port, which trainer.log reports."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Use 0.0.0.0 in a cluster, with a network policy that restricts
+    access."""
+
+
+class WandbSink(Section):
+    """Metrics for Weights & Biases; the key comes from WANDB_API_KEY."""
+
+    project: str = "ludus"
+    """Project of the run."""
+    entity: str | None = None
+    """Team or user. null takes the owner of the key."""
+    mode: Literal["online", "offline"] = "online"
+    """Connection mode. "offline" writes to the run folder; send the files later with
+    `wandb sync`."""
+
+
+class MetricsConfig(Section):
+    """Metric sinks in addition to metrics.jsonl, and the number of recorded transcripts."""
+
+    transcripts_per_step: NonNegativeInt = 4
+    """Number of episodes per training step that are written to transcripts.jsonl."""
+    prometheus: PrometheusSink | None = None
+    tensorboard: bool = False
+    """Write TensorBoard event files to the run folder."""
+    wandb: WandbSink | None = None
+
+
+class TrainingRun(Section):
+    """The fields that every run has."""
+
+    name: Annotated[str, StringConstraints(pattern=RUN_NAME_PATTERN)] = "run"
+    """Name of the run and of its folder."""
+    output_dir: str = "runs"
+    """Parent folder of the run folders."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights, the training episodes and the sampling."""
+    metrics: MetricsConfig = MetricsConfig()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest severity of the messages in trainer.log."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_single_environment(cls, tree: Any) -> Any:
+        """Turn the section `environment` into the only entry of `environments`."""
+        if isinstance(tree, dict) and isinstance(tree.get("environment"), list):
+            raise ValueError(
+                "environment: expected one section, [environment], got a list, [[environment]]; "
+                "give each environment a name: [environments.<name>]"
+            )
+        if not isinstance(tree, dict) or not isinstance(tree.get("environment"), dict):
+            return tree
+        if "environments" in tree:
+            raise ValueError(
+                "the run has both environment and environments; move [environment] to "
+                "[environments.<name>]"
+            )
+        rest = {key: value for key, value in tree.items() if key != "environment"}
+        environment = tree["environment"]
+        return {**rest, "environments": {environment_name(environment): environment}}
