@@ -193,8 +193,8 @@ def test_passes_over_nothing_that_is_counted_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"environments": {"a": {}, "b": {}}}, "counts the tasks of one environment, got 2"),
-        ({}, "zero_variance_groups = 'replace' leaves groups of equal rewards out"),
+        ({"environments": {"a": {}, "b": {}}}, "counts the tasks of one environment, but the run has 2"),
+        ({}, "zero_variance_groups = 'replace' skips groups of equal rewards"),
     ],
 )
 def test_what_cannot_be_counted_in_passes_is_refused_at_parse(

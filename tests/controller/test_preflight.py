@@ -80,7 +80,7 @@ async def test_a_resume_with_other_random_numbers_is_told(
 def test_random_play_needs_no_policies_of_ones_own(tmp_path: Path) -> None:
     nobody = ["environment.policies=null", "environment.optimal_policy=null"]
     check(tmp_path, *nobody, 'environment.baselines=["random"]')
-    with pytest.raises(UserError, match="'random' alone needs none"):
+    with pytest.raises(UserError, match="'random' alone does not"):
         check(tmp_path, *nobody, 'environment.baselines=["random", "dealer_rule"]')
 
 
