@@ -173,7 +173,7 @@ def test_a_resume_with_another_model_or_algorithm_is_refused_and_leaves_the_run_
     before = cluster(job_of), cluster(map_of)
     said = one_error(ludus("resume", "demo", "--detach", "--set", override))
     assert told in said
-    assert "begin another run under another name" in said
+    assert "start a run with another name" in said
     assert (cluster(job_of), cluster(map_of)) == before
     assert ludus("resume", "demo", "--detach", "--set", "seed=7").code == 0
 

@@ -76,7 +76,7 @@ def test_an_environment_that_cannot_be_built_is_refused_before_anything_starts(
 def test_a_missing_configuration_file_is_named(ludus: RunCli) -> None:
     result = ludus("train", "no/such.toml")
     assert result.code == 2
-    assert "no configuration at 'no/such.toml'" in result.err
+    assert "configuration 'no/such.toml' does not exist" in result.err
 
 
 def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:

@@ -72,7 +72,7 @@ def test_a_function_that_fails_is_named(function: str, told: str) -> None:
 
 
 def test_it_stands_in_the_place_of_baseline_and_scale() -> None:
-    with pytest.raises(ValidationError, match="in place of scale = 'group'; remove the one"):
+    with pytest.raises(ValidationError, match="scale = 'group' has no effect"):
         GrpoConfig(advantages="module:function", scale="group")
 
 

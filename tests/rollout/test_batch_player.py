@@ -314,7 +314,7 @@ async def test_a_port_that_is_taken_is_another_workers(model_path: str) -> None:
 def test_a_run_is_refused_whose_episodes_nobody_judges() -> None:
     run = {"environment": {"rollout": "trl:m:f", "rewards": [{"function": "m:r"}]}}
     assert run_config_from(run, []).environment.plays_in_batches
-    with pytest.raises(ConfigError, match="rewards expected functions alone"):
+    with pytest.raises(ConfigError, match="every term of rewards needs a function"):
         run_config_from({"environment": {"rollout": "trl:m:f"}}, [])
-    with pytest.raises(ConfigError, match="group_seed = 'independent' gives every episode"):
+    with pytest.raises(ConfigError, match="group_seed = 'independent' gives every episode a different prompt"):
         run_config_from(run, ["rollout.group_seed=independent"])

@@ -93,9 +93,9 @@ async def test_a_rollout_function_is_found_by_its_name(
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"rollout": "a:b", "tools": True}, "tools would go unheard"),
-        ({"rollout": "a:b", "render": "a:b", "parse": "a:b"}, "render and parse would go unheard"),
-        ({"rewards": [{}, {"name": "environment", "function": "a:b"}]}, "got two 'environment'"),
+        ({"rollout": "a:b", "tools": True}, "tools cannot be combined"),
+        ({"rollout": "a:b", "render": "a:b", "parse": "a:b"}, "render and parse cannot be combined"),
+        ({"rewards": [{}, {"name": "environment", "function": "a:b"}]}, "two terms with the name 'environment'"),
         ({"max_tokens": 201}, "max_tokens = 201"),
         ({"max_completion_tokens": 200}, "max_completion_tokens = 200"),
     ],

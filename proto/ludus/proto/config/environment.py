@@ -171,8 +171,8 @@ class _Environment(Section):
         if self.rollout is not None and (self.tools or self.render is not None):
             setting = "tools" if self.tools else "render and parse"
             raise ValueError(
-                f"rollout = '{self.rollout}' plays the episodes, so {setting} has no effect; "
-                f"remove rollout, or remove {setting}"
+                f"{setting} cannot be combined with rollout = '{self.rollout}', which plays the "
+                f"episodes; remove rollout, or remove {setting}"
             )
         return self
 
