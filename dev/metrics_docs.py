@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ludus.proto.metrics import (
     EvalMetric,
+    MetricSpec,
     Reduction,
-    Spec,
     TrainMetric,
     TrainSeries,
     prometheus_name,
@@ -83,7 +83,7 @@ def _table(title: str, metrics: type[TrainMetric] | type[EvalMetric]) -> Iterato
     yield f"\n## {title}\n\n| metric | unit | reduction | | Prometheus |\n|---|---|---|---|---|\n"
     for metric in metrics:
         spec = metric.spec
-        star = "*" if spec.of_environment else ""
+        star = "*" if spec.is_per_environment else ""
         total = "_total" if spec.reduction is Reduction.SUM and metrics is TrainMetric else ""
         yield (
             f"| `{metric}`{star} | {spec.unit} | {_reduction(spec)} | {spec.help} "
@@ -91,7 +91,7 @@ def _table(title: str, metrics: type[TrainMetric] | type[EvalMetric]) -> Iterato
         )
 
 
-def _reduction(spec: Spec) -> str:
+def _reduction(spec: MetricSpec) -> str:
     by = f" by `{spec.weight}`" if spec.weight else ""
     return f"{spec.reduction}{by}"
 

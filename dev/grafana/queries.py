@@ -122,5 +122,5 @@ def quantile(q: float, metric: GatewayMetric | EnvServerMetric, selector: str, b
 
 
 def _selector(metric: TrainMetric | TrainSeries, by: str, extra: str = "") -> str:
-    of_environment = isinstance(metric, TrainMetric) and metric.spec.of_environment
-    return (OF_ENVIRONMENT if of_environment and by != RUN else OF_RUN) + extra
+    is_per_environment = isinstance(metric, TrainMetric) and metric.spec.is_per_environment
+    return (OF_ENVIRONMENT if is_per_environment and by != RUN else OF_RUN) + extra

@@ -214,7 +214,7 @@ _HEALTH = Row(
             tuple(
                 Query(share(metric, TrainMetric.NUM_GROUPS, PLAYED), f"{{{{environment}}}}: {word}")
                 for word, metric in (
-                    ("zero variance", TrainMetric.NUM_GROUPS_DEAD),
+                    ("zero variance", TrainMetric.NUM_ZERO_VARIANCE_GROUPS),
                     ("void", TrainMetric.NUM_GROUPS_VOID),
                     ("stale", TrainMetric.NUM_GROUPS_STALE),
                 )

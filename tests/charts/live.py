@@ -141,8 +141,10 @@ def fail(exporter: PrometheusExporter) -> None:
 
 def rows(step: int) -> list[MetricsRow]:
     """A step in which everything that can be measured is."""
-    own = {m: value(m) for m in TrainMetric if m.spec.of_environment} | {"reward_term.format": 0.5}
-    whole = {m: value(m) for m in TrainMetric if not m.spec.of_environment}
+    own = {m: value(m) for m in TrainMetric if m.spec.is_per_environment} | {
+        "reward_term.format": 0.5
+    }
+    whole = {m: value(m) for m in TrainMetric if not m.spec.is_per_environment}
     judged = dict.fromkeys(EvalMetric, 0.4)
     hashes = {0: "00000000000a", 1: "00000000000a"}
     found = [_row("train", step, whole), weights_row(step, hashes)]

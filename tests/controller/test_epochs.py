@@ -193,7 +193,7 @@ def test_passes_over_nothing_that_is_counted_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"environments": {"a": {}, "b": {}}}, "counts the tasks of one environment, but the run has 2"),
+        ({"environments": {"a": {}, "b": {}}}, "tasks of one environment, but the run has 2"),
         ({}, "zero_variance_groups = 'replace' skips groups of equal rewards"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ludus.env.sandbox.kernel import LayerUnavailableError
+from ludus.env.sandbox.user_id import take_user_id
 from ludus.env.sandbox.worker_resources import (
     code_paths,
     disk_usage_bytes,
@@ -20,7 +21,6 @@ from ludus.env.sandbox.worker_resources import (
     paths_in_options,
     remove_folder,
 )
-from ludus.env.sandbox.user_id import take_user_id
 
 PROGRAM = str(Path(__file__).with_name("one_layer.py"))
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the layers are Linux's")

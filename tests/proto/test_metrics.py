@@ -11,8 +11,8 @@ from ludus.proto.metrics import (
     EvalMetric,
     Reduction,
     TrainMetric,
-    combine,
-    combined,
+    combine_metric,
+    combine_metrics,
     prometheus_name,
 )
 
@@ -31,15 +31,15 @@ def described(rewards: list[float]) -> dict[str, float]:
 def test_mean_and_deviation_of_parts_are_those_of_all_their_episodes() -> None:
     noise = random.Random(0)
     parts = [[noise.gauss(shift, 1 + shift) for _ in range(n)] for shift, n in ((0, 3), (5, 50))]
-    whole = combine(described(part) for part in parts)
+    whole = combine_metrics(described(part) for part in parts)
     assert whole == pytest.approx(described(parts[0] + parts[1]))
 
 
 def test_combining_in_steps_is_combining_at_once() -> None:
     noise = random.Random(1)
     parts = [described([noise.random() for _ in range(n)]) for n in (1, 7, 20, 4)]
-    stepwise = combine([combine(parts[:2]), combine(parts[2:])])
-    assert stepwise == pytest.approx(combine(parts))
+    stepwise = combine_metrics([combine_metrics(parts[:2]), combine_metrics(parts[2:])])
+    assert stepwise == pytest.approx(combine_metrics(parts))
 
 
 def test_each_metric_is_combined_as_it_says() -> None:
@@ -59,7 +59,7 @@ def test_each_metric_is_combined_as_it_says() -> None:
         TrainMetric.NUM_TOKENS_TRAINED: 30,
         REWARD_TERM_PREFIX + "format": 0.0,
     }
-    assert combine([early, late]) == {
+    assert combine_metrics([early, late]) == {
         TrainMetric.NUM_WINS: 7,
         TrainMetric.STALENESS_MAX: 2,
         TrainMetric.LEARNING_RATE: 0.25,
@@ -72,26 +72,26 @@ def test_each_metric_is_combined_as_it_says() -> None:
 def test_what_a_part_lacks_is_combined_over_the_others_and_what_all_lack_is_left_out() -> None:
     nothing = {TrainMetric.NUM_EPISODES_SCORED: 0}
     something = described([1.0, 0.0])
-    assert combine([nothing, something]) == pytest.approx(something)
-    assert combine([nothing, nothing]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
-    assert combine([]) == {}
-    assert combined(TrainMetric.LOSS, [nothing]) is None
+    assert combine_metrics([nothing, something]) == pytest.approx(something)
+    assert combine_metrics([nothing, nothing]) == {TrainMetric.NUM_EPISODES_SCORED: 0}
+    assert combine_metrics([]) == {}
+    assert combine_metric(TrainMetric.LOSS, [nothing]) is None
 
 
 def test_means_of_evaluations_are_weighted_by_games() -> None:
     few, many = ({"win_rate": 1.0, "num_games": 1}, {"win_rate": 0.0, "num_games": 3})
-    assert combined(EvalMetric.WIN_RATE, [few, many]) == 0.25
+    assert combine_metric(EvalMetric.WIN_RATE, [few, many]) == 0.25
 
 
 @pytest.mark.parametrize("metric", ALL, ids=str)
 def test_every_metric_is_described_and_weighted_by_a_sum(metric: TrainMetric | EvalMetric) -> None:
     spec, kind = metric.spec, type(metric)
     assert spec.help.endswith(".")
-    assert (spec.centre is not None) == (spec.reduction is Reduction.DEVIATION)
-    for other in (spec.weight, spec.centre):
+    assert (spec.center is not None) == (spec.reduction is Reduction.DEVIATION)
+    for other in (spec.weight, spec.center):
         if other is not None:
             # An environment's own is weighted by its own.
-            assert kind(other).spec.of_environment or not spec.of_environment  # type: ignore[call-arg]
+            assert kind(other).spec.is_per_environment or not spec.is_per_environment  # type: ignore[call-arg]
     if spec.weight is not None:
         assert kind(spec.weight).spec.reduction is Reduction.SUM  # type: ignore[call-arg]
 

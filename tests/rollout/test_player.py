@@ -94,8 +94,8 @@ async def test_a_rollout_function_is_found_by_its_name(
     ("environment", "message"),
     [
         ({"rollout": "a:b", "tools": True}, "tools cannot be combined"),
-        ({"rollout": "a:b", "render": "a:b", "parse": "a:b"}, "render and parse cannot be combined"),
-        ({"rewards": [{}, {"name": "environment", "function": "a:b"}]}, "two terms with the name 'environment'"),
+        ({"rollout": "a:b", "render": "a:b", "parse": "a:b"}, "parse cannot be combined"),
+        ({"rewards": [{}, {"name": "environment", "function": "a:b"}]}, "two terms with the name"),
         ({"max_tokens": 201}, "max_tokens = 201"),
         ({"max_completion_tokens": 200}, "max_completion_tokens = 200"),
     ],

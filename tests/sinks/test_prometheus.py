@@ -64,7 +64,7 @@ def test_counters_are_there_from_the_start_at_zero_and_gauges_once_they_are_meas
     for metric in TrainMetric:
         name = prometheus_name(metric)
         is_counter = metric.spec.reduction is Reduction.SUM
-        labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.of_environment else ((),)
+        labels = (BLACKJACK, TIC_TAC_TOE) if metric.spec.is_per_environment else ((),)
         for of_series in labels:
             assert before.get((f"{name}_total", *of_series)) == (0 if is_counter else None)
             assert (name, *of_series) not in before

@@ -121,7 +121,9 @@ def test_each_environment_has_its_own_values_and_nothing_of_the_learners() -> No
     for own in values.values():
         known = {str(metric): metric for metric in TrainMetric}
         assert all(
-            known[name].spec.of_environment for name in own if not name.startswith("reward_term.")
+            known[name].spec.is_per_environment
+            for name in own
+            if not name.startswith("reward_term.")
         )
 
 

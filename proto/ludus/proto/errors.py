@@ -1,45 +1,45 @@
-"""The one place for the error model: what can go wrong, and how it is said.
+"""The error tree, the error codes on the wires, and the conversion between them.
 
     LudusError
-    ├── UserError                 bad input; the command line ends with exit code 2
+    ├── UserError                 bad input; the command line exits with code 2
     │   ├── ConfigError           a run configuration that cannot work
-    │   ├── NotFoundError         a file, folder, model, game or environment that is not there
-    │   └── PortInUseError        something else listens on the port
-    ├── EnvError                  a call to an environment session failed; has a wire code
+    │   ├── NotFoundError         a file, folder, model, game or environment does not exist
+    │   ├── PortInUseError        another process listens on the port
+    │   └── CheckpointError       a checkpoint cannot be read or written
+    ├── EnvError                  a call to an environment session failed; has an error code
     │   ├── InvalidCallError      malformed call: JSON, message type, schema
-    │   ├── ActionError           the action cannot be taken; the session is untouched
+    │   ├── ActionError           the action is not possible; the session is unchanged
     │   │   ├── IllegalActionError
-    │   │   └── ActionParseError  text that is no action
-    │   ├── EpisodeStateError     stepped before reset or after the end; wrong step number
-    │   ├── ExecutionError        the environment's own code raised
-    │   ├── CapacityError         no free session; says when to try again
-    │   ├── RateLimitError        a tenant's quota or rate is used up
-    │   ├── AuthenticationError   no token, or a wrong one
+    │   │   └── ActionParseError  the text is not an action
+    │   ├── EpisodeStateError     step before reset, step after the end, or wrong step number
+    │   ├── ExecutionError        the code of the environment raised an error
+    │   ├── CapacityError         no free session; reports when to retry
+    │   ├── RateLimitError        a tenant exceeded its quota or rate
+    │   ├── AuthenticationError   missing or wrong token
     │   ├── PermissionDeniedError the token does not allow this call
-    │   ├── GroupMismatchError    sessions of one seed that begin differently
-    │   ├── ToolError             a tool that is unknown or failed
-    │   └── InfrastructureError   not the policy's doing: the episode is void, never a loss
-    │       ├── SessionLostError  the session is gone
-    │       ├── UnavailableError  the server cannot be reached, or takes no new sessions
+    │   ├── GroupMismatchError    sessions with one seed have different first observations
+    │   ├── ToolError             an unknown or failed tool
+    │   └── InfrastructureError   the infrastructure failed: the episode is void
+    │       ├── SessionLostError  the session does not exist any longer
+    │       ├── UnavailableError  the server is unreachable, or accepts no new sessions
     │       └── CallTimeoutError
-    ├── ClusterError              the Kubernetes API refused a request, or cannot be reached
-    ├── WeightSyncError           weights did not arrive, or are not those published
-    │   ├── StoreUnavailableError        the weight store does not answer now
+    ├── ClusterError              the Kubernetes API refused a request, or is unreachable
+    ├── WeightSyncError           weights did not arrive, or differ from the published weights
+    │   ├── StoreUnavailableError the weight store does not respond at the moment
     │   └── CanaryError
-    ├── AgentError                an agent failed, returned nothing readable, or did not end in time
-    ├── RewardFunctionError       a reward function of the run's own raised, or returned no rewards
-    ├── RolloutFunctionError      one that plays several groups at once raised, or returned no rows
-    ├── EpisodesFailedError       nearly all that is played is void, since code fails
-    ├── TrainingStalledError      nothing that is played comes to its end, or teaches anything
-    ├── LearnerLostError          a learner rank died, or its ranks no longer meet
-    ├── BufferLostError           the replay buffer died, with what waited in it
+    ├── AgentError                an agent failed, exceeded its time, or returned invalid output
+    ├── RewardFunctionError       a reward function raised an error, or returned no rewards
+    ├── RolloutFunctionError      a batch rollout function raised an error, or returned no rows
+    ├── EpisodesFailedError       code fails in nearly all episodes
+    ├── TrainingStalledError      no group finishes, or no group can be trained on
+    ├── LearnerLostError          a learner rank died, or the ranks cannot communicate
+    ├── BufferLostError           the replay buffer died with its groups
     ├── EngineLostError           the engine of a rollout worker failed; another worker takes over
-    ├── WorkerStartError          a rollout worker does not start, try after try
-    └── CheckpointError
+    └── WorkerStartError          a rollout worker failed to start several times
 
-A message names the value that was found, what was expected, and the way out. A failed
-rollout is data, whatever failed: its status and reason say why, and only a UserError, or that
-nearly all of them fail, ends the run. A failed optimizer step is a crash.
+A message names the value, the expectation and the remedy. Failed rollouts are data: their status
+and reason are recorded. Only a UserError, or a failure of nearly all episodes, stops the run. A
+failed optimizer step stops it always.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 class ErrorCode(StrEnum):
-    """Stable codes on every wire. The first seven are OpenEnv's own."""
+    """Stable error codes on all wires. The first seven are those of OpenEnv."""
 
     INVALID_JSON = "INVALID_JSON"
     UNKNOWN_TYPE = "UNKNOWN_TYPE"
@@ -81,15 +81,15 @@ class ErrorCode(StrEnum):
 
 
 MAX_ERROR_CHARS = 16_384
-"""Of the message of an EnvError; the rest is left out."""
+"""Maximum length of the message of an EnvError; longer messages are cut."""
 
 
 class LudusError(Exception):
-    """Root of every error that Ludus raises on purpose."""
+    """Base class of all errors that Ludus raises."""
 
 
 class UserError(LudusError):
-    """Bad input: one clear message, exit code 2, nothing half-written."""
+    """Bad input. The command line prints the message and exits with code 2."""
 
     exit_code: ClassVar[int] = 2
 
@@ -99,192 +99,192 @@ class ConfigError(UserError):
 
 
 class NotFoundError(UserError):
-    """A named thing that is not there."""
+    """A file, folder, model, game or environment that does not exist."""
 
 
 class PortInUseError(UserError):
-    """Something else listens on the port."""
+    """A port on which another process listens."""
 
 
 class EnvError(LudusError):
-    """A call to an environment session failed; `code` is what travels on the wire."""
+    """A failed call to an environment session. The wires transmit its `code`."""
 
     default_code: ClassVar[ErrorCode] = ErrorCode.EXECUTION_ERROR
 
     def __init__(
         self, message: str, code: ErrorCode | None = None, retry_after_s: float = 0.0
     ) -> None:
-        message = _sendable(message)
+        message = _make_sendable(message)
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
         self.retry_after_s = retry_after_s
-        """When to try again; 0 where that is not known."""
+        """Time in seconds until a retry makes sense; 0 if unknown."""
 
     def __reduce__(self) -> tuple[type[EnvError], tuple[str, ErrorCode, float]]:
-        # Exception pickles only `args`; the code must cross process borders too.
+        # Exception pickles only `args`, without the code.
         return type(self), (self.message, self.code, self.retry_after_s)
 
 
 class InvalidCallError(EnvError):
-    """A malformed call; the session, if any, is untouched."""
+    """A malformed call. The session is unchanged."""
 
     default_code = ErrorCode.VALIDATION_ERROR
 
 
 class ActionError(EnvError):
-    """An action that cannot be taken; the session is untouched."""
+    """An action that is not possible. The session is unchanged."""
 
     default_code = ErrorCode.ILLEGAL_ACTION
 
 
 class IllegalActionError(ActionError):
-    """An action that the rules do not allow now."""
+    """An action that the rules do not allow at the moment."""
 
 
 class ActionParseError(ActionError):
-    """Text from which no action can be read."""
+    """Text that cannot be parsed as an action."""
 
     default_code = ErrorCode.ACTION_PARSE_ERROR
 
 
 class EpisodeStateError(EnvError):
-    """A call that does not fit the episode's progress."""
+    """A call at the wrong time of an episode."""
 
     default_code = ErrorCode.NOT_RESET
 
 
 class ExecutionError(EnvError):
-    """The environment's own code raised."""
+    """An error raised by the code of the environment."""
 
 
 class CapacityError(EnvError):
-    """All sessions of the server are taken."""
+    """A server without a free session."""
 
     default_code = ErrorCode.CAPACITY_REACHED
 
 
 class RateLimitError(EnvError):
-    """A tenant's quota or rate is used up for now."""
+    """A tenant that exceeded its quota or rate."""
 
     default_code = ErrorCode.RATE_LIMITED
 
 
 class PermissionDeniedError(EnvError):
-    """The token is good, but not for this call."""
+    """A valid token that does not allow this call."""
 
     default_code = ErrorCode.PERMISSION_DENIED
 
 
 class GroupMismatchError(EnvError):
-    """Sessions that were opened on one seed begin differently."""
+    """Sessions with one seed and different first observations."""
 
     default_code = ErrorCode.GROUP_MISMATCH
 
 
 class ToolError(EnvError):
-    """A tool that the environment does not have, or that failed."""
+    """An unknown or failed tool."""
 
     default_code = ErrorCode.TOOL_ERROR
 
 
 class AuthenticationError(EnvError):
-    """The token is missing or wrong."""
+    """A missing or wrong token."""
 
     default_code = ErrorCode.UNAUTHENTICATED
 
 
 class InfrastructureError(EnvError):
-    """Not the policy's doing: the episode is void and must not be scored."""
+    """A failure of the infrastructure: the episode is void and has no reward."""
 
     default_code = ErrorCode.UNAVAILABLE
 
 
 class SessionLostError(InfrastructureError):
-    """The session is gone: its server or worker died, or it was closed."""
+    """A session that no longer exists: its server or worker died, or it was closed."""
 
     default_code = ErrorCode.SESSION_LOST
 
 
 class UnavailableError(InfrastructureError):
-    """The server cannot be reached."""
+    """A server that cannot be reached."""
 
 
 class CallTimeoutError(InfrastructureError):
-    """The server did not answer in time."""
+    """A call without a response in time."""
 
     default_code = ErrorCode.TIMEOUT
 
 
 class ClusterError(LudusError):
-    """The Kubernetes API server refused a request, or cannot be reached."""
+    """A request that the Kubernetes API server refused or did not receive."""
 
     def __init__(self, message: str, status: int = 0, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
-        """The HTTP status; 0 where no answer came."""
+        """HTTP status; 0 without a response."""
         self.retry_after_s = retry_after_s
-        """When to try again; 0 where that is not known."""
+        """Time in seconds until a retry makes sense; 0 if unknown."""
 
     def __reduce__(self) -> tuple[type[ClusterError], tuple[str, int, float]]:
-        # Exception pickles only `args`; the status must cross process borders too.
+        # Exception pickles only `args`, without the status.
         return type(self), (self.message, self.status, self.retry_after_s)
 
 
 class WeightSyncError(LudusError):
-    """Published weights did not arrive whole."""
+    """Published weights that did not arrive, or did not arrive completely."""
 
 
 class StoreUnavailableError(WeightSyncError):
-    """The weight store does not answer now; it may a moment later."""
+    """A weight store that does not respond at the moment."""
 
 
 class CanaryError(WeightSyncError):
-    """A worker's weights are not the ones that were published."""
+    """A worker whose weights differ from the published weights."""
 
 
 class TrainingStalledError(LudusError):
-    """No groups come, or none that can be trained on."""
+    """A run in which no group finishes, or no group can be trained on."""
 
 
 class RewardFunctionError(LudusError):
-    """A reward function raised, took too long, or returned something other than rewards."""
+    """A reward function that raised an error, took too long, or returned no rewards."""
 
 
 class RolloutFunctionError(LudusError):
-    """A rollout function that plays several groups in one call returned none that can be used."""
+    """A batch rollout function that raised an error, or returned no usable rows."""
 
 
 class AgentError(LudusError):
-    """The agent of an episode failed, returned nothing that can be read, or did not end in time."""
+    """An agent that failed, returned invalid output, or exceeded its time limit."""
 
 
 class EpisodesFailedError(LudusError):
-    """Nearly all episodes fail, for a reason that the message names."""
+    """A failure of nearly all episodes."""
 
 
 class EngineLostError(LudusError):
-    """The engine of a rollout worker has failed; all that it generated is lost."""
+    """A failed engine of a rollout worker. Its unfinished completions are lost."""
 
 
 class LearnerLostError(LudusError):
-    """A rank of the learner died, or the ranks no longer meet; the others have been ended."""
+    """A learner rank that died or cannot communicate. The other ranks have been stopped."""
 
 
 class BufferLostError(LudusError):
-    """The replay buffer died, and what waited in it is gone."""
+    """A replay buffer that died with its groups."""
 
 
 class WorkerStartError(LudusError):
-    """A rollout worker does not start, try after try."""
+    """A rollout worker that failed to start several times."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be read, or written."""
+    """A checkpoint that cannot be read or written."""
 
 
-_CLASS_OF_CODE: dict[ErrorCode, type[EnvError]] = {
+_CLASS_BY_CODE: dict[ErrorCode, type[EnvError]] = {
     ErrorCode.INVALID_JSON: InvalidCallError,
     ErrorCode.UNKNOWN_TYPE: InvalidCallError,
     ErrorCode.VALIDATION_ERROR: InvalidCallError,
@@ -311,80 +311,84 @@ _CLASS_OF_CODE: dict[ErrorCode, type[EnvError]] = {
 
 
 def error_from_wire(code: str, message: str, retry_after_s: float = 0.0) -> EnvError:
-    """The exception that a wire code stands for; an unknown code is an ExecutionError."""
+    """Return the exception for a code. Unknown codes become an ExecutionError."""
     try:
-        known = ErrorCode(code)
+        error_code = ErrorCode(code)
     except ValueError:
         return ExecutionError(f"{message} (code: {code})")
-    return _CLASS_OF_CODE[known](message, known, retry_after_s)
+    return _CLASS_BY_CODE[error_code](message, error_code, retry_after_s)
 
 
-def message_of(error: BaseException) -> str:
-    """What an exception says, as every wire can carry it; a word where it cannot be asked."""
+def error_message(error: BaseException) -> str:
+    """Return an exception's message in a form that all wires can transmit."""
     try:
-        return _sendable(str(error))
-    except BaseException:  # noqa: BLE001 - the boundary to foreign code: its own __str__ raised
+        return _make_sendable(str(error))
+    except BaseException:  # noqa: BLE001 - third-party code: the error's __str__ raised
         return "(no message)"
 
 
-def failure(
-    what: str,
+def wrap_exception(
+    prefix: str,
     error: BaseException,
     code: ErrorCode = ErrorCode.EXECUTION_ERROR,
     *,
-    more: str = "",
+    suffix: str = "",
 ) -> ExecutionError:
-    """The error that stands for what foreign code has raised, between `what` and `more`."""
-    told = ExecutionError(f"{what}{type(error).__name__}: {message_of(error)}{more}", code)
-    told.__cause__ = error
-    return told
+    """Return an ExecutionError for an exception of third-party code."""
+    message = f"{prefix}{type(error).__name__}: {error_message(error)}{suffix}"
+    wrapped = ExecutionError(message, code)
+    wrapped.__cause__ = error
+    return wrapped
 
 
-def as_env_error(error: Exception) -> EnvError:
-    """The error itself, or one that stands for a fault of our own, which is logged.
+def to_env_error(error: Exception) -> EnvError:
+    """Return the error if it is an EnvError; otherwise log it and wrap it.
 
-    For the wires: whatever one call meets, the others on its connection are answered.
+    Wires use this so that a bug in one call does not break other calls on the connection.
     """
-    if is_whole(error):
+    if is_complete_env_error(error):
         return error
-    _log.error("a call could not be answered", exc_info=error)
-    return failure("the call failed with ", error)
+    _log.error("a call failed unexpectedly", exc_info=error)
+    return wrap_exception("the call failed with ", error)
 
 
-def is_whole(error: BaseException) -> TypeGuard[EnvError]:
-    """True for an EnvError; a foreign subclass may never have called its base class."""
+def is_complete_env_error(error: BaseException) -> TypeGuard[EnvError]:
+    """Return whether `error` is an EnvError with a message and a code.
+
+    A third-party subclass may not have called the constructor of EnvError.
+    """
     if not isinstance(error, EnvError):
         return False
     has_text = isinstance(getattr(error, "message", None), str)
     return has_text and isinstance(getattr(error, "code", None), ErrorCode)
 
 
-def forget_frames(error: BaseException) -> None:
-    """Let go of all that an error, which has been told, came through.
+def clear_tracebacks(error: BaseException) -> None:
+    """Remove the tracebacks of a handled error, of its causes and of its contexts.
 
-    Where a frame of its traceback has a name for the error, or for whatever holds it, they keep
-    each other, and what the environment returned with them: megabytes that stay until garbage is
-    collected, which on a quiet server is never.
+    A traceback keeps frames alive. If a frame refers to the error, both form a reference cycle,
+    which keeps the environment's results in memory until the next garbage collection. On an idle
+    server, that collection may never happen.
     """
-    known: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        one = chain.pop()
-        if one is None or id(one) in known:
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        known.add(id(one))
-        one.__traceback__ = None
-        chain += (one.__cause__, one.__context__)
+        seen.add(id(current))
+        current.__traceback__ = None
+        pending += (current.__cause__, current.__context__)
 
 
-def _sendable(message: str) -> str:
-    """The message bounded, and without lone surrogates."""
+def _make_sendable(message: str) -> str:
+    """Cut a message to its maximum length and escape lone surrogates."""
     if len(message) > MAX_ERROR_CHARS:
         message = f"{message[:MAX_ERROR_CHARS]}..."
     return message if message.isascii() else message.encode(errors="backslashreplace").decode()
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A hint at the closest of the names; empty when none is close."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean '{close[0]}'?" if close else ""
+    """Return a hint at the most similar name, or an empty string if no name is similar."""
+    similar = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean '{similar[0]}'?" if similar else ""

@@ -1,12 +1,12 @@
-"""Names of metrics, in one place: rows of metrics.jsonl, console and dashboards agree on them.
+"""Names and descriptions of all metrics, shared by metrics.jsonl, the console and dashboards.
 
-Metrics of a run know how they are combined, so that nobody averages averages:
+Each metric of a run has a reduction, which combines the values of parts into one value:
 
     values of environments  --+
-    values of steps         --+-- combine() --> values of the whole
+    values of steps         --+-- combine_metrics() --> values of the whole
     values of workers       --+
 
-docs/metrics.md lists them all; it is written from this file.
+docs/metrics.md lists all metrics; it is generated from this file.
 """
 
 from __future__ import annotations
@@ -17,88 +17,88 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 REWARD_TERM_PREFIX = "reward_term."
-"""Before the name of a reward term: its mean per scored episode, before its weight."""
+"""Prefix of the metric of a reward term: its mean per episode with a reward, without its
+weight."""
 _PROMETHEUS_PREFIX = "ludus_train_"
 
 
 class Reduction(StrEnum):
-    """How values of parts become the value of the whole."""
+    """Way to combine the values of parts into the value of the whole."""
 
     SUM = "sum"
     MEAN = "mean"
-    """Weighted by another metric of the same part."""
+    """Mean, weighted by another metric of the same part."""
     DEVIATION = "deviation"
-    """Of all that the parts hold, around their common mean."""
+    """Standard deviation of all elements of the parts, around their common mean."""
     MAX = "max"
     LAST = "last"
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a metric is, and how its values are combined."""
+class MetricSpec:
+    """Unit, description and reduction of a metric."""
 
     reduction: Reduction
     unit: str
-    """Of one value; empty for counts and pure numbers."""
+    """Unit of the value; empty for counts and pure numbers."""
     help: str
     weight: str | None = None
-    """The metric that a mean or deviation is weighted by; None counts every part once."""
-    centre: str | None = None
-    """The metric that a deviation is taken around."""
-    of_environment: bool = False
-    """True where every environment of a run has its own."""
+    """Metric that weights a mean or deviation. None weights all parts equally."""
+    center: str | None = None
+    """Metric with the mean that a deviation refers to."""
+    is_per_environment: bool = False
+    """Whether each environment of a run has its own value."""
 
 
-def _of_environment(
-    reduction: Reduction, unit: str, text: str, weight: str | None = None, centre: str | None = None
-) -> Spec:
-    return Spec(reduction, unit, text, weight, centre, of_environment=True)
+def _environment_spec(
+    reduction: Reduction, unit: str, text: str, weight: str | None = None, center: str | None = None
+) -> MetricSpec:
+    return MetricSpec(reduction, unit, text, weight, center, is_per_environment=True)
 
 
-def _per(weight: str, unit: str, text: str) -> Spec:
-    """A mean over what the metric `weight` of the same environment counts."""
-    return _of_environment(Reduction.MEAN, unit, text, weight)
+def _mean_per(weight: str, unit: str, text: str) -> MetricSpec:
+    return _environment_spec(Reduction.MEAN, unit, text, weight)
 
 
-def _per_episode(unit: str, text: str) -> Spec:
-    return _per("num_episodes_scored", unit, text)
+def _mean_per_episode(unit: str, text: str) -> MetricSpec:
+    return _mean_per("num_episodes_scored", unit, text)
 
 
-def _per_game(unit: str, text: str) -> Spec:
-    return _per("num_games", unit, text)
+def _mean_per_game(unit: str, text: str) -> MetricSpec:
+    return _mean_per("num_games", unit, text)
 
 
-def _per_token(unit: str, text: str) -> Spec:
-    return Spec(Reduction.MEAN, unit, text, "num_tokens_trained")
+def _mean_per_token(unit: str, text: str) -> MetricSpec:
+    return MetricSpec(Reduction.MEAN, unit, text, "num_tokens_trained")
 
 
-def _count(text: str) -> Spec:
-    return _of_environment(Reduction.SUM, "", text)
+def _count(text: str) -> MetricSpec:
+    return _environment_spec(Reduction.SUM, "", text)
 
 
-def _total(text: str, unit: str = "") -> Spec:
-    return Spec(Reduction.SUM, unit, text)
+def _total(text: str, unit: str = "") -> MetricSpec:
+    return MetricSpec(Reduction.SUM, unit, text)
 
 
-def _seconds(text: str) -> Spec:
+def _seconds(text: str) -> MetricSpec:
     return _total(text, "s")
 
 
-def _end_of_interval(unit: str, text: str) -> Spec:
-    # Intervals cannot be averaged; where evaluations follow each other, the last one counts.
-    return _of_environment(Reduction.LAST, unit, text)
+def _interval_bound(unit: str, text: str) -> MetricSpec:
+    # Intervals cannot be averaged, so the last evaluation counts.
+    return _environment_spec(Reduction.LAST, unit, text)
 
 
-_REWARD_TERM = _per_episode("reward", "Reward term of an episode, before its weight.")
+_REWARD_TERM = _mean_per_episode("reward", "Reward term of an episode, without its weight.")
 
 
 class _Metric(StrEnum):
-    """A name, that of the member in small letters, with its Spec."""
+    """A metric name, which is the member name in lower case, with its spec."""
 
-    spec: Spec
+    spec: MetricSpec
 
-    def __new__(cls, name: str, spec: Spec) -> _Metric:
-        """The member: a string that has its Spec as an attribute."""
+    def __new__(cls, name: str, spec: MetricSpec) -> _Metric:
+        """Create a member: a string with the attribute `spec`."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.spec = spec
@@ -106,12 +106,12 @@ class _Metric(StrEnum):
 
 
 class TrainMetric(_Metric):
-    """Values of one training step."""
+    """Metrics of one training step."""
 
-    REWARD_MEAN = auto(), _per_episode("reward", "Reward of an episode, terms weighted.")
+    REWARD_MEAN = auto(), _mean_per_episode("reward", "Reward of an episode.")
     REWARD_STD = (
         auto(),
-        _of_environment(
+        _environment_spec(
             Reduction.DEVIATION,
             "reward",
             "Standard deviation of the episodes' rewards.",
@@ -119,184 +119,223 @@ class TrainMetric(_Metric):
             "reward_mean",
         ),
     )
-    WIN_RATE = auto(), _per("num_episodes_finished", "share", "Episodes that succeeded.")
-    NUM_WINS = auto(), _count("Episodes that succeeded, as the environment says.")
-    NUM_DRAWS = auto(), _count("Episodes that did not succeed, with a return of 0.")
-    NUM_LOSSES = auto(), _count("Episodes that did not succeed, with another return.")
-    NUM_EPISODES = auto(), _count("Episodes played.")
-    NUM_EPISODES_FINISHED = auto(), _count("Episodes that have a return.")
-    NUM_EPISODES_SCORED = auto(), _count("Episodes that have a reward.")
-    NUM_EPISODES_LOST = auto(), _count("Episodes that infrastructure voided.")
-    NUM_EPISODES_FAILED = auto(), _count("Episodes voided by code that failed.")
-    NUM_EPISODES_INVALID = auto(), _count("Episodes ended by text, not an action.")
-    NUM_EPISODES_TRUNCATED = auto(), _count("Episodes cut off by a limit.")
-    NUM_TURNS_MEAN = auto(), _per("num_episodes", "turns", "Turns of an episode.")
-    NUM_TOOL_CALLS = auto(), _count("Calls of tools, the failed ones included.")
+    WIN_RATE = (
+        auto(),
+        _mean_per("num_episodes_finished", "share", "Share of episodes that succeeded."),
+    )
+    NUM_WINS = auto(), _count("Episodes whose environment reported a success.")
+    NUM_DRAWS = auto(), _count("Episodes without success and with a return of 0.")
+    NUM_LOSSES = auto(), _count("Episodes without success and with a return other than 0.")
+    NUM_EPISODES = auto(), _count("Episodes that were played.")
+    NUM_EPISODES_FINISHED = auto(), _count("Episodes with a return.")
+    NUM_EPISODES_SCORED = auto(), _count("Episodes with a reward.")
+    NUM_EPISODES_LOST = auto(), _count("Episodes that the infrastructure ended.")
+    NUM_EPISODES_FAILED = auto(), _count("Episodes in which code raised an error.")
+    NUM_EPISODES_INVALID = auto(), _count("Episodes that ended with text that is not an action.")
+    NUM_EPISODES_TRUNCATED = auto(), _count("Episodes that a limit cut off.")
+    NUM_TURNS_MEAN = auto(), _mean_per("num_episodes", "turns", "Turns of an episode.")
+    NUM_TOOL_CALLS = auto(), _count("Tool calls, including failed calls.")
     NUM_TOOL_CALLS_FAILED = (
         auto(),
-        _count("Calls of tools that returned an error, or that could not be read or made."),
+        _count("Tool calls that returned an error, or could not be parsed or executed."),
     )
-    NUM_EPISODES_WITH_TOOL_CALLS = auto(), _count("Episodes that called tools.")
+    NUM_EPISODES_WITH_TOOL_CALLS = auto(), _count("Episodes with tool calls.")
     NUM_BRANCHES = (
         auto(),
-        _count("Sequences that begin where another one of their episode went on (agents)."),
+        _count("Sequences that branch off from another sequence of their episode (agents)."),
     )
-    NUM_DEAD_AGENTS = (
-        auto(),
-        _count("Episodes voided since their agent failed, or did not end in time."),
+    NUM_FAILED_AGENTS = (
+        "num_dead_agents",
+        _count("Episodes whose agent failed or exceeded its time limit."),
     )
-    NUM_GROUPS = auto(), _count("Groups played.")
-    NUM_GROUPS_DEAD = auto(), _count("Groups whose rewards were all equal.")
-    NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two scored episodes.")
-    NUM_GROUPS_STALE = auto(), _count("Groups dropped because they were too old.")
-    NUM_GROUPS_ROLLED_BACK = auto(), _count("Groups played for a learner that died since.")
+    NUM_GROUPS = auto(), _count("Groups that were played.")
+    NUM_ZERO_VARIANCE_GROUPS = (
+        "num_groups_dead",
+        _count("Groups whose rewards are all equal."),
+    )
+    NUM_GROUPS_VOID = auto(), _count("Groups with fewer than two episodes with a reward.")
+    NUM_GROUPS_STALE = auto(), _count("Groups that were dropped because of their staleness.")
+    NUM_GROUPS_ROLLED_BACK = auto(), _count("Groups that were lost when the learner died.")
     ZERO_VARIANCE_GROUP_RATIO = (
         auto(),
-        _per("num_groups", "share", "Groups whose rewards were all equal."),
+        _mean_per("num_groups", "share", "Share of groups whose rewards are all equal."),
     )
     NUM_GROUPS_TRAINED = auto(), _count("Groups in the batch.")
-    STALENESS_MEAN = auto(), _per("num_groups_trained", "versions", "Age of the batch's groups.")
+    STALENESS_MEAN = (
+        auto(),
+        _mean_per("num_groups_trained", "versions", "Mean staleness of the groups in the batch."),
+    )
     STALENESS_MAX = (
         auto(),
-        _of_environment(Reduction.MAX, "versions", "Age of the batch's oldest group."),
+        _environment_spec(Reduction.MAX, "versions", "Largest staleness of a group in the batch."),
     )
-    NUM_TOKENS_GENERATED = auto(), _count("Tokens sampled.")
-    NUM_UNLOCKS = auto(), _count("Times that the curriculum opened the environment.")
+    NUM_TOKENS_GENERATED = auto(), _count("Tokens that were sampled.")
+    NUM_UNLOCKS = auto(), _count("Number of times that the curriculum opened the environment.")
     NUM_ENVIRONMENTS_OPEN = (
         auto(),
-        Spec(Reduction.LAST, "environments", "Environments that the curriculum has opened."),
+        MetricSpec(Reduction.LAST, "environments", "Open environments of the curriculum."),
     )
-    LOSS = auto(), Spec(Reduction.MEAN, "", "Value of the objective that was minimised.")
-    VALUE_LOSS = auto(), _per_token("", "Loss of the value head.")
+    LOSS = auto(), MetricSpec(Reduction.MEAN, "", "Loss.")
+    VALUE_LOSS = auto(), _mean_per_token("", "Loss of the value head.")
     EXPLAINED_VARIANCE = (
         auto(),
-        _per_token("share", "Variance of the returns that the value head explains."),
+        _mean_per_token(
+            "share", "Share of the variance of the returns that the value head explains."
+        ),
     )
-    MISMATCH_KL = auto(), _per_token("nats", "Divergence of the sampler from the learner.")
-    REFERENCE_KL = auto(), _per_token("nats", "Divergence from the reference model.")
-    ENTROPY = auto(), _per_token("nats", "Entropy of the policy where it sampled.")
+    MISMATCH_KL = auto(), _mean_per_token("nats", "KL divergence between sampler and learner.")
+    REFERENCE_KL = auto(), _mean_per_token("nats", "KL divergence from the reference model.")
+    ENTROPY = auto(), _mean_per_token("nats", "Entropy of the policy per sampled token.")
     POLICY_KL = (
         auto(),
-        Spec(
+        MetricSpec(
             Reduction.MEAN,
             "nats",
-            "Divergence, per step, of a network before an update from what came of it.",
+            "KL divergence of a network after a training step from before, per environment step.",
             "num_env_steps",
         ),
     )
-    CLIP_RATIO = auto(), _per_token("share", "Sampled tokens at which the clip held.")
+    CLIP_RATIO = auto(), _mean_per_token("share", "Share of sampled tokens with a clipped ratio.")
     MASKED_SEQUENCE_RATIO = (
         auto(),
-        Spec(
+        MetricSpec(
             Reduction.MEAN,
             "share",
-            "Samples that the correction took out of the loss.",
+            "Share of samples that the correction masked.",
             "num_groups_trained",
         ),
     )
     MASKED_TOKEN_RATIO = (
         auto(),
-        _per_token("share", "Sampled tokens that the correction took out of the loss."),
+        _mean_per_token("share", "Share of sampled tokens that the correction masked."),
     )
-    GRAD_NORM = auto(), Spec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
-    NUM_SKIPPED_UPDATES = auto(), _total("Updates left out: their gradient was not finite.")
-    LEARNING_RATE = auto(), Spec(Reduction.LAST, "", "Learning rate of the step.")
+    GRAD_NORM = auto(), MetricSpec(Reduction.MEAN, "", "Norm of the gradient before clipping.")
+    NUM_SKIPPED_UPDATES = (
+        auto(),
+        _total("Updates that were skipped because their gradient was not finite."),
+    )
+    LEARNING_RATE = auto(), MetricSpec(Reduction.LAST, "", "Learning rate of the step.")
     NUM_TOKENS_TRAINED = auto(), _total("Sampled tokens in the loss.")
-    NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, prompts included.")
-    NUM_TOKENS_FORWARDED = auto(), _total("Tokens the learner's model computed, padding included.")
-    NUM_ENV_STEPS = auto(), _total("Steps of the environments that a network learned from.")
+    NUM_TOKENS_IN_BATCH = auto(), _total("Tokens of all samples, including prompts.")
+    NUM_TOKENS_FORWARDED = (
+        auto(),
+        _total("Tokens that the learner's model computed, including padding."),
+    )
+    NUM_ENV_STEPS = auto(), _total("Environment steps that a network was trained on.")
     BUFFER_DEPTH_GROUPS = (
         auto(),
-        Spec(Reduction.LAST, "groups", "Groups that wait after the batch was taken."),
+        MetricSpec(Reduction.LAST, "groups", "Groups in the buffer after the batch was taken."),
     )
-    STEP_S = auto(), _seconds("Time from one step's end to the next.")
-    WAIT_FOR_BATCH_S = auto(), _seconds("Time the learner stood idle for a batch.")
-    TRAIN_S = auto(), _seconds("Time in forward, backward and optimizer.")
+    STEP_S = auto(), _seconds("Time from the end of a step to the end of the next step.")
+    WAIT_FOR_BATCH_S = auto(), _seconds("Time that the learner waited for a batch.")
+    TRAIN_S = auto(), _seconds("Time of the forward and backward passes and the optimizer.")
     ROLLOUT_IDLE_S = (
         auto(),
-        _seconds("Time in which sampling stood still: the staleness bound admitted nothing."),
+        _seconds("Time that sampling paused because of the staleness limit."),
     )
     WEIGHT_SYNC_S = (
         auto(),
-        _seconds("Time from the last update until every worker samples from it."),
+        _seconds("Time from the last update until all workers sample with its weights."),
     )
-    PUBLISH_S = auto(), _seconds("Time in which the learner published the weights.")
-    DELIVER_S = auto(), _seconds("Time until all workers held what was published.")
-    WEIGHT_FETCH_S = auto(), _seconds("Time the slowest worker took to fetch and check a version.")
+    PUBLISH_S = auto(), _seconds("Time that the learner took to publish the weights.")
+    DELIVER_S = auto(), _seconds("Time until all workers had loaded the published weights.")
+    WEIGHT_FETCH_S = (
+        auto(),
+        _seconds("Time that the slowest worker took to fetch and check a version."),
+    )
     SAMPLER_PAUSE_S = (
         auto(),
-        _seconds("Time in which a worker's sampling stood still for new weights, at most."),
+        _seconds("Longest time that a worker paused sampling for new weights."),
     )
-    WEIGHT_SYNC_BYTES = auto(), _total("Bytes of the published version.", "bytes")
-    WEIGHT_FETCH_BYTES = auto(), _total("Bytes that all workers fetched for it.", "bytes")
+    WEIGHT_SYNC_BYTES = auto(), _total("Size of the published version.", "bytes")
+    WEIGHT_FETCH_BYTES = auto(), _total("Bytes that all workers fetched.", "bytes")
     CANARY_ERROR = (
         auto(),
-        Spec(Reduction.MAX, "nats", "Largest error of a canary on any worker so far."),
+        MetricSpec(Reduction.MAX, "nats", "Largest canary error of any worker so far."),
     )
     NUM_CANARY_FAILURES = (
         auto(),
-        _total("Deliveries after which a worker sampled from other weights."),
+        _total("Failed canary checks: the worker did not sample with the published weights."),
     )
     NUM_ENVIRONMENT_RESTARTS = (
         auto(),
-        _total("Environment servers that died and were started again."),
+        _total("Restarts of environment servers."),
     )
-    NUM_LEARNER_RESTARTS = auto(), _total("Times the learner's ranks were restarted.")
+    NUM_LEARNER_RESTARTS = auto(), _total("Restarts of the learner's ranks.")
     NUM_CHECKPOINTS = auto(), _total("Checkpoints that were written.")
-    CHECKPOINT_S = auto(), _seconds("Time in which training stood still for a checkpoint.")
+    CHECKPOINT_S = auto(), _seconds("Time that training paused for a checkpoint.")
     TOKENS_PER_SECOND = (
         auto(),
-        Spec(Reduction.MEAN, "tokens/s", "Tokens sampled per second of the step.", "step_s"),
+        MetricSpec(Reduction.MEAN, "tokens/s", "Sampled tokens per second of the step.", "step_s"),
     )
     EPISODES_PER_SECOND = (
         auto(),
-        Spec(Reduction.MEAN, "episodes/s", "Episodes played per second of the step.", "step_s"),
+        MetricSpec(
+            Reduction.MEAN, "episodes/s", "Played episodes per second of the step.", "step_s"
+        ),
     )
     MFU = (
         auto(),
-        Spec(
+        MetricSpec(
             Reduction.MEAN,
             "share",
-            "Floating-point work of the model per second of training, of what the device can do.",
+            "Floating-point operations of the model per second, relative to the device's peak.",
             "train_s",
         ),
     )
 
 
 class EvalMetric(_Metric):
-    """Values of one evaluation."""
+    """Metrics of one evaluation."""
 
-    NUM_GAMES = auto(), _count("Games of the evaluation.")
-    NUM_GAMES_VOID = auto(), _count("Games beside them that failed.")
-    WIN_RATE = auto(), _per_game("share", "Games that succeeded, as the environment says.")
+    NUM_GAMES = auto(), _count("Episodes with a result.")
+    NUM_GAMES_VOID = auto(), _count("Void episodes, which have no result.")
+    WIN_RATE = (
+        auto(),
+        _mean_per_game("share", "Share of episodes whose environment reported a success."),
+    )
     WIN_RATE_CI95_LOW = (
         auto(),
-        _end_of_interval("share", "Lower end of the win rate's Wilson interval."),
+        _interval_bound("share", "Lower bound of the 95 % Wilson interval of the win rate."),
     )
     WIN_RATE_CI95_HIGH = (
         auto(),
-        _end_of_interval("share", "Upper end of the win rate's Wilson interval."),
+        _interval_bound("share", "Upper bound of the 95 % Wilson interval of the win rate."),
     )
-    DRAW_RATE = auto(), _per_game("share", "Games that did not succeed, with a return of 0.")
-    RETURN_MEAN = auto(), _per_game("reward", "Return of a game.")
-    RETURN_CI95_LOW = auto(), _end_of_interval("reward", "Lower end of the mean's 95 % interval.")
-    RETURN_CI95_HIGH = auto(), _end_of_interval("reward", "Upper end of the mean's 95 % interval.")
-    INVALID_RATE = auto(), _per_game("share", "Games ended by text that was no action.")
+    DRAW_RATE = (
+        auto(),
+        _mean_per_game("share", "Share of episodes without success and with a return of 0."),
+    )
+    RETURN_MEAN = auto(), _mean_per_game("reward", "Mean return of an episode.")
+    RETURN_CI95_LOW = (
+        auto(),
+        _interval_bound("reward", "Lower bound of the 95 % interval of the mean return."),
+    )
+    RETURN_CI95_HIGH = (
+        auto(),
+        _interval_bound("reward", "Upper bound of the 95 % interval of the mean return."),
+    )
+    INVALID_RATE = (
+        auto(),
+        _mean_per_game("share", "Share of episodes that ended with text that is not an action."),
+    )
     GAP_CLOSED = (
         auto(),
-        _per_game("share", "Part of the way from the random to the optimal policy."),
+        _mean_per_game(
+            "share", "Share of the gap between the random and the optimal policy that is closed."
+        ),
     )
 
 
 class TrainSeries(StrEnum):
-    """What a run exports to Prometheus beside the metrics of its rows."""
+    """Prometheus series of a run that are not metrics of its rows."""
 
     RUN = "ludus_train_run"
     PHASE = "ludus_train_phase"
     PHASE_START = "ludus_train_phase_start_timestamp_seconds"
     STEP = "ludus_train_step"
     STEPS = "ludus_train_steps"
-    """A counter: gets `_total` there."""
+    """Counter, with the suffix `_total` in Prometheus."""
     TARGET_STEPS = "ludus_train_target_steps"
     LAST_STEP = "ludus_train_last_step_timestamp_seconds"
     LAST_CHECKPOINT = "ludus_train_last_checkpoint_timestamp_seconds"
@@ -310,7 +349,7 @@ class TrainSeries(StrEnum):
 
 
 class EnvServerMetric(StrEnum):
-    """What an environment server exports to Prometheus; counters get `_total` there."""
+    """Prometheus series of an environment server. Counters have the suffix `_total` there."""
 
     SESSIONS = "env_server_sessions"
     SESSION_CAPACITY = "env_server_session_capacity"
@@ -328,7 +367,10 @@ class EnvServerMetric(StrEnum):
 
 
 class GatewayMetric(StrEnum):
-    """What a gateway exports to Prometheus; counters get `_total` there, build `_info`."""
+    """Prometheus series of a gateway.
+
+    In Prometheus, counters have the suffix `_total` and BUILD has the suffix `_info`.
+    """
 
     SESSIONS = "ludus_gateway_sessions"
     SESSION_CAPACITY = "ludus_gateway_session_capacity"
@@ -344,40 +386,43 @@ class GatewayMetric(StrEnum):
 
 
 def prometheus_name(metric: TrainMetric | EvalMetric) -> str:
-    """The metric's name on a dashboard, in base units; counters get `_total` there."""
-    place = "eval_" if isinstance(metric, EvalMetric) else ""
+    """Return the metric's name in Prometheus, without the suffix `_total` of counters."""
+    group = "eval_" if isinstance(metric, EvalMetric) else ""
     name = metric.value.removeprefix("num_")
     if metric.spec.unit == "s":
         name = name.removesuffix("_s") + "_seconds"
-    return f"{_PROMETHEUS_PREFIX}{place}{name}"
+    return f"{_PROMETHEUS_PREFIX}{group}{name}"
 
 
-def combine(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The training values of the whole, from those of its parts in the order of time.
+def combine_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the training metrics of the whole, from its parts in chronological order.
 
-    A metric that a part lacks is combined over the others.
+    Parts without a metric are skipped for that metric.
     """
     rows = list(parts)
     specs = {str(metric): metric.spec for metric in TrainMetric}
-    whole = {}
+    values = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        of_term = name.startswith(REWARD_TERM_PREFIX)
-        value = _combined(name, _REWARD_TERM if of_term else specs[name], rows)
+        spec = _REWARD_TERM if name.startswith(REWARD_TERM_PREFIX) else specs[name]
+        value = _combine(name, spec, rows)
         if value is not None:
-            whole[name] = value
-    return whole
+            values[name] = value
+    return values
 
 
-def combined(
+def combine_metric(
     metric: TrainMetric | EvalMetric | str, parts: Iterable[Mapping[str, float]]
 ) -> float | None:
-    """One metric of the whole, or one reward term by its name; None where no part has it."""
+    """Return one metric of the whole, or None if no part has it.
+
+    Args:
+        metric: a metric, or the name of a reward term's metric.
+    """
     spec = metric.spec if isinstance(metric, _Metric) else _REWARD_TERM
-    return _combined(metric, spec, list(parts))
+    return _combine(metric, spec, list(parts))
 
 
-def _combined(name: str, spec: Spec, parts: Sequence[Mapping[str, float]]) -> float | None:
-    """The combined value; None where it was not measured."""
+def _combine(name: str, spec: MetricSpec, parts: Sequence[Mapping[str, float]]) -> float | None:
     rows = [row for row in parts if name in row]
     values = [row[name] for row in rows]
     if not values:
@@ -395,7 +440,7 @@ def _combined(name: str, spec: Spec, parts: Sequence[Mapping[str, float]]) -> fl
             return _deviation(values, spec, rows)
 
 
-def _weights(spec: Spec, rows: Sequence[Mapping[str, float]]) -> list[float]:
+def _weights(spec: MetricSpec, rows: Sequence[Mapping[str, float]]) -> list[float]:
     if spec.weight is None or any(spec.weight not in row for row in rows):
         return [1.0] * len(rows)
     return [row[spec.weight] for row in rows]
@@ -405,20 +450,22 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
     total = math.fsum(weights)
     if total == 0:
         return None
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total
+    weighted = (value * weight for value, weight in zip(values, weights, strict=True))
+    return math.fsum(weighted) / total
 
 
 def _deviation(
-    values: Sequence[float], spec: Spec, rows: Sequence[Mapping[str, float]]
+    values: Sequence[float], spec: MetricSpec, rows: Sequence[Mapping[str, float]]
 ) -> float | None:
-    """Var = mean of (var_i + centre_i^2) - (mean of centre_i)^2, all means weighted."""
+    """Return the deviation of the whole: Var = mean_i(var_i + (center_i - center)^2), weighted."""
     weights = _weights(spec, rows)
-    centres = [row[spec.centre] for row in rows] if spec.centre else [0.0] * len(rows)
-    common = _mean(centres, weights)
-    if common is None:
+    centers = [row[spec.center] for row in rows] if spec.center else [0.0] * len(rows)
+    center = _mean(centers, weights)
+    if center is None:
         return None
     squares = [
-        value**2 + (centre - common) ** 2 for value, centre in zip(values, centres, strict=True)
+        value**2 + (part_center - center) ** 2
+        for value, part_center in zip(values, centers, strict=True)
     ]
     variance = _mean(squares, weights)
     return None if variance is None else math.sqrt(variance)

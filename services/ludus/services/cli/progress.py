@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from ludus.proto.metrics import EvalMetric, TrainMetric, combined
+from ludus.proto.metrics import EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, Phase
 from ludus.services.numbers import (
     format_compact,
@@ -150,7 +150,7 @@ class RunProgress:
         self.step, self.num_games_trained = row.step, row.num_games_trained
 
     def _lately(self, metric: TrainMetric) -> float | None:
-        return combined(metric, self._recent)
+        return combine_metric(metric, self._recent)
 
     def _eval_facts(self) -> dict[str, str | None]:
         if len(self._evals) != 1:

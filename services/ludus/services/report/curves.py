@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combined
+from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metric
 from ludus.proto.runs import MetricsRow, PolicyResult
 from ludus.services.numbers import (
     format_compact,
@@ -78,10 +78,10 @@ class _TrainingCurve:
 
     def value(self, steps: Sequence[Mapping[str, float]]) -> float | None:
         """What the curve shows of steps together, by their values; None where nothing was."""
-        value = combined(self.metric, steps)
+        value = combine_metric(self.metric, steps)
         if value is None or self.per is None:
             return value
-        whole = combined(self.per, steps)
+        whole = combine_metric(self.per, steps)
         return value / whole if whole else None
 
 

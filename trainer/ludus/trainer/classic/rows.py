@@ -23,10 +23,10 @@ def values_of(
     trained: Trained, environment: str, duration_s: float, learning_rate: float
 ) -> StepValues:
     """The values of one training step."""
-    of_environment = _episode_values(trained.batch.episodes)
+    environment_values = _episode_values(trained.batch.episodes)
     metrics = trained.metrics
     run: dict[str, float] = {
-        **of_environment,
+        **environment_values,
         TrainMetric.LOSS: metrics.loss,
         TrainMetric.VALUE_LOSS: metrics.value_loss,
         TrainMetric.ENTROPY: metrics.entropy,
@@ -44,7 +44,7 @@ def values_of(
     if duration_s > 0:
         run[TrainMetric.EPISODES_PER_SECOND] = len(trained.batch.episodes) / duration_s
     finite = {name: value for name, value in run.items() if math.isfinite(value)}
-    return StepValues(finite, {environment: of_environment})
+    return StepValues(finite, {environment: environment_values})
 
 
 def _episode_values(episodes: tuple[EndedEpisode, ...]) -> dict[str, float]:

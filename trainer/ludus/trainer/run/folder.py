@@ -198,11 +198,11 @@ class RunFolder:
     def trained(self, step: int, num_games_trained: int, values: StepValues) -> None:
         """Append a training step's rows: the whole, then each environment's."""
         self._append("train", step, values.run, num_games_trained=num_games_trained)
-        for name, of_environment in values.environments.items():
+        for name, environment_values in values.environments.items():
             self._append(
                 "environment",
                 step,
-                of_environment,
+                environment_values,
                 num_games_trained=num_games_trained,
                 environment=name,
             )

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine
+from ludus.proto.metrics import REWARD_TERM_PREFIX, EvalMetric, TrainMetric, combine_metrics
 from ludus.proto.runs import HeldWeights, PolicyResult
 from ludus.trainer.data.buffer import TakenBatch
 from ludus.trainer.data.counts import RolloutCounts
@@ -76,7 +76,7 @@ def train_values(
         name: _environment_values(taken.counts.get(name, RolloutCounts()), ages.get(name, []))
         for name in sorted(taken.counts.keys() | ages.keys())
     }
-    played = combine(environments.values())
+    played = combine_metrics(environments.values())
     # Each environment has reward terms of its own; a name in two of them may mean two things.
     run = {name: v for name, v in played.items() if not name.startswith(REWARD_TERM_PREFIX)}
     run |= _learner_values(metrics, times)
@@ -149,9 +149,9 @@ def _environment_values(counts: RolloutCounts, ages: Sequence[int]) -> dict[str,
         TrainMetric.NUM_TOOL_CALLS_FAILED: counts.num_tool_calls_failed,
         TrainMetric.NUM_EPISODES_WITH_TOOL_CALLS: counts.num_with_tool_calls,
         TrainMetric.NUM_BRANCHES: counts.num_branches,
-        TrainMetric.NUM_DEAD_AGENTS: counts.num_dead_agents,
+        TrainMetric.NUM_FAILED_AGENTS: counts.num_dead_agents,
         TrainMetric.NUM_GROUPS: counts.num_groups,
-        TrainMetric.NUM_GROUPS_DEAD: counts.num_zero_variance_groups,
+        TrainMetric.NUM_ZERO_VARIANCE_GROUPS: counts.num_zero_variance_groups,
         TrainMetric.NUM_GROUPS_VOID: counts.num_void_groups,
         TrainMetric.NUM_GROUPS_STALE: counts.num_stale_groups,
         TrainMetric.NUM_GROUPS_ROLLED_BACK: counts.num_rolled_back_groups,

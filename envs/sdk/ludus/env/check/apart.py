@@ -25,7 +25,7 @@ from typing import IO, NoReturn
 
 import orjson
 
-from ludus.proto.errors import LudusError, message_of
+from ludus.proto.errors import LudusError, error_message
 
 Rule = Callable[[], str]
 """What was expected and what was found instead; empty where it held."""
@@ -207,7 +207,7 @@ def _outcome_of(rule: Rule) -> Outcome:
     except MistakeError as error:
         return Outcome(_sayable(str(error)), is_mistake=True)
     except BaseException as error:  # noqa: BLE001 - foreign code: what it raises is the finding
-        found = f"{type(error).__name__}: {message_of(error)}"
+        found = f"{type(error).__name__}: {error_message(error)}"
         return Outcome(_sayable(f"expected no error, got {found}"))
 
 

@@ -34,7 +34,7 @@ from ludus.env.messages.protobuf import (
 from ludus.env.security.tracing import server_span
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
 from ludus.proto.env.v1 import env_pb2 as pb
-from ludus.proto.errors import ErrorCode, InvalidCallError, as_env_error
+from ludus.proto.errors import ErrorCode, InvalidCallError, to_env_error
 
 MAX_GROUP_SIZE = 4096
 _ENOUGH_ANSWERS = 32
@@ -311,7 +311,7 @@ class _Turn:
 
 def fill_failure(reply: pb.Reply | pb.StepReply, error: Exception, session_id: str) -> None:
     """Let a reply say what went wrong, in the place of whatever it was half filled with."""
-    fill_error(reply.error, as_env_error(error), session_id)
+    fill_error(reply.error, to_env_error(error), session_id)
 
 
 def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:

@@ -54,7 +54,7 @@ from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
 from ludus.env.security.tracing import REQUEST_ID, TRACEPARENT, server_span
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import JsonObject
-from ludus.proto.errors import EnvError, ErrorCode, as_env_error
+from ludus.proto.errors import EnvError, ErrorCode, to_env_error
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
 """Health checks carry no token."""
@@ -177,7 +177,7 @@ def _json(body: bytes, headers: dict[str, str] | None = None) -> Response:
 
 def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        error = as_env_error(error)
+        error = to_env_error(error)
         if isinstance(error.__cause__, ValidationError):
             detail: Any = faults(error.__cause__)
         else:

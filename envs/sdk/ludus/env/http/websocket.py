@@ -55,7 +55,7 @@ from ludus.proto.errors import (
     ErrorCode,
     InvalidCallError,
     SessionLostError,
-    as_env_error,
+    to_env_error,
 )
 
 _MAX_SHOWN_CHARS = 200
@@ -208,7 +208,7 @@ class _Conversation:
         except ValidationError as error:
             return frame("error", validation_error_data(error))
         except Exception as error:  # noqa: BLE001 - the socket and its session live on
-            return frame("error", self._error_data(as_env_error(error)))
+            return frame("error", self._error_data(to_env_error(error)))
 
     def _answer_now(self, text: bytes) -> bytes | None:
         """The reply to a step or reset that takes no wait; None for whatever takes more."""
@@ -217,7 +217,7 @@ class _Conversation:
         except (SessionLostError, orjson.JSONDecodeError):
             return None
         except Exception as error:  # noqa: BLE001 - the socket and its session live on
-            return frame("error", self._error_data(as_env_error(error)))
+            return frame("error", self._error_data(to_env_error(error)))
 
     def _reply_now(self, message: Any) -> bytes | None:
         plain = _plain_step(message, self._upstream)

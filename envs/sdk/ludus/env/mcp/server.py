@@ -41,7 +41,7 @@ from ludus.proto.errors import (
     InfrastructureError,
     RateLimitError,
     SessionLostError,
-    as_env_error,
+    to_env_error,
 )
 
 PROTOCOL_VERSIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
@@ -139,7 +139,7 @@ class McpServer:
         except McpError as error:
             return error_response(request_id, error)
         except Exception as error:  # noqa: BLE001 - every request is answered in JSON-RPC
-            return error_response(request_id, self._error_of(as_env_error(error)))
+            return error_response(request_id, self._error_of(to_env_error(error)))
 
     async def reply(self, request: JsonObject, caller: McpCaller) -> JsonObject:
         """The same where every request gets a reply, as on `/ws`."""

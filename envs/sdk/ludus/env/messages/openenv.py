@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ludus.env.encoding import SUCCESS_KEY, EncodedResult, ResetArgs, plain_json
 from ludus.env.sessions.interface import Sessions
 from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet
-from ludus.proto.errors import EnvError, ErrorCode, forget_frames, message_of
+from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, error_message
 
 MAX_FAULTS_BYTES = 65_536
 """Beyond this a refusal leaves out the input that it refuses."""
@@ -255,7 +255,7 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
 
     The error, which is told by that, lets go of its traceback.
     """
-    forget_frames(error)
+    clear_tracebacks(error)
     data: JsonObject = {"message": error.message, "code": str(error.code)}
     if error.retry_after_s > 0 and not upstream:
         data["retry_after_s"] = error.retry_after_s
@@ -270,7 +270,7 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
     elif isinstance(cause, ValidationError):
         data |= validation_error_data(cause) if upstream else {"errors": faults(cause)}
     elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
-        data["message"] = message_of(cause)
+        data["message"] = error_message(cause)
     return data
 
 

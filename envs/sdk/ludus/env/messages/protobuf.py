@@ -17,8 +17,8 @@ from ludus.proto.errors import (
     EnvError,
     ErrorCode,
     InvalidCallError,
+    clear_tracebacks,
     error_from_wire,
-    forget_frames,
 )
 
 CONNECTED_KEY = "ludus-connected"
@@ -178,7 +178,7 @@ def read_action(message: pb.StepRequest) -> bytes | str:
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
     """Write an error into a message in place; told by that, it lets go of its traceback."""
-    forget_frames(error)
+    clear_tracebacks(error)
     message.code = error.code
     message.message = error.message
     message.session_id = session_id

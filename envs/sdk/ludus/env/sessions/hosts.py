@@ -24,7 +24,7 @@ from ludus.env.sessions.metrics import WorkerCounts
 from ludus.env.sessions.session import EnvironmentSession, declared_options, exit_if_forked
 from ludus.env.threads import Job, StepThreads
 from ludus.env.types import EnvironmentDescription, JsonObject
-from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, failure
+from ludus.proto.errors import CallTimeoutError, CapacityError, ErrorCode, wrap_exception
 
 _log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def build_session(
         raise
     except BaseException as error:  # the boundary to foreign code
         _log.exception("environment factory %s failed", name)
-        raise failure(
+        raise wrap_exception(
             f"Environment factory '{name}' failed to create instance. ",
             error,
             ErrorCode.FACTORY_ERROR,

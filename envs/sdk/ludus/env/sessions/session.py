@@ -26,8 +26,8 @@ from ludus.proto.errors import (
     EpisodeStateError,
     ErrorCode,
     InvalidCallError,
-    failure,
-    is_whole,
+    is_complete_env_error,
+    wrap_exception,
 )
 
 _log = logging.getLogger(__name__)
@@ -210,10 +210,10 @@ class EnvironmentSession:
     def _told(self, what: str, error: BaseException, more: str = "") -> EnvError:
         """What the caller is told; an EnvError that was raised on purpose stays as it is."""
         exit_if_forked(self._pid)
-        if is_whole(error):
+        if is_complete_env_error(error):
             return error
         _log.error("%s of %s failed", what, type(self._environment).__name__, exc_info=error)
-        return failure(f"{what} failed with ", error, more=more)
+        return wrap_exception(f"{what} failed with ", error, suffix=more)
 
 
 def exit_if_forked(pid: int) -> None:

@@ -44,8 +44,8 @@ from ludus.proto.errors import (
     InvalidCallError,
     SessionLostError,
     UserError,
-    as_env_error,
-    message_of,
+    error_message,
+    to_env_error,
 )
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,9 @@ def describe(connection: socket.socket, factory: TargetFactory, check_s: float) 
     except UserError as failure:
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=str(failure))
     except BaseException as failure:  # noqa: BLE001 - the boundary to foreign code
-        message = f"'{factory.target}' failed with {type(failure).__name__}: {message_of(failure)}"
+        message = (
+            f"'{factory.target}' failed with {type(failure).__name__}: {error_message(failure)}"
+        )
         error = pb.Error(code=ErrorCode.FACTORY_ERROR, message=message)
     facts_json = orjson.dumps(asdict(facts))
     for frame in (error.SerializeToString(), described.SerializeToString(), facts_json):
@@ -128,7 +130,7 @@ class WorkerSessions:
         try:
             return self._answer(kind, session_id, call, reply)
         except Exception as error:  # noqa: BLE001 - one call's failure must not end the worker
-            failed = as_env_error(error)
+            failed = to_env_error(error)
             fill_error(reply.error, failed, session_id)
             return len(failed.message)
 

@@ -116,8 +116,8 @@ def _values(step: Step) -> dict[str, float]:
         values["completions/mean_length"] = tokens / episodes
         cut = step.values[TrainMetric.NUM_EPISODES_TRUNCATED]
         values["completions/clipped_ratio"] = cut / episodes
-    for of_environment in step.environments.values():
-        for name, value in of_environment.items():
+    for environment_values in step.environments.values():
+        for name, value in environment_values.items():
             if name.startswith(REWARD_TERM_PREFIX):
                 values[f"rewards/{name.removeprefix(REWARD_TERM_PREFIX)}/mean"] = value
     return values

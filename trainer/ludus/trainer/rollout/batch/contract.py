@@ -218,8 +218,8 @@ def _token_ids(key: str, value: Any, number: int, expected: Expected) -> list[in
     if not listed:
         raise expected.row_error(number, f"expected a list of '{key}', got {value!r:.60}")
     for place, token_id in enumerate(listed):
-        is_whole = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-        if not is_whole or not 0 <= token_id < expected.vocab_size:
+        is_complete_env_error = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+        if not is_complete_env_error or not 0 <= token_id < expected.vocab_size:
             raise expected.row_error(
                 number,
                 f"expected '{key}' below {expected.vocab_size}, the size of the vocabulary, got "

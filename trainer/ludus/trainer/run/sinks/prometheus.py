@@ -75,9 +75,9 @@ class Series:
         """What a scrape shows; environments whose opponent is not known are not shown yet."""
         kind = CounterMetricFamily if self.is_counter else GaugeMetricFamily
         family = kind(name, self.text, labels=("run", *self.labels))
-        of_environment = self.labels[:2] == _OF_ENVIRONMENT
+        is_per_environment = self.labels[:2] == _OF_ENVIRONMENT
         for labels, value in self.samples.items():
-            if not of_environment:
+            if not is_per_environment:
                 family.add_metric((run, *labels), value)
             elif labels[0] in opponents:
                 environment, *rest = labels
@@ -104,7 +104,7 @@ class RunSeries:
         for metric in TrainMetric:
             if metric.spec.reduction is Reduction.SUM:
                 names = [(name,) for name in run.environments]
-                for labels in names if metric.spec.of_environment else [()]:
+                for labels in names if metric.spec.is_per_environment else [()]:
                     self._series[_TRAIN_NAMES[metric]].take(0, *labels)
         self._show_phase(None)
         for series in (TrainSeries.LAST_STEP, TrainSeries.LAST_CHECKPOINT):
@@ -156,7 +156,7 @@ class RunSeries:
     def _take_run(self, values: Mapping[str, float]) -> None:
         for metric in TrainMetric:
             # Those of environments come in rows of their own.
-            if not metric.spec.of_environment and metric in values:
+            if not metric.spec.is_per_environment and metric in values:
                 self._series[_TRAIN_NAMES[metric]].take(values[metric])
 
     def _take_environment(self, values: Mapping[str, float], environment: str) -> None:
@@ -248,7 +248,7 @@ def declared_series() -> dict[str, Series]:
     series = {
         _TRAIN_NAMES[metric]: Series(
             metric.spec.help,
-            _OF_ENVIRONMENT if metric.spec.of_environment else (),
+            _OF_ENVIRONMENT if metric.spec.is_per_environment else (),
             metric.spec.reduction is Reduction.SUM,
         )
         for metric in TrainMetric
