@@ -44,7 +44,7 @@ from ludus.proto.config import load_run_config as load
 from ludus.trainer.core.types import Batch, Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.learner import Learner, LearnerSpec
-from ludus.trainer.learner.warm_start import Conversation, Exchange, texts_of, to_sample
+from ludus.trainer.learner.warm_start import Conversation, Exchange, conversation_texts, to_sample
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer, save
 from ludus.trainer.rollout.renderer import make_renderer
@@ -233,7 +233,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
     assert isinstance(run.model, TinyModel)
-    tokenizer = make_tokenizer(texts_of([game for game, _ in games]), run.model.vocab_size)
+    tokenizer = make_tokenizer(conversation_texts([game for game, _ in games]), run.model.vocab_size)
     chat = ChatTokenizer(tokenizer)
     played = [with_advantage(to_sample(chat, game), reward) for game, reward in games]
     batches = {"blackjack": played, "random": random_samples(len(tokenizer))}

@@ -40,7 +40,7 @@ class InstantGenerator:
     """Answers at once, with a legal move that the seed decides."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
-        token_ids = [chat.answer_ids(answer) for answer in ANSWERS]
+        token_ids = [chat.encode_completion(answer) for answer in ANSWERS]
         self._answers = [Completion(ids, [0.0] * len(ids), 0, stopped=True) for ids in token_ids]
 
     async def __call__(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Completion:

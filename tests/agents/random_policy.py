@@ -72,7 +72,7 @@ class RandomPolicy:
 
     def _written(self, text: str) -> list[int]:
         """The text as tokens, cut in two at a random place where that leaves it the same."""
-        whole = self._chat.answer_ids(text)
+        whole = self._chat.encode_completion(text)
         place = self._draw.randrange(1, len(text) + 1)
-        parts = [*self._chat.answer_ids(text[:place])[:-1], *self._chat.answer_ids(text[place:])]
+        parts = [*self._chat.encode_completion(text[:place])[:-1], *self._chat.encode_completion(text[place:])]
         return parts if self._chat.decode(parts) == text else whole

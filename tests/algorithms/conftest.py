@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ludus.trainer.algorithms.policy_loss import LossInputs
+
 
 @dataclass(frozen=True)
 class RaggedBatch:
@@ -36,7 +38,28 @@ def ragged() -> RaggedBatch:
 
 
 def _padded(*rows: list[float]) -> Tensor:
-    # nan behind the end of a row: whatever reads it shows.
+    # NaN after the end of a row makes any use of the padding visible.
     return torch.tensor(
         [[*row, *[torch.nan] * (4 - len(row))] for row in rows], dtype=torch.float64
+    )
+
+
+def make_inputs(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropies: Tensor | None = None,
+) -> LossInputs:
+    """Return loss inputs; by default, the sampler is the old policy and all tokens are sampled."""
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=old_logprobs if rollout_logprobs is None else rollout_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropies=torch.zeros_like(logprobs) if entropies is None else entropies,
+        advantages=advantages,
+        mask=torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask,
     )

@@ -26,7 +26,7 @@ from ludus.trainer.algorithms.advantages import discounted_returns, gae, kl_pena
 from ludus.trainer.algorithms.aggregation import loss_denominator
 from ludus.trainer.algorithms.logits import entropy, token_logprobs
 from ludus.trainer.algorithms.moments import moments, whiten
-from ludus.trainer.algorithms.policy_loss import policy_gradient_loss
+from ludus.trainer.algorithms.policy_loss import LossInputs, policy_gradient_loss
 from ludus.trainer.algorithms.value_loss import value_loss
 from ludus.trainer.core.types import (
     Batch,
@@ -153,14 +153,16 @@ def train_step(
     for _ in range(2):
         new, entropies, values = policy.say(ids)
         loss = policy_gradient_loss(
-            logprobs=new,
-            old_logprobs=rollout if config.old_logprobs == "rollout" else old,
-            rollout_logprobs=rollout,
-            ref_logprobs=ref,
-            entropy=entropies,
-            advantages=advantages,
-            loss_mask=mask,
-            config=config,
+            LossInputs(
+                logprobs=new,
+                old_logprobs=rollout if config.old_logprobs == "rollout" else old,
+                rollout_logprobs=rollout,
+                ref_logprobs=ref,
+                entropies=entropies,
+                advantages=advantages,
+                mask=mask,
+            ),
+            config,
             denominator=denominator,
             entropy_coef=config.entropy_coef,
             kl_coef=config.kl_coef,

@@ -62,7 +62,7 @@ def test_it_is_trained_on_as_the_same_loss_of_ours(ragged: RaggedBatch) -> None:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("mean_of_all", r"expected to return a tensor of \[4, 4\], got one of \[\]"),
+        ("mean_of_all", r"must return a tensor of shape \[4, 4\], got a tensor of shape \[\]"),
         ("no_tensor", "got 0.5; return the loss of each token"),
         ("detached", "do not depend on logprobs"),
         ("fails", "raised KeyError: 'weights'"),

@@ -26,7 +26,7 @@ from ludus.proto.config import (
 from ludus.trainer.algorithms.advantages import group_advantages
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
 from ludus.trainer.algorithms.logits import entropy, token_logprobs
-from ludus.trainer.algorithms.policy_loss import LossTerms, policy_gradient_loss
+from ludus.trainer.algorithms.policy_loss import LossInputs, LossTerms, policy_gradient_loss
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -66,14 +66,16 @@ def run(
     rows = rows if rows is not None else [0, 1, 2, 3]
     new = batch.logprobs if logprobs is None else logprobs
     return policy_gradient_loss(
-        logprobs=new[rows],
-        old_logprobs=batch.old_logprobs[rows],
-        rollout_logprobs=batch.rollout_logprobs[rows],
-        ref_logprobs=batch.ref_logprobs[rows],
-        entropy=-new[rows],
-        advantages=group_advantages(batch.rewards[None], scale=scale).T[rows],
-        loss_mask=batch.mask[rows],
-        config=config,
+        LossInputs(
+            logprobs=new[rows],
+            old_logprobs=batch.old_logprobs[rows],
+            rollout_logprobs=batch.rollout_logprobs[rows],
+            ref_logprobs=batch.ref_logprobs[rows],
+            entropies=-new[rows],
+            advantages=group_advantages(batch.rewards[None], scale=scale).T[rows],
+            mask=batch.mask[rows],
+        ),
+        config,
         denominator=loss_denominator(batch.mask.sum(-1), config.aggregation, max_tokens=8),
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,
@@ -224,14 +226,16 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(seed: int, config: Algor
     denominator = loss_denominator(mask.sum(-1), config.aggregation, max_tokens=8)
     reinforce = aggregate(-advantages * logprobs, mask, config.aggregation, denominator)
     terms = policy_gradient_loss(
-        logprobs=logprobs,
-        old_logprobs=None,
-        rollout_logprobs=logprobs.detach(),
-        ref_logprobs=None,
-        entropy=entropy((features @ policy).log_softmax(-1)),
-        advantages=advantages,
-        loss_mask=mask,
-        config=config,
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),
+            rollout_logprobs=logprobs.detach(),
+            ref_logprobs=None,
+            entropies=entropy((features @ policy).log_softmax(-1)),
+            advantages=advantages,
+            mask=mask,
+        ),
+        config,
         denominator=denominator,
         entropy_coef=0.0,
         kl_coef=0.0,
@@ -249,14 +253,16 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
         optimizer.zero_grad()
         logprobs = token_logprobs(logits, torch.tensor([[0]]))
         policy_gradient_loss(
-            logprobs=logprobs,
-            old_logprobs=None,
-            rollout_logprobs=logprobs,
-            ref_logprobs=None,
-            entropy=entropy(logits.log_softmax(-1)),
-            advantages=torch.zeros(1, 1),
-            loss_mask=torch.tensor([[True]]),
-            config=GrpoConfig(),
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach(),
+                rollout_logprobs=logprobs,
+                ref_logprobs=None,
+                entropies=entropy(logits.log_softmax(-1)),
+                advantages=torch.zeros(1, 1),
+                mask=torch.tensor([[True]]),
+            ),
+            GrpoConfig(),
             denominator=1,
             entropy_coef=0.5,
             kl_coef=0.0,
@@ -266,16 +272,18 @@ def test_the_entropy_bonus_makes_a_uniform_policy_the_minimum() -> None:
 
 
 def test_a_kl_coefficient_without_reference_logprobs_is_refused(ragged: RaggedBatch) -> None:
-    with pytest.raises(ValueError, match=r"ref_logprobs expected a tensor for kl_coef = 0\.1"):
+    with pytest.raises(ValueError, match=r"ref_logprobs must be a tensor when kl_coef = 0\.1"):
         policy_gradient_loss(
-            logprobs=ragged.logprobs,
-            old_logprobs=None,
-            rollout_logprobs=ragged.rollout_logprobs,
-            ref_logprobs=None,
-            entropy=ragged.logprobs,
-            advantages=ragged.rewards[:, None],
-            loss_mask=ragged.mask,
-            config=EVERYTHING,
+            LossInputs(
+                logprobs=ragged.logprobs,
+                old_logprobs=ragged.logprobs.detach(),
+                rollout_logprobs=ragged.rollout_logprobs,
+                ref_logprobs=None,
+                entropies=ragged.logprobs,
+                advantages=ragged.rewards[:, None],
+                mask=ragged.mask,
+            ),
+            EVERYTHING,
             denominator=10,
             entropy_coef=0.0,
             kl_coef=0.1,
@@ -286,17 +294,19 @@ def test_advantages_without_a_second_axis_are_refused(ragged: RaggedBatch) -> No
     # [4] would quietly be read as one value per position of a [4, 4] batch.
     batch = replace(ragged)
     with pytest.raises(
-        ValueError, match=r"advantages expected shape \[4, 4\] or \[4, 1\], got \[4\]"
+        ValueError, match=r"advantages must have shape \[4, 4\] or \[4, 1\], got \[4\]"
     ):
         policy_gradient_loss(
-            logprobs=batch.logprobs,
-            old_logprobs=None,
-            rollout_logprobs=batch.rollout_logprobs,
-            ref_logprobs=None,
-            entropy=batch.logprobs,
-            advantages=batch.rewards,
-            loss_mask=batch.mask,
-            config=PLAIN,
+            LossInputs(
+                logprobs=batch.logprobs,
+                old_logprobs=batch.logprobs.detach(),
+                rollout_logprobs=batch.rollout_logprobs,
+                ref_logprobs=None,
+                entropies=batch.logprobs,
+                advantages=batch.rewards,
+                mask=batch.mask,
+            ),
+            PLAIN,
             denominator=10,
             entropy_coef=0.0,
             kl_coef=0.0,
@@ -382,14 +392,16 @@ def test_sequences_packed_into_one_row_have_the_loss_of_their_own_rows(
         return values[mask][None]
 
     together = policy_gradient_loss(
-        logprobs=packed(ragged.logprobs),
-        old_logprobs=packed(ragged.old_logprobs),
-        rollout_logprobs=packed(ragged.rollout_logprobs),
-        ref_logprobs=packed(ragged.ref_logprobs),
-        entropy=packed(-ragged.logprobs),
-        advantages=packed(advantages.expand(4, 4)),
-        loss_mask=packed(mask),
-        config=config,
+        LossInputs(
+            logprobs=packed(ragged.logprobs),
+            old_logprobs=packed(ragged.old_logprobs),
+            rollout_logprobs=packed(ragged.rollout_logprobs),
+            ref_logprobs=packed(ragged.ref_logprobs),
+            entropies=packed(-ragged.logprobs),
+            advantages=packed(advantages.expand(4, 4)),
+            mask=packed(mask),
+        ),
+        config,
         denominator=10,
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,
@@ -402,14 +414,16 @@ def test_advantages_carry_no_gradient_into_what_made_them(ragged: RaggedBatch) -
     advantages = torch.ones(4, 1, dtype=torch.float64, requires_grad=True)
     logprobs = ragged.logprobs.clone().requires_grad_()
     policy_gradient_loss(
-        logprobs=logprobs,
-        old_logprobs=None,
-        rollout_logprobs=ragged.rollout_logprobs,
-        ref_logprobs=None,
-        entropy=torch.zeros(4, 4),
-        advantages=advantages,
-        loss_mask=ragged.mask,
-        config=PLAIN,
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach(),
+            rollout_logprobs=ragged.rollout_logprobs,
+            ref_logprobs=None,
+            entropies=torch.zeros(4, 4),
+            advantages=advantages,
+            mask=ragged.mask,
+        ),
+        PLAIN,
         denominator=10,
         entropy_coef=0.0,
         kl_coef=0.0,

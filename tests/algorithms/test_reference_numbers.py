@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ludus.proto.config import ClipLoss, GspoLoss
 from ludus.trainer.algorithms.advantages import gae, group_advantages, returns
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
-from ludus.trainer.algorithms.losses import clip_loss, gspo_loss, kl
+from ludus.trainer.algorithms.policy_loss import clip_loss, gspo_loss, kl
 from ludus.trainer.algorithms.preference import bradley_terry_loss
 from ludus.trainer.algorithms.ratios import (
     geometric_mask,
@@ -19,6 +20,7 @@ from ludus.trainer.algorithms.ratios import (
     sequence_tis,
     token_tis,
 )
+from tests.algorithms.conftest import make_inputs
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -38,29 +40,34 @@ OLD = f64([[-1, -1, -1]])
 NEW = f64([[-1.69315, -1, -0.59453]])
 ROLLOUT = f64([[-0.5, -1.5, -0.8]])
 MASK = torch.ones(1, 3, dtype=torch.bool)
+PLAIN_CLIP = ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
+WIDE_GSPO = GspoLoss(clip_low=0.2, clip_high=0.2)
 
 
 def test_anchor_ppo_clip() -> None:
-    assert clip_loss(NEW, OLD, ADVANTAGES, 0.2, 0.2).mean().item() == pytest.approx(
-        -0.6333, abs=PRINTED_4
-    )
+    assert clip_loss(
+        make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP
+    ).losses.mean().item() == pytest.approx(-0.6333, abs=PRINTED_4)
 
 
 def test_anchor_gspo() -> None:
     ratio = sequence_log_ratio(NEW, OLD, MASK).exp()
-    loss = gspo_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2)
+    loss = gspo_loss(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
     assert ratio.tolist() == [pytest.approx([0.9086] * 3, abs=PRINTED_4)]
     assert loss.mean().item() == pytest.approx(-0.6057, abs=PRINTED_4)
 
 
 def test_anchor_token_tis() -> None:
-    loss = token_tis(OLD, ROLLOUT, cap=0.8) * clip_loss(NEW, OLD, ADVANTAGES, 0.2, 0.2)
+    loss = (
+        token_tis(OLD, ROLLOUT, cap=0.8)
+        * clip_loss(make_inputs(NEW, OLD, ADVANTAGES), PLAIN_CLIP).losses
+    )
     assert loss.mean().item() == pytest.approx(-0.4744, abs=PRINTED_4)
 
 
 def test_anchor_sequence_tis_with_gspo() -> None:
     weight = sequence_tis(OLD, ROLLOUT, MASK, cap=0.8)[:, None]
-    loss = weight * gspo_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2)
+    loss = weight * gspo_loss(make_inputs(NEW, OLD, ADVANTAGES), WIDE_GSPO).losses
     assert loss.mean().item() == pytest.approx(-0.4846, abs=PRINTED_4)
 
 
@@ -153,7 +160,9 @@ def test_table_advantages(
 )
 def test_table_clip_loss(ragged: RaggedBatch, scale: str, how: str, expected: float) -> None:
     advantages = group_advantages(ragged.rewards[None], scale=scale).reshape(4, 1)
-    loss = clip_loss(ragged.logprobs, ragged.old_logprobs, advantages, 0.2, 0.2)
+    loss = clip_loss(
+        make_inputs(ragged.logprobs, ragged.old_logprobs, advantages), PLAIN_CLIP
+    ).losses
     assert _mean(loss, ragged, how) == pytest.approx(expected, abs=PRINTED_7)
 
 
@@ -167,7 +176,9 @@ def test_table_k3(ragged: RaggedBatch, how: str, expected: float) -> None:
 
 def test_table_token_tis(ragged: RaggedBatch) -> None:
     advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
-    loss = clip_loss(ragged.logprobs, ragged.old_logprobs, advantages, 0.2, 0.2)
+    loss = clip_loss(
+        make_inputs(ragged.logprobs, ragged.old_logprobs, advantages), PLAIN_CLIP
+    ).losses
     weight = token_tis(ragged.old_logprobs, ragged.rollout_logprobs, cap=2)
     assert _mean(weight * loss, ragged, "token_mean") == pytest.approx(-0.0801720, abs=PRINTED_7)
 
@@ -192,9 +203,8 @@ def test_table_gspo_loss(
     ragged: RaggedBatch, clip_low: float, clip_high: float, expected: float
 ) -> None:
     advantages = group_advantages(ragged.rewards[None]).reshape(4, 1)
-    loss = gspo_loss(
-        ragged.logprobs, ragged.old_logprobs, advantages, ragged.mask, clip_low, clip_high
-    )
+    inputs = make_inputs(ragged.logprobs, ragged.old_logprobs, advantages, ragged.mask)
+    loss = gspo_loss(inputs, GspoLoss(clip_low=clip_low, clip_high=clip_high)).losses
     assert _mean(loss, ragged, "sequence_mean") == pytest.approx(expected, abs=PRINTED_7)
 
 

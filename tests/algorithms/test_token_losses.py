@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.proto.config import CispoLoss, ClipLoss, GspoLoss
 from ludus.trainer.algorithms.aggregation import aggregate, loss_denominator
-from ludus.trainer.algorithms.losses import (
+from ludus.trainer.algorithms.policy_loss import (
     cispo_loss,
     clip_loss,
     gspo_loss,
     is_clipped,
     kl,
 )
+from tests.algorithms.conftest import make_inputs
 
 if TYPE_CHECKING:
     from conftest import RaggedBatch
@@ -28,7 +30,10 @@ def loss_and_gradient(
 ) -> tuple[float, float]:
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     a = torch.tensor([[advantage]], dtype=torch.float64)
-    loss = clip_loss(logprob, torch.zeros_like(logprob), a, 0.2, 0.28, dual_clip)
+    loss = clip_loss(
+        make_inputs(logprob, torch.zeros_like(logprob), a),
+        ClipLoss(clip_low=0.2, clip_high=0.28, dual_clip=dual_clip),
+    ).losses
     loss.sum().backward()
     return loss.item(), logprob.grad.item()
 
@@ -70,15 +75,15 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones(
 def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
     advantage: float, difference: float
 ) -> None:
-    mask = torch.tensor([[True]])
-    for loss_of in (
-        lambda new, old, a: clip_loss(new, old, a, 0.2, 0.28),
-        lambda new, old, a: clip_loss(new, old, a, 0.2, 0.28, 3.0),
-        lambda new, old, a: gspo_loss(new, old, a, mask, 3e-4, 4e-4),
-        lambda new, old, a: cispo_loss(new, old, a, 1.0, 4.0),
+    for loss_function in (
+        lambda inputs: clip_loss(inputs, ClipLoss(dual_clip=None)),
+        lambda inputs: clip_loss(inputs, ClipLoss()),
+        lambda inputs: gspo_loss(inputs, GspoLoss()),
+        lambda inputs: cispo_loss(inputs, CispoLoss()),
     ):
         new = torch.tensor([[difference]], requires_grad=True)
-        loss = loss_of(new, torch.zeros(1, 1), torch.tensor([[advantage]]))
+        inputs = make_inputs(new, torch.zeros(1, 1), torch.tensor([[advantage]]))
+        loss = loss_function(inputs).losses
         loss.sum().backward()
         assert loss.isfinite().all() and new.grad.isfinite().all()
 
@@ -88,7 +93,8 @@ def test_gspo_has_the_gradient_of_the_loss_written_per_sequence(ragged: RaggedBa
     mask = ragged.mask
 
     per_token = ragged.logprobs.clone().requires_grad_()
-    loss = gspo_loss(per_token, ragged.old_logprobs, advantages[:, None], mask, 0.4, 0.4)
+    inputs = make_inputs(per_token, ragged.old_logprobs, advantages[:, None], mask)
+    loss = gspo_loss(inputs, GspoLoss(clip_low=0.4, clip_high=0.4)).losses
     aggregate(loss, mask, "sequence_mean", 4).backward()
 
     per_sequence = ragged.logprobs.clone().requires_grad_()
@@ -101,7 +107,8 @@ def test_gspo_has_the_gradient_of_the_loss_written_per_sequence(ragged: RaggedBa
 
 def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
     new = torch.tensor([[0.5, 2.0, 9.0]]).log().requires_grad_()
-    cispo_loss(new, torch.zeros(1, 3), torch.tensor([[2.0]]), 1.0, 4.0).sum().backward()
+    inputs = make_inputs(new, torch.zeros(1, 3), torch.tensor([[2.0]]))
+    cispo_loss(inputs, CispoLoss(clip_low=1.0, clip_high=4.0)).losses.sum().backward()
     torch.testing.assert_close(new.grad, torch.tensor([[-1.0, -4.0, -10.0]]))
 
 

@@ -190,7 +190,7 @@ async def test_a_worker_whose_model_is_not_there_ends_the_start_with_its_reason(
 ) -> None:
     before = set(running(ROLLOUT_WORKER))
     spec = replace(around.spec, model_path=str(tmp_path / "no-model"))
-    with pytest.raises(NotFoundError, match=r"no-model': no model can be loaded from there"):
+    with pytest.raises(NotFoundError, match=r"no-model': the model cannot be loaded"):
         await RolloutWorkers.start(spec, around.buffer(), around.placement)
     await eventually(lambda: set(running(ROLLOUT_WORKER)) <= before, within_s=WITHIN_S)
 

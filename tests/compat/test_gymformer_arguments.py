@@ -59,7 +59,7 @@ def test_an_rlhf_environment_is_not_made_of_it(
 def test_a_reward_model_that_is_none_is_told_by_its_argument(model: str) -> None:
     environment = RLHFEnv(model, Path(model), ["a b"], max_generation=1)
     environment.reset(seed=0)
-    refused(environment.step, "^reward_model = .*expected a reward model", action=5)
+    refused(environment.step, "^reward_model = .*must be a reward model", action=5)
 
 
 @pytest.mark.parametrize(

@@ -98,5 +98,5 @@ def test_a_critic_begins_at_0_and_learns_what_it_is_told(folder: str) -> None:
 def test_a_network_of_no_model_is_refused(tmp_path: Path) -> None:
     from ludus.proto.errors import NotFoundError
 
-    with pytest.raises(NotFoundError, match="no model can be loaded"):
+    with pytest.raises(NotFoundError, match="the model cannot be loaded"):
         LMActorNetwork(str(tmp_path), pad_token_id=PAD)

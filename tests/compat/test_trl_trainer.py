@@ -112,7 +112,7 @@ def test_rows_are_written_where_the_environment_reads_them(tmp_path: Path) -> No
         ({"reward_funcs": torch.nn.Linear(1, 1)}, "save a model with save_pretrained"),
         ({"args": {"output_dir": "x"}}, "GRPOConfig, got builtins.dict; change the import"),
         ({"model": None}, "model expected a Hugging Face id, .* got None"),
-        ({"model": "/nowhere"}, "no model can be loaded from there"),
+        ({"model": "/nowhere"}, "the model cannot be loaded"),
         ({"rollout_func": 5}, "rollout_func expected a function, got 5"),
         ({"rollout_func": len}, r"expected one of the signatures .* got \(obj\)"),
         ({"environment_factory": 5}, "environment_factory expected a class or a function"),

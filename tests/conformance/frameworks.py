@@ -31,7 +31,7 @@ from ludus.trainer.agents.player import AgentPlayer
 from ludus.trainer.agents.warm_start import AgentGames
 from ludus.trainer.core.interfaces import GenerateFn
 from ludus.trainer.core.types import Rollout, RolloutStatus, Sampling
-from ludus.trainer.learner.warm_start import Conversation, texts_of, to_sample, warm_start
+from ludus.trainer.learner.warm_start import Conversation, conversation_texts, to_sample, warm_start
 from ludus.trainer.models.chat import ChatTokenizer
 from ludus.trainer.models.tiny import make_model, make_tokenizer
 from ludus.trainer.rollout.episode import Player
@@ -207,7 +207,7 @@ async def _games(
 def _taught(games: list[Conversation], seed: int) -> tuple[PreTrainedModel, ChatTokenizer]:
     """A tiny model that has learned how answers to this agent look."""
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(texts_of(games), _MODEL.vocab_size)
+    tokenizer = make_tokenizer(conversation_texts(games), _MODEL.vocab_size)
     chat = ChatTokenizer(tokenizer)
     model = make_model(_MODEL, tokenizer, seed)
     warm_start(model, [to_sample(chat, one) for one in games], _MODEL, seed)

@@ -58,12 +58,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
     silent = SilentHub()
     monkeypatch.setattr(load.hub, "ENDPOINT", silent.address)
     monkeypatch.setattr(load.hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(load, "_HUB_ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(load, "HUB_TIMEOUT_S", 0.2)
     monkeypatch.setattr(load, "_minute", lambda: 0)
-    load._hub_answers.cache_clear()
+    load.is_hub_reachable.cache_clear()
     yield silent
     silent.close()
-    load._hub_answers.cache_clear()
+    load.is_hub_reachable.cache_clear()
 
 
 def put_in_cache(cache: Path, folder: Path) -> None:
@@ -75,7 +75,7 @@ def put_in_cache(cache: Path, folder: Path) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> None:
-    told = rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not answer.*HF_ENDPOINT"
+    told = rf"model\.path = '{MODEL}': Hugging Face \({hub.address}\) does not respond.*HF_ENDPOINT"
     for loads in (
         check_model_path,
         load.load_tokenizer,
@@ -91,7 +91,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(hub: SilentHub) -> N
 def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": MODEL}
     run = LanguageModelRun.model_validate({"model": model, "output_dir": str(tmp_path / "runs")})
-    with pytest.raises(NotFoundError, match="does not answer"):
+    with pytest.raises(NotFoundError, match="does not respond"):
         preflight(run, Resume.NEVER)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ludus.proto.config import GrpoConfig, LearnerConfig, RayWeightStore
 from ludus.trainer.actors import learner as learner_actor
 from ludus.trainer.actors.learner import LearnerActor
-from ludus.trainer.learner.device import take_device
+from ludus.trainer.learner.device import select_device
 from ludus.trainer.learner.learner import LearnerSpec
 
 
@@ -53,14 +53,14 @@ def test_a_rank_sets_one_of_the_gpus_that_it_sees(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
     cuda = show_gpus(monkeypatch, num_gpus)
-    assert take_device(rank) == torch.device("cuda", index)
+    assert select_device(rank) == torch.device("cuda", index)
     assert cuda.current == index
     assert "LOCAL_RANK" not in os.environ
 
 
 def test_a_rank_without_a_gpu_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = show_gpus(monkeypatch, 0)
-    assert take_device(1) == torch.device("cpu")
+    assert select_device(1) == torch.device("cpu")
     assert cuda.current is None
 
 

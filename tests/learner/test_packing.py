@@ -16,10 +16,10 @@ from ludus.trainer.learner.micro_batches import (
     MicroBatch,
     MicroBatchConfig,
     make_micro_batches,
-    one_micro_batch,
+    pack_one_micro_batch,
     split_samples,
 )
-from ludus.trainer.learner.model import Policy
+from ludus.trainer.learner.model import PolicyModel
 from ludus.trainer.learner.packing import RowCosts, lay_out
 from ludus.trainer.models.load import load_language_model
 from tests.learner.tiny_policy import make_batch
@@ -56,13 +56,15 @@ def all_micro_batches(batch: Batch, costs: RowCosts | None, max_tokens: int) -> 
     )
 
 
-def answers_by_tag(policy: Policy, micro_batches: list[MicroBatch]) -> dict[float, list[float]]:
+def answers_by_tag(
+    policy: PolicyModel, micro_batches: list[MicroBatch]
+) -> dict[float, list[float]]:
     """For each sample its log-probs and entropies, in the order of its tokens."""
     answers: dict[float, list[float]] = {}
     for micro_batch in micro_batches:
         output = policy(micro_batch.rows, temperature=0.7, wanted_entropy="value")
         logprobs, entropies = (
-            micro_batch.of_samples(v) for v in (output.logprobs, output.entropies)
+            micro_batch.gather_samples(v) for v in (output.logprobs, output.entropies)
         )
         for row, mask in enumerate(micro_batch.mask):
             of_sample = torch.cat([logprobs[row, mask], entropies[row, mask]]).tolist()
@@ -76,16 +78,16 @@ def prefixes(batch: Batch) -> set[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def policy(model_path: str) -> Policy:
+def policy(model_path: str) -> PolicyModel:
     """A tiny policy."""
-    return Policy(load_language_model(model_path)).eval()
+    return PolicyModel(load_language_model(model_path)).eval()
 
 
 @pytest.mark.slow
 @given(batch=batches(), max_tokens=st.sampled_from([8, 20, 1000]))
 @settings(max_examples=60, deadline=None)
 def test_packed_sequences_get_the_answers_that_they_get_alone(
-    policy: Policy, batch: Batch, max_tokens: int
+    policy: PolicyModel, batch: Batch, max_tokens: int
 ) -> None:
     with torch.no_grad():
         alone = answers_by_tag(policy, all_micro_batches(batch, None, max_tokens=1))
@@ -136,7 +138,7 @@ def test_sequences_without_a_common_prefix_cost_no_more_than_padded() -> None:
     assert packed <= padded
 
 
-def tiny_model(**changes: object) -> Policy:
+def tiny_model(**changes: object) -> PolicyModel:
     """A random policy of a few layers."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -148,7 +150,7 @@ def tiny_model(**changes: object) -> Policy:
         num_key_value_heads=2,
         **changes,
     )
-    return Policy(Qwen2ForCausalLM(config))
+    return PolicyModel(Qwen2ForCausalLM(config))
 
 
 def test_a_model_with_a_sliding_window_is_not_given_trees(
@@ -172,7 +174,7 @@ def test_a_model_that_takes_no_mask_of_ours_is_not_given_trees(
         lambda **inputs: forward(**{**inputs, "attention_mask": None}),
     )
     assert not can_pack_trees(policy, torch.float32, torch.device("cpu"))
-    assert "log-probs of packed sequences are off" in caplog.text
+    assert "log-probs of packed sequences differ" in caplog.text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -220,14 +222,14 @@ def test_one_micro_batch_holds_every_sample_in_order_however_unequal_their_lengt
         sample([3 + i] * length, [False] + [True] * (length - 1))
         for i, length in enumerate(lengths)
     ]
-    micro_batch = one_micro_batch(samples)
+    micro_batch = pack_one_micro_batch(samples)
     assert micro_batch.mask.sum(dim=1).tolist() == [length - 1 for length in lengths]
-    tokens = micro_batch.of_samples(micro_batch.rows.targets)
+    tokens = micro_batch.gather_samples(micro_batch.rows.targets)
     assert tokens[:, 0].tolist() == [3, 4, 5, 6, 7]
 
 
 def test_equal_tokens_with_different_masks_share_their_nodes() -> None:
-    micro_batch = one_micro_batch(
+    micro_batch = pack_one_micro_batch(
         [sample([3, 4, 5, 6], mask) for mask in ([False, True, True, False],) * 2]
     )
     both = collate(

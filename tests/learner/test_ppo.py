@@ -1,4 +1,4 @@
-"""The critic: values, targets and checkpoints of PPO, and divergence in the reward."""
+"""PPO: values, targets and checkpoints of the critic, and divergence in the reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from ludus.trainer.core.types import Coefficients, TrainingSample
 from ludus.trainer.data.batch import collate
 from ludus.trainer.learner.algorithm import make_algorithm
 from ludus.trainer.learner.learner import Learner
-from ludus.trainer.learner.micro_batches import one_micro_batch
+from ludus.trainer.learner.micro_batches import (
+    MicroBatchConfig,
+    make_micro_batches,
+    pack_one_micro_batch,
+)
 from ludus.trainer.learner.model import PolicyOutput
 from tests.learner.tiny_policy import make_batch, make_learner, make_samples
 
@@ -25,13 +29,13 @@ TETHERED = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.1)
 PPO = PpoConfig(geometric_mask=None)
 
 
-def weights(learner: Learner) -> torch.Tensor:
-    """All weights as one vector, the value head's among them."""
-    return torch.cat([p.detach().flatten() for p in learner._policy.parameters()])
+def weight_vector(learner: Learner) -> torch.Tensor:
+    """Return all weights, including those of the value head, as one vector."""
+    return torch.cat([p.detach().flatten() for p in learner.model.policy.parameters()])
 
 
-def three_turns(terminated: bool) -> TrainingSample:
-    """p s p s s p: rewards of 1 and 2 on the last token of its turns."""
+def two_turns(terminated: bool) -> TrainingSample:
+    """Return a sample of two turns (p s p s s p), with rewards 1 and 2 on their last tokens."""
     return TrainingSample(
         token_ids=[5, 6, 7, 8, 9, 10],
         loss_mask=[False, True, False, True, True, False],
@@ -42,8 +46,8 @@ def three_turns(terminated: bool) -> TrainingSample:
     )
 
 
-def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off() -> None:
-    samples = one_micro_batch([three_turns(terminated=True), three_turns(terminated=False)])
+def test_advantages_skip_unsampled_tokens_and_bootstrap_if_truncated() -> None:
+    samples = pack_one_micro_batch([two_turns(terminated=True), two_turns(terminated=False)])
     start = PolicyOutput(
         logprobs=torch.zeros(3),
         entropies=None,
@@ -51,57 +55,64 @@ def test_advantages_step_over_what_was_not_sampled_and_bootstrap_where_cut_off()
         last_values=torch.tensor([4.0, 4.0]),
     )
     algorithm = make_algorithm(PpoConfig(gamma=0.5, lam=0.5))
-    targets = algorithm.targets(samples, start, None, kl_coef=0.0)
+    targets = algorithm.make_targets(samples, start, None, kl_coef=0.0)
     # By hand, from the end: delta = r + 0.5 V' - V, A = delta + 0.25 A'.
-    ended, cut = [1.0 - 0.5 + 0.25 * a + 0.5 * 1.0 for a in (-0.125, 0.375)], [2.0 - 1.5, 2.5]
-    expected = torch.tensor([[ended[0], -0.125, cut[0]], [ended[1], 0.375, cut[1]]])
+    terminated, truncated = (
+        [1.0 - 0.5 + 0.25 * a + 0.5 * 1.0 for a in (-0.125, 0.375)],
+        [2.0 - 1.5, 2.5],
+    )
+    expected = torch.tensor(
+        [[terminated[0], -0.125, truncated[0]], [terminated[1], 0.375, truncated[1]]]
+    )
     assert torch.allclose(targets.advantages, expected)
     assert targets.critic is not None
     assert torch.allclose(targets.critic.returns, expected + torch.tensor([0.5, 1.0, 1.5]))
 
 
-def test_every_pass_over_a_batch_is_an_update_towards_the_same_targets(model_path: str) -> None:
-    batch = collate([three_turns(terminated=True)])
-    once, thrice = (make_learner(model_path, PPO, update_epochs=n) for n in (1, 3))
-    single, triple = once.train_step(batch, STEP), thrice.train_step(batch, STEP)
+def test_all_passes_over_a_batch_have_the_same_targets(model_path: str) -> None:
+    batch = collate([two_turns(terminated=True)])
+    one_pass, three_passes = (make_learner(model_path, PPO, update_epochs=n) for n in (1, 3))
+    single, triple = one_pass.train_step(batch, STEP), three_passes.train_step(batch, STEP)
     assert triple.num_tokens_trained == 3 * single.num_tokens_trained
     assert triple.num_tokens_in_batch == 3 * single.num_tokens_in_batch
     assert triple.explained_variance == single.explained_variance
     for _ in range(2):
-        once.train_step(batch, STEP)
+        one_pass.train_step(batch, STEP)
     assert triple.clip_ratio > 0, "the third pass is far from the policy that sampled"
-    assert not torch.allclose(weights(once), weights(thrice)), "new targets lead elsewhere"
+    assert not torch.allclose(weight_vector(one_pass), weight_vector(three_passes)), (
+        "new targets lead elsewhere"
+    )
 
 
-def test_the_value_head_has_a_learning_rate_of_its_own(model_path: str) -> None:
-    batch = collate([three_turns(terminated=True)])
+def test_value_head_has_a_separate_learning_rate(model_path: str) -> None:
+    batch = collate([two_turns(terminated=True)])
     learners = {
         rate: make_learner(
             model_path, PpoConfig(geometric_mask=None, critic=HeadCritic(learning_rate=rate))
         )
         for rate in (None, 1e-2, 1e-4)
     }
-    before = learners[None]._policy.value_head.weight.detach().clone()
+    start = learners[None].model.policy.value_head.weight.detach().clone()
     moved = {}
     for rate, learner in learners.items():
         learner.train_step(batch, STEP)
-        moved[rate] = (learner._policy.value_head.weight.detach() - before).abs().max().item()
+        moved[rate] = (learner.model.policy.value_head.weight.detach() - start).abs().max().item()
     assert moved[None] == moved[1e-2] == pytest.approx(100 * moved[1e-4], rel=1e-3)
     assert torch.equal(
-        learners[None]._policy.language_model.lm_head.weight,
-        learners[1e-4]._policy.language_model.lm_head.weight,
+        learners[None].model.policy.language_model.lm_head.weight,
+        learners[1e-4].model.policy.language_model.lm_head.weight,
     )
 
 
 @pytest.mark.slow
-def test_a_critic_learns_what_the_samples_earn(model_path: str) -> None:
+def test_critic_learns_the_returns(model_path: str) -> None:
     learner = make_learner(model_path, PpoConfig(geometric_mask=None, value_clip=None))
-    # What a sequence earns stands in its first token.
+    # The first token determines the reward of a sequence.
     batch = collate(
         [
-            replace(three_turns(terminated=True), token_ids=[first, 6, 7, 8, last, 10])
+            replace(two_turns(terminated=True), token_ids=[first, 6, 7, 8, last, 10])
             if first == 5
-            else replace(three_turns(True), token_ids=[first, 6, 7, 8, last, 10], rewards=[0.0] * 6)
+            else replace(two_turns(True), token_ids=[first, 6, 7, 8, last, 10], rewards=[0.0] * 6)
             for first in (5, 15)
             for last in range(30, 38)
         ]
@@ -110,12 +121,14 @@ def test_a_critic_learns_what_the_samples_earn(model_path: str) -> None:
     metrics = [learner.train_step(batch, slow) for _ in range(25)]
     first, last = metrics[0], metrics[-1]
     assert first.value_loss is not None and last.value_loss is not None
-    assert first.explained_variance == pytest.approx(0.0, abs=1e-6), "it begins with no opinion"
+    assert first.explained_variance == pytest.approx(0.0, abs=1e-6), (
+        "an untrained critic predicts 0"
+    )
     assert last.explained_variance is not None and last.explained_variance > 0.8
     assert last.value_loss < first.value_loss / 5
 
 
-def test_without_a_critic_there_is_nothing_said_of_one(model_path: str) -> None:
+def test_metrics_of_the_critic_are_none_without_a_critic(model_path: str) -> None:
     metrics = make_learner(model_path).train_step(make_batch(), STEP)
     assert metrics.value_loss is None
     assert metrics.explained_variance is None
@@ -123,7 +136,7 @@ def test_without_a_critic_there_is_nothing_said_of_one(model_path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [{"max_tokens_per_micro_batch": 40}, {"packing": "pad"}])
-def test_a_step_with_a_critic_depends_on_no_cut_and_no_packing(
+def test_step_with_critic_does_not_depend_on_packing(
     model_path: str, config: dict[str, object]
 ) -> None:
     batch = make_batch(num_samples=24, prefix_tokens=6)
@@ -136,28 +149,24 @@ def test_a_step_with_a_critic_depends_on_no_cut_and_no_packing(
 
 
 @pytest.mark.slow
-def test_stop_and_resume_with_a_critic_is_exact_to_the_bit(model_path: str, tmp_path: Path) -> None:
-    straight = make_learner(model_path, PPO)
-    straight.train_step(make_batch(seed=1), STEP)
-    straight.save(tmp_path / "state")
-    straight.train_step(make_batch(seed=2), STEP)
+def test_resume_with_critic_is_bit_exact(model_path: str, tmp_path: Path) -> None:
+    uninterrupted = make_learner(model_path, PPO)
+    uninterrupted.train_step(make_batch(seed=1), STEP)
+    uninterrupted.save(tmp_path / "state")
+    uninterrupted.train_step(make_batch(seed=2), STEP)
     resumed = make_learner(model_path, PPO)
     resumed.load(tmp_path / "state")
     resumed.train_step(make_batch(seed=2), STEP)
-    assert torch.equal(weights(resumed), weights(straight))
+    assert torch.equal(weight_vector(resumed), weight_vector(uninterrupted))
 
 
-def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_checkpoint_without_a_needed_critic_is_refused(model_path: str, tmp_path: Path) -> None:
     make_learner(model_path).save(tmp_path / "state")
     with pytest.raises(CheckpointError, match="value_head"):
         make_learner(model_path, PPO).load(tmp_path / "state")
 
 
-def test_the_value_head_is_not_published_and_lies_beside_the_exported_model(
-    model_path: str, tmp_path: Path
-) -> None:
+def test_value_head_is_exported_but_not_published(model_path: str, tmp_path: Path) -> None:
     learner = make_learner(model_path, PPO)
     learner.train_step(make_batch(), STEP)
     assert learner.full_state().keys() == make_learner(model_path).full_state().keys()
@@ -176,29 +185,36 @@ def test_the_value_head_is_not_published_and_lies_beside_the_exported_model(
         PpoConfig(kl_coef=0.1, kl_placement="reward", kl_estimator="k1", geometric_mask=None),
     ],
 )
-def test_divergence_in_the_reward_pulls_the_policy_back(
+def test_divergence_in_the_reward_changes_the_policy(
     model_path: str, algorithm: AlgorithmConfig
 ) -> None:
-    """With nothing else to earn, it is all there is to learn from."""
+    """The divergence is the only reward."""
     learner = make_learner(model_path, algorithm)
     free = replace(TETHERED, kl=0.0)
     learner.train_step(make_batch(num_samples=24), free)
-    nothing = [
+    samples_without_rewards = [
         replace(s, advantages=[0.0] * len(s.token_ids), rewards=[0.0] * len(s.token_ids))
         for s in make_samples(24)
     ]
-    batch = collate(nothing)
-    before = weights(learner)
+    batch = collate(samples_without_rewards)
+    start = weight_vector(learner)
     metrics = learner.train_step(batch, TETHERED)
     assert metrics.reference_kl > 1e-4
-    assert not torch.equal(weights(learner), before)
+    assert not torch.equal(weight_vector(learner), start)
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one(model_path: str) -> None:
-    learner = make_learner(model_path, PPO, max_tokens_per_micro_batch=64)
-    micro_batches = learner._cut(make_batch(num_samples=24), np.arange(24))
+    learner = make_learner(model_path, PPO)
+    config = MicroBatchConfig(max_tokens=64, costs=None)
+    micro_batches = make_micro_batches(make_batch(num_samples=24), np.arange(24), config)
     assert len(micro_batches) > 1
-    [targets] = learner._targets([micro_batches], STEP)
+    algorithm = make_algorithm(PPO)
+    with torch.no_grad():
+        raw_targets = [
+            algorithm.make_targets(part, learner.model(part.rows, 1.0), None, kl_coef=0.0)
+            for part in micro_batches
+        ]
+    [targets] = algorithm.whiten_targets([raw_targets], [micro_batches])
     values = torch.cat([t.advantages[p.mask] for t, p in zip(targets, micro_batches, strict=True)])
     assert values.mean().item() == pytest.approx(0.0, abs=1e-5)
     assert values.std().item() == pytest.approx(1.0, abs=1e-4)

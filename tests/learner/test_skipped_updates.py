@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from ludus.trainer.core.ragged import Ragged
 from ludus.trainer.core.types import Batch, Coefficients
 from ludus.trainer.learner.learner import Learner
+from ludus.trainer.learner.model import gather_state
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.learner.step_metrics import StepMetrics
 from tests.learner.tiny_policy import make_batch, make_learner, make_policy_folder
@@ -21,83 +22,84 @@ from tests.learner.tiny_policy import make_batch, make_learner, make_policy_fold
 PLAIN = Coefficients(learning_rate=1e-2, entropy=0.0, kl=0.0)
 
 
-def spoilt(batch: Batch) -> Batch:
-    """The batch with one advantage that is not finite."""
+def make_infinite(batch: Batch) -> Batch:
+    """Return the batch with one infinite advantage."""
     advantages = [row.copy() for row in batch.advantages]
     advantages[0][np.flatnonzero(advantages[0])[0]] = np.inf
     return replace(batch, advantages=Ragged.of(advantages, np.float32))
 
 
-def weights_of(learner: Learner) -> torch.Tensor:
-    """All weights as one vector."""
-    return torch.cat([tensor.flatten() for tensor in learner.full_state().values()])
+def weight_vector(learner: Learner) -> torch.Tensor:
+    """Return all weights as one vector; a collective."""
+    state = gather_state(learner.model.named_parameters())
+    return torch.cat([tensor.flatten() for tensor in state.values()]).detach()
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(model_path: str) -> None:
+def test_update_with_an_infinite_gradient_is_skipped_and_counted(model_path: str) -> None:
     learner = make_learner(model_path)
-    before = weights_of(learner)
-    first = learner.train_step(spoilt(make_batch()), PLAIN)
-    second = learner.train_step(spoilt(make_batch()), PLAIN)
-    assert torch.equal(weights_of(learner), before)
+    start = weight_vector(learner)
+    first = learner.train_step(make_infinite(make_batch()), PLAIN)
+    second = learner.train_step(make_infinite(make_batch()), PLAIN)
+    assert torch.equal(weight_vector(learner), start)
     assert first.grad_norm is None
     assert (first.num_skipped_updates, first.num_skipped_in_a_row) == (1, 1)
     assert (second.num_skipped_updates, second.num_skipped_in_a_row) == (1, 2)
 
 
-def test_after_a_skipped_update_training_goes_on_as_if_it_had_not_been(model_path: str) -> None:
-    plain, spoilt_once = make_learner(model_path), make_learner(model_path)
-    spoilt_once.train_step(spoilt(make_batch(seed=1)), PLAIN)
-    one, other = (learner.train_step(make_batch(), PLAIN) for learner in (plain, spoilt_once))
-    assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
-    assert other.num_skipped_in_a_row == 0
-    assert torch.equal(weights_of(plain), weights_of(spoilt_once))
+def test_skipped_update_does_not_affect_later_updates(model_path: str) -> None:
+    plain, after_skip = make_learner(model_path), make_learner(model_path)
+    after_skip.train_step(make_infinite(make_batch(seed=1)), PLAIN)
+    first, second = (learner.train_step(make_batch(), PLAIN) for learner in (plain, after_skip))
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    assert second.num_skipped_in_a_row == 0
+    assert torch.equal(weight_vector(plain), weight_vector(after_skip))
 
 
-def test_of_several_minibatches_only_the_spoilt_one_is_skipped(model_path: str) -> None:
+def test_only_the_minibatch_with_an_infinite_gradient_is_skipped(model_path: str) -> None:
     learner = make_learner(model_path, num_minibatches=4)
-    before = weights_of(learner)
-    metrics = learner.train_step(spoilt(make_batch()), PLAIN)
+    start = weight_vector(learner)
+    metrics = learner.train_step(make_infinite(make_batch()), PLAIN)
     assert metrics.num_skipped_updates == 1
     assert metrics.grad_norm is not None and np.isfinite(metrics.grad_norm)
-    after = weights_of(learner)
-    assert torch.isfinite(after).all()
-    assert not torch.equal(after, before)
+    end = weight_vector(learner)
+    assert torch.isfinite(end).all()
+    assert not torch.equal(end, start)
 
 
-def test_a_rank_skips_what_another_rank_cannot_take(
+def test_all_ranks_skip_an_update_that_fails_on_one_rank(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner(model_path)
-    before = weights_of(learner)
+    start = weight_vector(learner)
     reduce = dist.all_reduce
 
-    def with_a_spoilt_rank(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM) -> None:
+    def reduce_with_a_failed_rank(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM) -> None:
         if op == dist.ReduceOp.MIN:
             tensor.zero_()
         else:
             reduce(tensor)
 
-    monkeypatch.setattr(dist, "all_reduce", with_a_spoilt_rank)
+    monkeypatch.setattr(dist, "all_reduce", reduce_with_a_failed_rank)
     assert learner.train_step(make_batch(), PLAIN).num_skipped_updates == 1
-    assert torch.equal(weights_of(learner), before)
+    assert torch.equal(weight_vector(learner), start)
 
 
-def train_spoilt(rank: int, folder: str) -> None:
-    """Take a spoilt and a good step as one of two ranks; leave what came of them."""
+def train_rank(rank: int, folder: str) -> None:
+    """Take an infinite and a finite step as one of two ranks, and save the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     learner = make_learner(f"{folder}/model", max_tokens_per_micro_batch=64)
-    metrics = [learner.train_step(b, PLAIN) for b in (spoilt(make_batch()), make_batch())]
-    torch.save((metrics, weights_of(learner)), f"{folder}/rank-{rank}.pt")
+    metrics = [learner.train_step(b, PLAIN) for b in (make_infinite(make_batch()), make_batch())]
+    torch.save((metrics, weight_vector(learner)), f"{folder}/rank-{rank}.pt")
     del learner
     leave_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ranks_agree_on_what_they_skip(tmp_path: Path) -> None:
+def test_ranks_skip_the_same_updates(tmp_path: Path) -> None:
     make_policy_folder(tmp_path / "model")
-    mp.spawn(train_spoilt, args=(str(tmp_path),), nprocs=2)
+    mp.spawn(train_rank, args=(str(tmp_path),), nprocs=2)
     outcomes: list[tuple[list[StepMetrics], torch.Tensor]] = [
         torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)
     ]

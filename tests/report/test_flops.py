@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.trainer.models.flops import TrainingWork, known_peak, peak_flops
+from ludus.trainer.models.flops import TrainingWork, gpu_peak_flops, peak_flops
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def model(*, tied: bool = False) -> Qwen2ForCausalLM:
 
 
 def work(of: Qwen2ForCausalLM, num_devices: int = 1) -> TrainingWork:
-    return TrainingWork.of([of], CPU, torch.float32, num_devices)
+    return TrainingWork.for_models([of], CPU, torch.float32, num_devices)
 
 
 def test_a_token_takes_six_flops_for_each_weight_that_it_is_multiplied_with() -> None:
@@ -88,7 +88,7 @@ def test_long_sequences_take_more_for_each_token() -> None:
 )
 def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, tera: float | None) -> None:
     expected = None if tera is None else tera * 1e12
-    assert known_peak(name, torch.bfloat16) == expected
+    assert gpu_peak_flops(name, torch.bfloat16) == expected
 
 
 def test_a_cpu_is_measured() -> None:

@@ -38,7 +38,7 @@ class ScriptedPolicy:
         if self._on_call is not None:
             self._on_call()
         text = next(self._script)
-        token_ids = self._chat.answer_ids(text.removesuffix("..."))
+        token_ids = self._chat.encode_completion(text.removesuffix("..."))
         stopped = not text.endswith("...")
         token_ids = token_ids if stopped else token_ids[:-1]
         return Completion(token_ids, [-1.0] * len(token_ids), self.version, stopped)

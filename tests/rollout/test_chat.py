@@ -28,7 +28,7 @@ def test_two_turns_equal_the_template_over_the_whole_conversation(
 ) -> None:
     chat = ChatTokenizer(tokenizer)
     grown = chat.first_prompt(user("hard 16 vs 10"))
-    grown += chat.answer_ids("HIT")
+    grown += chat.encode_completion("HIT")
     grown += chat.next_prompt(user("hard 19 vs 10"), ended=True)
     whole = tokenizer.apply_chat_template(
         [*user("hard 16 vs 10"), {"role": "assistant", "content": "HIT"}, *user("hard 19 vs 10")],
@@ -50,15 +50,15 @@ def test_what_was_sampled_is_read_back_whatever_bytes_it_holds(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    assert chat.decode(chat.answer_ids("naïve ♠ 東")) == "naïve ♠ 東"
+    assert chat.decode(chat.encode_completion("naïve ♠ 東")) == "naïve ♠ 東"
 
 
 def test_frequent_words_are_one_token_and_any_text_can_be_said(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     chat = ChatTokenizer(tokenizer)
-    assert len(chat.answer_ids("HIT")) == 2, "the word and the end token"
-    assert len(chat.answer_ids("xyzzy")) > 2
+    assert len(chat.encode_completion("HIT")) == 2, "the word and the end token"
+    assert len(chat.encode_completion("xyzzy")) > 2
 
 
 def test_a_template_that_leaves_out_the_assistant_is_refused(
@@ -68,7 +68,7 @@ def test_a_template_that_leaves_out_the_assistant_is_refused(
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
         "{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="takes no conversation of the roles user, assistant"):
+    with pytest.raises(ConfigError, match="refuses conversations with the roles user, assistant"):
         ChatTokenizer(tokenizer)
 
 

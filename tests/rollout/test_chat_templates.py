@@ -50,7 +50,7 @@ def grow(chat: ChatTokenizer, exchanges: list[tuple[str, str]], question: str) -
     grown = Grown(chat, [], [])
     for said, answer in exchanges:
         ask(grown, [user(said)])
-        grown.token_ids += chat.answer_ids(answer)
+        grown.token_ids += chat.encode_completion(answer)
     ask(grown, [user(question)])
     return grown
 

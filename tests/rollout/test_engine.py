@@ -11,8 +11,8 @@ import torch
 
 from ludus.trainer.core.interfaces import EngineOutput, EngineRequest
 from ludus.trainer.core.types import Sampling, ScoringRequest
-from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
-from ludus.trainer.learner.model import Policy
+from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
+from ludus.trainer.learner.model import PolicyModel
 from tests.rollout.engine_pair import (
     CANARY_PROMPT,
     END_TOKEN_ID,
@@ -146,7 +146,7 @@ def test_a_probe_is_scored_while_requests_are_in_flight(pair: EnginePair) -> Non
 @pytest.mark.slow
 def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
     temperature = 0.8
-    policy = Policy(pair.model)
+    policy = PolicyModel(pair.model)
     requests = make_requests(16, temperature=temperature)
     for seed in range(3):
         pair.sync(seed)
@@ -155,9 +155,11 @@ def test_sampler_and_learner_agree_after_every_sync(pair: EnginePair) -> None:
             output = outputs[request.request_id]
             token_ids = request.prompt_ids + output.token_ids
             sampled = [index >= len(request.prompt_ids) for index in range(len(token_ids))]
-            micro_batch = one_micro_batch([unscored_sample(token_ids, sampled)])
+            micro_batch = pack_one_micro_batch([unscored_sample(token_ids, sampled)])
             with torch.no_grad():
-                logprobs = micro_batch.of_samples(policy(micro_batch.rows, temperature).logprobs)
+                logprobs = micro_batch.gather_samples(
+                    policy(micro_batch.rows, temperature).logprobs
+                )
             assert logprobs[0].tolist() == pytest.approx(output.logprobs, abs=TOLERANCE)
 
 

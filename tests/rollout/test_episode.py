@@ -39,7 +39,7 @@ async def test_exactly_the_sampled_tokens_are_in_the_mask(
     [sequence] = rollout.sequences
     pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
     sampled = [token for token, is_sampled in pairs if is_sampled]
-    assert sampled == chat.answer_ids("HIT") + chat.answer_ids("STAND")
+    assert sampled == chat.encode_completion("HIT") + chat.encode_completion("STAND")
     logprobs = zip(sequence.logprobs, sequence.loss_mask, strict=True)
     assert [logprob for logprob, is_sampled in logprobs if is_sampled] == [-1.0] * 4
     assert not sequence.loss_mask[0], "the first token of a sequence has no log-prob"

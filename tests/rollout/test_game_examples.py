@@ -66,7 +66,9 @@ async def test_legal_moves_reach_the_end_of_the_game(example: str) -> None:
             rollout = await player.play(seed, sampling_of(limits))
             [sequence] = rollout.sequences
             assert len(sequence.token_ids) <= limits.max_tokens
-            assert all(len(chat.answer_ids(one)) <= limits.max_completion_tokens for one in answers)
+            assert all(
+                len(chat.encode_completion(one)) <= limits.max_completion_tokens for one in answers
+            )
             assert len(rollout.turns) == len(answers)
             if rollout.status is not RolloutStatus.TERMINATED:
                 assert example.startswith("chess"), "only chess is cut off"

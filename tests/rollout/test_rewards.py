@@ -224,7 +224,11 @@ async def test_functions_see_prompts_completions_and_every_field_of_the_rollout(
             {"role": "assistant", "content": "ADD 7"},
         ]
     ]
-    sampled = [*chat.answer_ids("ADD 1"), *chat.answer_ids("ADD 2"), *chat.answer_ids("ADD 7")]
+    sampled = [
+        *chat.encode_completion("ADD 1"),
+        *chat.encode_completion("ADD 2"),
+        *chat.encode_completion("ADD 7"),
+    ]
     assert call["completion_ids"] == [sampled]
     assert call["episode_return"] == [10.0]
     assert (call["status"], call["terminated"]) == (["truncated"], [False])

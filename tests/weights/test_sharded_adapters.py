@@ -19,7 +19,7 @@ from ludus.trainer.learner.lora import (
     base_state,
     set_adapters_enabled,
 )
-from ludus.trainer.learner.model import prepare
+from ludus.trainer.learner.model import prepare_model
 from ludus.trainer.learner.process_group import leave_process_group
 from ludus.trainer.weights.adapters import AdapterMerger
 from tests.weights.test_adapters import CONFIG, IDS, make_model
@@ -55,7 +55,7 @@ def train_adapters(rank: int, folder: str) -> None:
     torch.manual_seed(1)
     add_adapters(model, CONFIG)
     settings = LearnerConfig(activation_checkpointing=True)
-    policy = prepare(Scorer(model), settings, init_device_mesh("cpu", (NUM_RANKS,)))  # type: ignore[arg-type]
+    policy = prepare_model(Scorer(model), settings, init_device_mesh("cpu", (NUM_RANKS,)))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=3e-2)
     for _ in range(4):
         (-policy(IDS).sum()).backward()

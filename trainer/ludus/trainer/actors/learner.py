@@ -18,7 +18,7 @@ from ludus.trainer.actors.weight_store import make_store
 from ludus.trainer.core.functions import Function, take_functions
 from ludus.trainer.core.interfaces import PublishedWeights
 from ludus.trainer.core.types import Batch, Coefficients, SavedFile, ScoringRequest
-from ludus.trainer.learner.device import take_device
+from ludus.trainer.learner.device import select_device
 from ludus.trainer.learner.learner import Learner, LearnerSpec, StepMetrics
 from ludus.trainer.setup.shared_folder import FolderToken
 from ludus.trainer.weights import cast_floats, make_manifest
@@ -51,7 +51,7 @@ class LearnerActor:
         self, address: str, num_ranks: int, spec: LearnerSpec, weights: WeightStoreConfig
     ) -> None:
         """Join the ranks and load the model."""
-        device = take_device(self._rank)
+        device = select_device(self._rank)
         has_gpu = device.type == "cuda"
         self._timeout_s = spec.config.collective_timeout_s
         with self._meeting_others():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ludus.proto.errors import ActionParseError
 from ludus.trainer.agents.exchange import Asked, FunctionCall, Said, TokenSaid
 from ludus.trainer.core.types import Completion
-from ludus.trainer.models.chat import ChatTokenizer, begin_of_answer, split_reasoning
+from ludus.trainer.models.chat import ChatTokenizer, split_reasoning, thoughts_end
 from ludus.trainer.rollout.tool_calls import end_of_first_call, read_calls, words_beside_calls
 
 
@@ -79,7 +79,7 @@ def read_said(text: str, *, with_calls: bool) -> Said:
 
 def _find_cut(text: str, asked: Asked) -> tuple[int, int]:
     """Where what the agent is told ends, and where what is kept ends."""
-    begin = begin_of_answer(text)
+    begin = thoughts_end(text)
     found = [
         (place, place + len(stop)) for stop in asked.stop if (place := text.find(stop, begin)) >= 0
     ]

@@ -210,7 +210,7 @@ class ConversationTree:
         for answer, following in rest:
             sampled = self._sampled(answer, token_ids)
             if sampled is None:
-                token_ids += chat.shown_answer_ids(answer.text)
+                token_ids += chat.encode_rendered_completion(answer.text)
             else:
                 token_ids += sampled.token_ids
             ended = sampled is None or sampled.stopped

@@ -1,13 +1,14 @@
 """The mathematics of training: pure functions of tensors that can be checked against papers.
 
-    rewards --advantages, moments--> credit of each token --+
-    logits --logits--> log-probs --ratios, losses--> loss of each token --aggregation--> scalar
+    rewards --advantages, moments--> advantage of each token --+
+    logits --logits--> log-probs --ratios--> policy_loss ------+--aggregation--> scalar
 
-`policy_loss` puts them together for one micro-batch, `value_loss` is a critic's, `preference`
-a reward model's.
+`policy_loss` is the loss of the policy for one micro-batch, `value_loss` that of a critic, and
+`preference` that of a reward model.
 
-What papers and projects call it, and what the section `algorithm` says for it (`kind` is "grpo"
-where nothing else stands; losses, corrections and divergence combine freely unless refused):
+Names from papers and projects, with the settings of the section `algorithm` that select them
+(`kind` is "grpo" unless stated otherwise; losses, corrections and divergences combine freely
+unless the configuration refuses a combination):
 
     GRPO          scale = "group", aggregation = "sequence_mean", kl_coef > 0
     Dr. GRPO      aggregation = "constant"
@@ -15,11 +16,11 @@ where nothing else stands; losses, corrections and divergence combine freely unl
     DAPO          scale = "group", loss.clip_high = 0.28, zero_variance_groups = "replace"
     GSPO          loss.kind = "gspo", aggregation = "sequence_mean"
     CISPO         loss.kind = "cispo"
-    REINFORCE++   kind = "reinforce", kl_placement = "reward"; with baseline = "mean" its
+    REINFORCE++   kind = "reinforce", kl_placement = "reward"; add baseline = "mean" for its
                   -baseline form
     PPO           kind = "ppo"
     decoupled     old_logprobs = "recompute" with a correction; old_logprobs = "rollout" with
                   correction.kind = "off" is the two-policy form
 
-Presets (`ludus.proto.config.presets`) hold the settings of whole projects.
+Presets (`ludus.proto.config.presets`) contain the settings of whole projects.
 """

@@ -1,4 +1,4 @@
-"""What the losses need from a model's logits.
+"""Log-probs and entropies from a model's logits.
 
 Shapes: ... = any leading axes, V = vocabulary.
 """
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) [...] at `targets` [...], for `logits` [..., V].
+    """Return log softmax(logits / temperature) [...] at `targets` [...], for `logits` [..., V].
 
-    The chosen logit minus logsumexp, in float32 or better: no [..., V] tensor of log-probabilities
-    is kept.
+    The result is the target's logit minus logsumexp, in float32 or better. No [..., V] tensor of
+    log-probs is kept.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
-    chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return chosen - logits.logsumexp(-1)
+    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return target_logits - logits.logsumexp(-1)
 
 
 def entropy(logprobs: Tensor) -> Tensor:
-    """-sum(p * log p) [...] in nats, for the log p [..., V] of a whole distribution.
+    """Return -sum(p * log p) [...] in nats, for the log p [..., V] of a whole distribution.
 
     A token that cannot be sampled has log p = -inf and adds nothing.
     """

@@ -1,11 +1,11 @@
-"""Ratios between policies, and the weights that correct for sampling from another one.
+"""Ratios between policies, and weights that correct for sampling from another policy.
 
-    log mu    rollout_logprobs   the sampler: what the generator returned
+    log mu    rollout_logprobs   the sampler: the log-probs that the engine returned
     log pi'   old_logprobs       the learner when the optimizer step began
     log pi    logprobs           the learner now
 
-The loss clips pi / pi' (how far this step has moved); rho = pi' / mu is corrected by a weight
-(how stale, and how different in its numerics, the sampler was). Keeping the two apart is
+The loss clips pi / pi' (the distance that this step has moved). The difference rho = pi' / mu
+(staleness and numerics of the sampler) is corrected by a weight. Keeping the two apart is
 decoupled PPO (arXiv 2110.00641, 2505.24298).
 
 Shapes: N = sequences, T = token positions. Masks are bool, True = sampled by the policy.
@@ -17,28 +17,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ludus.proto.config import Correction, IcePop, SequenceMask, SequenceTis, TokenTis
+
 _MAX_LOG_RATIO = 20.0
-"""Keeps exp() finite: an infinite ratio times a zero advantage, or gradient, is nan."""
+"""Bound that keeps exp() finite: an infinite ratio times a zero advantage, or gradient, is NaN."""
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """log r_t = log pi - log pi' [N, T], within +-20."""
+    """Return log r_t = log pi - log pi' [N, T], within +-20."""
     return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log s_{i,t} [N, T] of GSPO (arXiv 2507.18071): one value per row, gradient per token.
+    """Return log s_{i,t} [N, T] of GSPO: one value per row, with a gradient per token.
 
     log s_i = mean over tokens of (log pi - log pi'), and, with sg the stop-gradient,
-    log s_{i,t} = sg[log s_i] + log pi_t - sg[log pi_t].
+    log s_{i,t} = sg[log s_i] + log pi_t - sg[log pi_t] (arXiv 2507.18071).
     """
     log_s = _row_mean(logprobs - old_logprobs, mask).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return log_s.detach()[:, None] + logprobs - logprobs.detach()
 
 
+def correction_weight(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: Correction
+) -> Tensor:
+    """Return the weight for rho of the configured correction, [N, T] or [N, 1]."""
+    match correction:
+        case TokenTis(cap=cap):
+            return token_tis(old_logprobs, rollout_logprobs, cap)
+        case SequenceTis(cap=cap):
+            return sequence_tis(old_logprobs, rollout_logprobs, mask, cap)[:, None]
+        case SequenceMask(cap=cap):
+            return sequence_mask(old_logprobs, rollout_logprobs, mask, cap)[:, None]
+        case IcePop(low=low, high=high):
+            return icepop(old_logprobs, rollout_logprobs, low, high)
+    return torch.ones_like(old_logprobs)
+
+
 @torch.no_grad()
 def token_tis(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """min(rho_t, cap) [N, T]: truncated importance weight per token (arXiv 1802.01561)."""
+    """Return min(rho_t, cap) [N, T]: a truncated importance weight per token (arXiv 1802.01561)."""
     return (old_logprobs - rollout_logprobs).exp().clamp(max=cap)
 
 
@@ -46,7 +64,7 @@ def token_tis(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Ten
 def sequence_tis(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float
 ) -> Tensor:
-    """min(rho_i, cap) [N], rho_i the product of a row's rho_t."""
+    """Return min(rho_i, cap) [N], with rho_i the product of a row's rho_t."""
     return _row_sum(old_logprobs - rollout_logprobs, mask).exp().clamp(max=cap)
 
 
@@ -54,7 +72,10 @@ def sequence_tis(
 def sequence_mask(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float
 ) -> Tensor:
-    """rho_i [N], and 0 where it exceeds cap. Long rows exceed any cap: see geometric_mask."""
+    """Return rho_i [N], or 0 if it exceeds `cap`.
+
+    The product exceeds any cap in a long enough row; `geometric_mask` does not have that problem.
+    """
     weight = _row_sum(old_logprobs - rollout_logprobs, mask).exp()
     return torch.where(weight > cap, 0.0, weight)
 
@@ -63,7 +84,7 @@ def sequence_mask(
 def geometric_mask(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
 ) -> Tensor:
-    """True [N] where the geometric mean of a row's rho_t is in [low, high].
+    """Return a bool mask [N] of rows whose geometric mean of rho_t is in [low, high].
 
     Unlike the product, the mean of many small differences does not grow with the row's length.
     """
@@ -73,7 +94,7 @@ def geometric_mask(
 
 @torch.no_grad()
 def icepop(old_logprobs: Tensor, rollout_logprobs: Tensor, low: float, high: float) -> Tensor:
-    """rho_t [N, T], and 0 where it is outside [low, high] (arXiv 2510.18855)."""
+    """Return rho_t [N, T], or 0 outside [low, high] (arXiv 2510.18855)."""
     weight = (old_logprobs - rollout_logprobs).exp()
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)
 

@@ -1,7 +1,7 @@
 """The loss that one micro-batch adds to an optimizer step of a critic.
 
 Shapes: N = sequences, T = token positions. Masks are bool [N, T], True = sampled by the policy.
-What stands outside the mask is never read: it may be nan, and its gradient is exactly zero.
+Values outside the mask are not used: they may be NaN, and their gradient is exactly zero.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ def value_loss(
     clip: float | None,
     denominator: float,
 ) -> Tensor:
-    """This part's share, a scalar, of the step's mean squared error (arXiv 1707.06347).
+    """Return these rows' share of the step's mean squared error, a scalar (arXiv 1707.06347).
 
         0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
 
-    The clip holds a prediction that went further than `clip` from `old_values`, those when the
-    optimizer step began (https://github.com/openai/baselines, `ppo2`); None does not clip.
-    All are [N, T]. `denominator` is the sampled tokens of the whole optimizer step, whatever
-    the aggregation of the policy loss.
+    Args:
+        values: [N, T] predictions of the critic.
+        old_values: [N, T] predictions when the optimizer step began.
+        returns: [N, T] targets.
+        mask: bool [N, T].
+        clip: maximum change of a prediction that lowers the loss (https://github.com/openai/
+            baselines, `ppo2`); None does not clip.
+        denominator: sampled tokens of the whole optimizer step, whatever the aggregation of the
+            policy loss.
     """
     inside = torch.where(mask, values, 0.0)
     target = torch.where(mask, returns, 0.0).detach()
@@ -39,9 +44,9 @@ def value_loss(
 def squared_error(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2), of any shape."""
+    """Return max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2), for any shape."""
     error = (values - returns).square()
     if clip is None:
         return error
-    held = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum(error, (held - returns).square())
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(error, (clipped - returns).square())

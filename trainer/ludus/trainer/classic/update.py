@@ -17,7 +17,7 @@ from torch import Tensor
 from ludus.proto.config import NetworkPpoConfig
 from ludus.proto.errors import LudusError
 from ludus.trainer.algorithms.advantages import stream_gae
-from ludus.trainer.algorithms.losses import clipped_surrogate, is_clipped, kl
+from ludus.trainer.algorithms.policy_loss import clipped_surrogate, is_clipped, kl
 from ludus.trainer.algorithms.ratios import token_log_ratio
 from ludus.trainer.algorithms.value_loss import squared_error
 from ludus.trainer.classic.adam import Adam

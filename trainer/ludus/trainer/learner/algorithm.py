@@ -1,16 +1,16 @@
-"""What the kinds of algorithm differ in for the learner, decided once, when it is built.
+"""The parts of a training step that depend on the kind of algorithm.
 
     policy at the start of the step -- old log-probs, values --+
-    reference model ------------------ its log-probs ----------+--> Targets --> loss
+    reference model ------------------ log-probs --------------+--> LossTargets --> loss
     micro-batch ---------------------- rewards, advantages ----+
 
-                advantages                                      whitened over
-    grpo        of the batch, plus what the divergence earned   nothing
-    reinforce   the same                                        the step, where that is added
-    ppo         rewards and values --gae--> advantages          each optimizer step
+                advantages                                       whitened over
+    grpo        from the batch, plus returns of the KL penalty   not whitened
+    reinforce   the same                                         the step, with a KL penalty
+    ppo         from rewards and values, by gae                  each optimizer step
 
-Shapes: N = samples, S = sampled tokens of the longest. What was not sampled is not there, so
-generalised advantages step over the environment's text by themselves.
+Shapes: N = samples, S = sampled tokens of the longest sample. Tokens that were not sampled are
+not part of these tensors, so generalized advantages skip the environment's text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ludus.proto.config import AlgorithmConfig, GrpoConfig, PpoConfig, Reinforce
 from ludus.trainer.algorithms.advantages import discounted_returns, gae, kl_penalty, returns
 from ludus.trainer.algorithms.aggregation import loss_denominator
 from ludus.trainer.algorithms.moments import moments, whiten
-from ludus.trainer.algorithms.policy_loss import LossTerms, policy_gradient_loss
+from ludus.trainer.algorithms.policy_loss import LossInputs, LossTerms, policy_gradient_loss
 from ludus.trainer.algorithms.value_loss import value_loss
 from ludus.trainer.core.types import Coefficients
 from ludus.trainer.learner.micro_batches import MicroBatch
@@ -37,44 +37,45 @@ from ludus.trainer.learner.model import PolicyOutput
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """What a critic said, and should have said; both [N, S]."""
+    """The critic's predictions when the step began, and its targets; both [N, S]."""
 
     old_values: Tensor
     returns: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """What the loss of a micro-batch compares the policy with; all [N, S]."""
+class LossTargets:
+    """Fixed inputs of a micro-batch's loss; all [N, S]."""
 
     advantages: Tensor
     old_logprobs: Tensor | None
-    """None: the weights have not moved since, so the policy's own answer is the old one."""
+    """Log-probs when the step began; None if no update comes first, so that they equal the
+    log-probs of the forward pass of the loss."""
     ref_logprobs: Tensor | None
     critic: CriticTargets | None
 
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """By what the losses of an optimizer step are divided."""
+    """Denominators of the losses of an optimizer step."""
 
     policy: int
     critic: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """What a micro-batch adds to the loss of its optimizer step."""
+class MicroBatchLoss:
+    """A micro-batch's share of the loss of its optimizer step."""
 
     total: Tensor
-    """Has the gradient."""
+    """The sum of all losses, with a gradient."""
     terms: LossTerms
     value: Tensor | None
-    """Of the critic, before its weight."""
+    """Loss of the critic, before it is multiplied by its coefficient; None without a critic."""
 
 
 class Algorithm:
-    """Advantages come with the batch."""
+    """An algorithm without a critic: its advantages come with the batch."""
 
     has_critic: ClassVar[bool] = False
 
@@ -86,7 +87,7 @@ class Algorithm:
         whitens_step: bool = False,
         whitens_minibatches: bool = False,
     ) -> None:
-        """`gamma` discounts, per sampled token, what the divergence earned."""
+        """`gamma` is the discount per sampled token."""
         self._config = config
         self._gamma = gamma
         self._whitens_step = whitens_step
@@ -94,52 +95,61 @@ class Algorithm:
         self._recomputes = config.old_logprobs == "recompute"
         self._kl_in_reward = config.kl_placement == "reward"
 
-    def needs_start(self, coefficients: Coefficients, *, meets_moved: bool) -> bool:
-        """Whether the targets of a minibatch need the policy's answers before the step.
+    def needs_start(self, coefficients: Coefficients, *, is_updated: bool) -> bool:
+        """Return whether a minibatch's targets need the policy's output before the step.
 
-        One that meets the weights unmoved, and only so, needs none: its own answer is the old one.
+        Args:
+            coefficients: weights of the step.
+            is_updated: whether an update comes before any forward pass of the minibatch.
         """
         has_penalty = self._kl_in_reward and coefficients.kl > 0
-        return self.has_critic or (self._recomputes and (meets_moved or has_penalty))
+        return self.has_critic or (self._recomputes and (is_updated or has_penalty))
 
-    def targets(
+    def make_targets(
         self,
         micro_batch: MicroBatch,
         start: PolicyOutput | None,
         reference: PolicyOutput | None,
         kl_coef: float,
-    ) -> Targets:
-        """The targets of a micro-batch, before anything is whitened.
+    ) -> LossTargets:
+        """Return the targets of a micro-batch, before whitening.
 
         Args:
-            micro_batch: the samples.
-            start: what the policy says before the step; None where nothing needs it.
-            reference: what the reference model says; None without one.
-            kl_coef: price of the divergence, where it is taken off the reward.
+            micro_batch: samples.
+            start: output of the policy before the step; None if it is not needed.
+            reference: output of the reference model; None without a reference model.
+            kl_coef: coefficient of the divergence, used if the reward includes the divergence.
         """
-        old = micro_batch.of_samples(start.logprobs) if start else None
+        old = micro_batch.gather_samples(start.logprobs) if start else None
         if not self._recomputes:
             old = micro_batch.rollout_logprobs
-        ref = micro_batch.of_samples(reference.logprobs) if reference else None
+        ref = micro_batch.gather_samples(reference.logprobs) if reference else None
         penalty = None
         if self._kl_in_reward and old is not None and ref is not None:
             penalty = kl_penalty(old, ref, micro_batch.mask, kl_coef)
         advantages, critic = self._advantages(micro_batch, start, penalty)
-        return Targets(advantages, old, ref, critic)
+        return LossTargets(advantages, old, ref, critic)
 
-    def whitened(
-        self, targets: Sequence[Sequence[Targets]], minibatches: Sequence[Sequence[MicroBatch]]
-    ) -> list[list[Targets]]:
-        """The targets of all minibatches as the losses take them; a collective."""
+    def whiten_targets(
+        self,
+        targets: Sequence[Sequence[LossTargets]],
+        minibatches: Sequence[Sequence[MicroBatch]],
+    ) -> list[list[LossTargets]]:
+        """Return the targets of all minibatches, whitened if configured; a collective."""
         if self._whitens_minibatches:
-            return [_whitened(t, m) for t, m in zip(targets, minibatches, strict=True)]
+            return [_whiten_all(*pair) for pair in zip(targets, minibatches, strict=True)]
         if self._whitens_step:
-            done = iter(_whitened([*chain(*targets)], [*chain(*minibatches)]))
-            return [[next(done) for _ in minibatch] for minibatch in minibatches]
-        return [list(of_minibatch) for of_minibatch in targets]
+            whitened = iter(_whiten_all([*chain(*targets)], [*chain(*minibatches)]))
+            return [[next(whitened) for _ in minibatch] for minibatch in minibatches]
+        return [list(minibatch) for minibatch in targets]
 
     def denominators(self, num_sampled: Tensor, max_tokens: int) -> Denominators:
-        """Those of an optimizer step whose samples, on all ranks, hold `num_sampled` tokens."""
+        """Return the denominators of an optimizer step.
+
+        Args:
+            num_sampled: [N] sampled tokens of each sample of the step, on all ranks.
+            max_tokens: maximum length of an episode.
+        """
         policy = loss_denominator(num_sampled, self._config.aggregation, max_tokens)
         return Denominators(policy, int(num_sampled.sum()))
 
@@ -147,39 +157,44 @@ class Algorithm:
         self,
         micro_batch: MicroBatch,
         output: PolicyOutput,
-        targets: Targets,
+        targets: LossTargets,
         denominators: Denominators,
         coefficients: Coefficients,
-    ) -> Loss:
-        """The loss of a micro-batch, of which the policy now says `output`."""
+    ) -> MicroBatchLoss:
+        """Return the loss of a micro-batch, from the policy's current output."""
         assert output.entropies is not None
-        terms = policy_gradient_loss(
-            logprobs=micro_batch.of_samples(output.logprobs),
-            old_logprobs=targets.old_logprobs,
+        logprobs = micro_batch.gather_samples(output.logprobs)
+        old = targets.old_logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=micro_batch.rollout_logprobs,
             ref_logprobs=targets.ref_logprobs,
-            entropy=micro_batch.of_samples(output.entropies),
+            entropies=micro_batch.gather_samples(output.entropies),
             advantages=targets.advantages,
-            loss_mask=micro_batch.mask,
-            config=self._config,
+            mask=micro_batch.mask,
+        )
+        terms = policy_gradient_loss(
+            inputs,
+            self._config,
             denominator=denominators.policy,
             entropy_coef=coefficients.entropy,
             kl_coef=coefficients.kl,
         )
-        return Loss(terms.loss, terms, None)
+        return MicroBatchLoss(terms.loss, terms, None)
 
     def _advantages(
         self, micro_batch: MicroBatch, start: PolicyOutput | None, penalty: Tensor | None
     ) -> tuple[Tensor, CriticTargets | None]:
-        """The advantages, given what the divergence earned; and what the critic is to learn."""
+        """Return the advantages, including the KL penalty's returns, and the critic's targets."""
         if penalty is None:
             return micro_batch.advantages, None
-        earned = discounted_returns(penalty, micro_batch.mask, self._gamma)
-        return micro_batch.advantages + earned, None
+        penalty_returns = discounted_returns(penalty, micro_batch.mask, self._gamma)
+        return micro_batch.advantages + penalty_returns, None
 
 
-class Ppo(Algorithm):
-    """A critic makes advantages of rewards, and learns from their returns."""
+class PpoAlgorithm(Algorithm):
+    """An algorithm with a critic, which turns rewards into advantages."""
 
     has_critic = True
 
@@ -192,22 +207,22 @@ class Ppo(Algorithm):
         self,
         micro_batch: MicroBatch,
         output: PolicyOutput,
-        targets: Targets,
+        targets: LossTargets,
         denominators: Denominators,
         coefficients: Coefficients,
-    ) -> Loss:
-        """The loss of policy and critic."""
+    ) -> MicroBatchLoss:
+        """Return the loss of policy and critic."""
         policy = super().loss(micro_batch, output, targets, denominators, coefficients)
         assert output.values is not None and targets.critic is not None
         value = value_loss(
-            micro_batch.of_samples(output.values),
+            micro_batch.gather_samples(output.values),
             targets.critic.old_values,
             targets.critic.returns,
             micro_batch.mask,
             self._ppo.value_clip,
             denominators.critic,
         )
-        return Loss(policy.total + self._ppo.value_coef * value, policy.terms, value)
+        return MicroBatchLoss(policy.total + self._ppo.value_coef * value, policy.terms, value)
 
     def _advantages(
         self, micro_batch: MicroBatch, start: PolicyOutput | None, penalty: Tensor | None
@@ -215,7 +230,7 @@ class Ppo(Algorithm):
         assert start is not None and start.values is not None and start.last_values is not None
         mask = micro_batch.mask
         rewards = micro_batch.rewards if penalty is None else micro_batch.rewards + penalty
-        values = torch.where(mask, micro_batch.of_samples(start.values), 0.0)
+        values = torch.where(mask, micro_batch.gather_samples(start.values), 0.0)
         advantages = gae(
             rewards,
             values,
@@ -229,20 +244,22 @@ class Ppo(Algorithm):
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the configuration describes."""
+    """Build the configured algorithm."""
     match config:
         case GrpoConfig():
             return Algorithm(config, gamma=1.0)
         case ReinforceConfig():
-            # Otherwise `make_batch` has whitened them.
+            # Without a KL penalty, `make_batch` has already whitened the advantages.
             whitens_step = config.kl_placement == "reward"
             return Algorithm(config, gamma=config.gamma, whitens_step=whitens_step)
         case PpoConfig():
-            return Ppo(config)
+            return PpoAlgorithm(config)
 
 
-def _whitened(targets: Sequence[Targets], micro_batches: Sequence[MicroBatch]) -> list[Targets]:
-    """The targets with mean 0 and deviation 1 over these on all ranks; a collective."""
+def _whiten_all(
+    targets: Sequence[LossTargets], micro_batches: Sequence[MicroBatch]
+) -> list[LossTargets]:
+    """Scale advantages to mean 0 and deviation 1 over these targets on all ranks; a collective."""
     pairs = list(zip(targets, micro_batches, strict=True))
     total = torch.stack([moments(t.advantages, m.mask) for t, m in pairs]).sum(0)
     dist.all_reduce(total)

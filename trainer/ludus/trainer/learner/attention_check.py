@@ -1,8 +1,8 @@
-"""Whether a model reads a row of prefix trees as it reads each sequence alone.
+"""Check that a model gives the same log-probs for packed prefix trees as for single sequences.
 
-Trees need an attention mask and positions of their own. Most causal models take both; one with
-a sliding window, or with layers that run along the row (state spaces, linear attention), does
-not, and would train on nonsense without a word. So the model is asked, once, at the start.
+Trees need a custom attention mask and custom positions. Most causal models support both. A model
+with a sliding window, or with layers that run along the row (state spaces, linear attention), does
+not: it would train on wrong outputs without an error. So the model is tested once, at the start.
 """
 
 from __future__ import annotations
@@ -22,87 +22,100 @@ from ludus.trainer.learner.micro_batches import (
     make_micro_batches,
     unscored_sample,
 )
-from ludus.trainer.learner.model import Policy
+from ludus.trainer.learner.model import PolicyModel
 from ludus.trainer.learner.packing import RowCosts
 
 _log = logging.getLogger(__name__)
 
 _SEQUENCES = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 5, 8], [1, 2, 9, 4], [7, 2, 3, 1])
-"""Small token ids, which every vocabulary has."""
-_ONE_ROW = RowCosts(per_token=1.0, per_pair=0.0)
+"""Sequences of small token ids, which every vocabulary has."""
+_SINGLE_ROW_COSTS = RowCosts(per_token=1.0, per_pair=0.0)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of a log-prob that is only rounding, by compute type."""
-_LOOKS_BACK_TO_THE_START = {"full_attention", "attention", "global"}
+"""Maximum difference of log-probs that counts as rounding, by compute type."""
+_FULL_ATTENTION_LAYERS = {"full_attention", "attention", "global"}
 
 
 @torch.no_grad()
-def can_pack_trees(policy: Policy, dtype: torch.dtype, device: torch.device) -> bool:
-    """True when trees give the model's own answers; else a warning names the reason.
+def can_pack_trees(policy: PolicyModel, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the model supports trees; log a warning with the reason if not.
 
-    A collective where the policy is sharded.
+    A collective if the policy is sharded.
     """
     config = policy.language_model.config
     layers = set(getattr(config, "layer_types", None) or ())
     window = None if layers else getattr(config, "sliding_window", None)
-    if window is not None or not layers <= _LOOKS_BACK_TO_THE_START:
+    if window is not None or not layers <= _FULL_ATTENTION_LAYERS:
         _log.warning(
-            "learner.packing = 'tree' does not fit %s: layers %s, sliding window %s; sequences "
-            "are padded instead",
+            "learner.packing = 'tree' does not support %s (layers %s, sliding window %s); "
+            "padding sequences instead",
             type(policy.language_model).__name__,
             sorted(layers) or "of one kind",
             window,
         )
         return False
-    batch = collate([_sample(token_ids) for token_ids in _SEQUENCES])
+    batch = collate([_make_sample(index) for index in range(len(_SEQUENCES))])
     policy.eval()
-    alone, packed = (_answers(policy, batch, costs, device) for costs in (None, _ONE_ROW))
-    error = (alone - packed).abs().max().item()
+    single, packed = (
+        _sampled_logprobs(policy, batch, costs, device) for costs in (None, _SINGLE_ROW_COSTS)
+    )
+    error = (single - packed).abs().max().item()
     if error <= _TOLERANCE[dtype]:
         return True
     _log.warning(
-        "learner.packing = 'tree' does not fit %s: its log-probs of packed sequences are off by "
-        "%.3g; sequences are padded instead",
+        "learner.packing = 'tree' does not support %s (log-probs of packed sequences differ by "
+        "%.3g); padding sequences instead",
         type(policy.language_model).__name__,
         error,
     )
     return False
 
 
-def reads_alike(policy: PreTrainedModel, other: PreTrainedModel) -> bool:
-    """Whether another model reads packed sequences where the policy does, being of its family.
+def has_same_attention(policy: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """Return whether a model's attention is of the same kind as the policy's.
 
-    A warning says so where that is not known.
+    If so, the model supports packed sequences when the policy does. If not, log a warning.
     """
-    mine, theirs = policy.config, other.config
-    parts = ("model_type", "layer_types", "sliding_window")
-    differing = [part for part in parts if getattr(mine, part, None) != getattr(theirs, part, None)]
-    # As many layers as it likes, as long as they are of the same kinds.
-    if differing == ["layer_types"] and set(mine.layer_types) >= set(theirs.layer_types):
+    fields = ("model_type", "layer_types", "sliding_window")
+    differences = [
+        field
+        for field in fields
+        if getattr(policy.config, field, None) != getattr(model.config, field, None)
+    ]
+    # The number of layers may differ, but not their kinds.
+    if differences == ["layer_types"] and set(policy.config.layer_types) >= set(
+        model.config.layer_types
+    ):
         return True
-    if differing:
+    if differences:
         _log.warning(
-            "learner.packing = 'tree' is checked for %s, and %s differs in %s; sequences are "
-            "padded instead",
-            *(type(policy).__name__, type(other).__name__, ", ".join(differing)),
+            "learner.packing = 'tree' was tested with %s, and %s has a different %s; padding "
+            "sequences instead",
+            *(type(policy).__name__, type(model).__name__, ", ".join(differences)),
         )
-    return not differing
+    return not differences
 
 
-def _answers(policy: Policy, batch: Batch, costs: RowCosts | None, device: torch.device) -> Tensor:
-    """The log-probs of all sampled tokens, in an order that does not depend on the packing."""
-    answers: dict[float, list[float]] = {}
+def _sampled_logprobs(
+    policy: PolicyModel, batch: Batch, costs: RowCosts | None, device: torch.device
+) -> Tensor:
+    """Return the log-probs of all sampled tokens, in an order independent of the packing."""
+    logprobs_by_sample: dict[float, list[float]] = {}
     config = MicroBatchConfig(1024, costs)
     for micro_batch in make_micro_batches(batch, np.arange(batch.num_samples), config):
-        moved = micro_batch.to(device)
-        logprobs = moved.of_samples(policy(moved.rows, temperature=1.0).logprobs)
-        for number, row, mask in zip(moved.rewards[:, 0], logprobs, moved.mask, strict=True):
-            answers[float(number)] = row[mask].tolist()
-    return torch.tensor([value for number in sorted(answers) for value in answers[number]])
+        micro_batch = micro_batch.to(device)
+        output = policy(micro_batch.rows, temperature=1.0)
+        logprobs = micro_batch.gather_samples(output.logprobs)
+        first_rewards = micro_batch.rewards[:, 0]
+        for index, row, mask in zip(first_rewards, logprobs, micro_batch.mask, strict=True):
+            logprobs_by_sample[float(index)] = row[mask].tolist()
+    return torch.tensor(
+        [x for index in sorted(logprobs_by_sample) for x in logprobs_by_sample[index]]
+    )
 
 
-def _sample(token_ids: list[int]) -> TrainingSample:
-    """All but the first token sampled; the first reward tells the samples apart."""
-    mask = [index > 0 for index in range(len(token_ids))]
-    number = float(_SEQUENCES.index(token_ids))
-    rewards = [number * (index == 1) for index in range(len(token_ids))]
+def _make_sample(index: int) -> TrainingSample:
+    """Return a sample whose first reward is its index; all tokens but the first are sampled."""
+    token_ids = _SEQUENCES[index]
+    mask = [position > 0 for position in range(len(token_ids))]
+    rewards = [float(index) * (position == 1) for position in range(len(token_ids))]
     return replace(unscored_sample(token_ids, mask), rewards=rewards)

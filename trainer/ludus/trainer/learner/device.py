@@ -1,4 +1,4 @@
-"""Which device a learner rank computes on."""
+"""Choice of the device on which a learner rank computes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import torch
 
 
-def take_device(rank: int) -> torch.device:
-    """The GPU that Ray gave this process, from now on torch's own, else the CPU.
+def select_device(rank: int) -> torch.device:
+    """Select the GPU that Ray gave this process as torch's device, and return it; else the CPU.
 
-    To be called before the ranks meet. A DeviceMesh sets a device where none is set: the one that
-    LOCAL_RANK counts among all of the node, of which Ray shows each actor its own alone.
+    Call this before the ranks connect. A DeviceMesh sets a device if none is set: the one with
+    number LOCAL_RANK on the node, although Ray shows each actor only the actor's own device.
     """
     os.environ.pop("LOCAL_RANK", None)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A loss of logits that a caller of the learner brings along."""
+"""A loss of logits that the caller of the learner supplies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LogitsLoss(NamedTuple):
-    """Rows of tokens, and what is learned from the policy's logits of them.
+    """Rows of tokens, and a loss of the policy's logits for them.
 
     Shapes: B = rows, S = tokens of a row, V = vocabulary.
     """
@@ -17,8 +17,8 @@ class LogitsLoss(NamedTuple):
     token_ids: Tensor
     """int64 [B, S]"""
     attention_mask: Tensor
-    """int64 [B, S]: 0 for what no token may look at."""
+    """int64 [B, S], 0 for tokens that no token attends to."""
     position_ids: Tensor
     """int64 [B, S]"""
-    of_logits: Callable[[Tensor], Tensor]
-    """From float32 logits [B, S, V] to a scalar with a gradient."""
+    loss_function: Callable[[Tensor], Tensor]
+    """Function from float32 logits [B, S, V] to a scalar with a gradient."""

@@ -1,8 +1,8 @@
-"""Low-rank adapters in the learner: they alone are trained, published and clipped.
+"""Low-rank adapters in the learner; only the adapters are trained, published and clipped.
 
 add_adapters     W x  becomes  W x + (alpha / rank) B A x;  W is frozen, B starts at zero
-adapter_state    what is published: A and B of each layer, no base weights
-save_adapters    the same as files that peft loads
+adapter_state    the published weights: A and B of each layer, no base weights
+save_adapters    the same weights as files that peft loads
 """
 
 from __future__ import annotations
@@ -12,69 +12,73 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import peft
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from transformers import PreTrainedModel
 
 from ludus.proto.config import LoraConfig
 from ludus.proto.errors import ConfigError
 from ludus.trainer.core.interfaces import StateDict
-from ludus.trainer.learner.model import full_tensor
+from ludus.trainer.learner.model import gather_state
 from ludus.trainer.models.load import load_skeleton
 
 ADAPTER_FOLDER = "adapter"
-"""Inside an exported model's folder: beside its files, transformers would take the adapters for
-the model itself."""
+"""Subfolder of an exported model. In the model's folder itself, transformers would load the
+adapters instead of the model."""
 
 _ADAPTER = "default"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add adapters to the model, and freeze everything else.
+    """Add adapters to the model, and freeze all other weights.
 
-    They start from torch's random state: ranks must have seeded it alike.
+    The adapters are initialized from torch's random state, which must be equal on all ranks.
 
     Raises:
-        ConfigError: the model has no layer of a target's name.
+        ConfigError: a target does not match the name of any layer.
     """
     _refuse_missing_targets(_linear_layers(model), config)
     peft.inject_adapter_in_model(_peft_config(config), model, adapter_name=_ADAPTER)
 
 
 def check_targets(model_path: str, config: LoraConfig) -> None:
-    """Refuse targets that the model lacks, before anything heavy starts: no weights are read.
+    """Check that the model has a layer for each target, without reading its weights.
 
     Raises:
-        ConfigError: the model has no layer of a target's name.
+        ConfigError: a target does not match the name of any layer.
         NotFoundError: there is no model.
     """
     _refuse_missing_targets(_linear_layers(load_skeleton(model_path)), config)
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """A and B of each layer, whole and on the CPU, by the names of the Hugging Face layers.
+@torch.no_grad()
+def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Return copies of A and B of each layer, on the CPU, by the layer's Hugging Face name.
 
-    A collective where the model is sharded.
+    A collective if the model is sharded; see `gather_state` for `keep`.
     """
-    return {
-        name.replace(_CHECKPOINT_PREFIX, "").replace(f".{_ADAPTER}.", "."): full_tensor(parameter)
+    parameters = (
+        (name.replace(f".{_ADAPTER}.", "."), parameter)
         for name, parameter in model.named_parameters()
         if f".{_ADAPTER}." in name
-    }
+    )
+    return gather_state(parameters, keep=keep)
 
 
-def base_state(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen weights, whole and on the CPU, by their Hugging Face names.
+@torch.no_grad()
+def base_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Return copies of the frozen weights, on the CPU, by their Hugging Face names.
 
-    A collective where the model is sharded.
+    A collective if the model is sharded; see `gather_state` for `keep`.
     """
-    return {
-        name.replace(_CHECKPOINT_PREFIX, "").replace(".base_layer.", "."): full_tensor(parameter)
+    parameters = (
+        (name.replace(".base_layer.", "."), parameter)
         for name, parameter in model.named_parameters()
         if f".{_ADAPTER}." not in name
-    }
+    )
+    return gather_state(parameters, keep=keep)
 
 
 def save_adapters(
@@ -83,16 +87,16 @@ def save_adapters(
     """Write files that `peft.PeftModel.from_pretrained` loads over the base model."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = _peft_config(config).to_dict() | {"base_model_name_or_path": base_model_path}
-    plain = {
+    json_settings = {
         name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()
     }
-    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, default=str))
+    (folder / "adapter_config.json").write_text(json.dumps(json_settings, indent=2, default=str))
     tensors = {f"base_model.model.{name}": tensor for name, tensor in adapters.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
-    """Switch the adapters: without them the model is the one that training began with."""
+    """Enable or disable the adapters; without adapters the model is the starting policy."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(enabled)
@@ -101,7 +105,7 @@ def set_adapters_enabled(model: nn.Module, enabled: bool) -> None:
 def _peft_config(config: LoraConfig) -> peft.LoraConfig:
     return peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # accepts any number
         target_modules=list(config.targets),
         lora_dropout=0.0,
         bias="none",
@@ -110,9 +114,9 @@ def _peft_config(config: LoraConfig) -> peft.LoraConfig:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """The last parts of their names, sorted."""
-    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return sorted({name.rpartition(".")[2] for name in found})
+    """Return the sorted last parts of the names of all linear layers."""
+    names = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _refuse_missing_targets(layers: Iterable[str], config: LoraConfig) -> None:

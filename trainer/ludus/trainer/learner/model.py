@@ -1,8 +1,8 @@
-"""The policy as a torch module: rows of tokens in, log-probs of the sampled ones out."""
+"""The policy as a torch module: rows of tokens in, log-probs of the sampled tokens out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
@@ -32,28 +32,28 @@ VALUE_HEAD = "value_head"
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-Entropy = Literal["none", "value", "gradient"]
-"""What is wanted of the entropy; its gradient costs more than its value."""
+EntropyMode = Literal["none", "value", "gradient"]
+"""Computation of the entropy: skipped, its value only, or also its gradient (slower)."""
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of rows. A tuple, so that FSDP finds the tensors in it.
+    """Outputs of a policy for packed rows. A tuple, so that FSDP finds the tensors in it.
 
-    Shapes: E = sampled tokens that differ, N = samples.
+    Shapes: E = distinct sampled tokens, N = samples.
     """
 
     logprobs: Tensor
     """float32 [E] of the sampled tokens."""
     entropies: Tensor | None
-    """float32 [E] of the distribution that each was sampled from."""
+    """float32 [E] of the distribution that each token was sampled from."""
     values: Tensor | None
-    """float32 [E] before each was sampled; None without a value head."""
+    """float32 [E] of the state before each sampled token; None without a value head."""
     last_values: Tensor | None
-    """float32 [N] after each sample's last token."""
+    """float32 [N] of the state after each sample's last token."""
 
 
-class Policy(nn.Module):
-    """A causal language model that answers with log-probs of sampled tokens."""
+class PolicyModel(nn.Module):
+    """A causal language model, optionally with a value head, that outputs log-probs."""
 
     def __init__(self, language_model: PreTrainedModel, *, value_head: bool = False) -> None:
         super().__init__()
@@ -61,42 +61,44 @@ class Policy(nn.Module):
         self.value_head: nn.Linear | None = None
         if value_head:
             self.value_head = nn.Linear(language_model.config.hidden_size, 1)
-            # A critic that knows nothing says so, and does not move the policy at first.
+            # An untrained critic predicts 0, so that it does not move the policy at first.
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, rows: PackedRows, temperature: float, wanted_entropy: Entropy = "none"
+        self, rows: PackedRows, temperature: float, entropy_mode: EntropyMode = "none"
     ) -> PolicyOutput:
-        """Log-probs, and values where there is a value head, of what was sampled in `rows`."""
-        with _only_at(self.language_model.get_output_embeddings(), rows.positions) as hidden:
+        """Return log-probs, and values if there is a value head, of the sampled tokens."""
+        with _select_head_inputs(
+            self.language_model.get_output_embeddings(), rows.positions
+        ) as hidden:
             logits = self.language_model(
                 input_ids=rows.token_ids,
-                attention_mask=None if rows.ends is None else ancestors(rows.ends),
+                attention_mask=None if rows.ends is None else ancestor_mask(rows.ends),
                 position_ids=None if rows.ends is None else rows.depths,
                 use_cache=False,
             ).logits[0]
         logits = logits.float() if temperature == 1 else logits.float() / temperature
         all_logprobs = logits.log_softmax(-1)
-        before = rows.position_of_target
-        # Indexed in one dimension: the gradient of a two-dimensional index is several times slower.
+        index = rows.position_of_target
+        # A one-dimensional index: the gradient of a two-dimensional index is several times slower.
         logprobs = all_logprobs.flatten().index_select(
-            0, before * all_logprobs.shape[1] + rows.targets
+            0, index * all_logprobs.shape[1] + rows.targets
         )
         entropies = None
-        if wanted_entropy != "none":
-            of_all = all_logprobs if wanted_entropy == "gradient" else all_logprobs.detach()
-            entropies = entropy(of_all).index_select(0, before)
+        if entropy_mode != "none":
+            source = all_logprobs if entropy_mode == "gradient" else all_logprobs.detach()
+            entropies = entropy(source).index_select(0, index)
         values = last_values = None
         if self.value_head is not None:
             positions = torch.cat([rows.positions, rows.last_positions])
             output = self.value_head(hidden[0].index_select(0, positions)).float().squeeze(-1)
-            values = output[: len(rows.positions)].index_select(0, before)
+            values = output[: len(rows.positions)].index_select(0, index)
             last_values = output[len(rows.positions) :]
         return PolicyOutput(logprobs, entropies, values, last_values)
 
     def all_logits(self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """float32 logits [B, S, V] of whole rows of tokens [B, S]."""
+        """Return float32 logits [B, S, V] of whole rows of tokens [B, S]."""
         logits: Tensor = self.language_model(
             input_ids=token_ids,
             attention_mask=attention_mask,
@@ -105,24 +107,16 @@ class Policy(nn.Module):
         ).logits
         return logits.float()
 
-    def full_names(self) -> dict[str, str]:
-        """The Hugging Face name of each parameter of the language model."""
-        return {
-            name: name.removeprefix("language_model.").replace(_CHECKPOINT_PREFIX, "")
-            for name, _ in self.named_parameters()
-            if not name.startswith(VALUE_HEAD)
-        }
 
-
-def ancestors(ends: Tensor) -> Tensor:
-    """bool [R, 1, L, L] True where the node of a column comes before, or is, the row's node."""
+def ancestor_mask(ends: Tensor) -> Tensor:
+    """Return a bool mask [R, 1, L, L], True where the column's node precedes or is the row's."""
     positions = torch.arange(ends.shape[1], device=ends.device)
-    earlier = positions <= positions[:, None]
-    return (earlier & (positions[:, None] < ends[:, None, :]))[:, None]
+    is_earlier = positions <= positions[:, None]
+    return (is_earlier & (positions[:, None] < ends[:, None, :]))[:, None]
 
 
 def row_costs(language_model: PreTrainedModel) -> RowCosts:
-    """Multiplications of a forward pass, which time follows closely on a CPU."""
+    """Return the multiplications of a forward pass; on a CPU, time is nearly proportional."""
     layers = [
         parameter.numel()
         for name, parameter in language_model.named_parameters()
@@ -136,70 +130,80 @@ def row_costs(language_model: PreTrainedModel) -> RowCosts:
     return RowCosts(per_token=sum(layers), per_pair=2 * width * config.num_hidden_layers)
 
 
-def prepare(
-    policy: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
+def prepare_model(
+    model: _Module, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool = False
 ) -> _Module:
-    """The model, ready to run: layers compiled or checkpointed, parameters sharded by FSDP2.
+    """Compile, checkpoint and shard (FSDP2) a model as configured, and return it.
 
-    One rank in float32 has nothing to shard or to cast, so it goes without: for a tiny model
-    the hooks would cost a fifth of a step. With `offload` the parameters wait in main memory.
+    A single rank in float32 is not wrapped, because it has nothing to shard or cast: for a tiny
+    model the hooks would add a fifth to a step's time. With `offload`, the parameters stay in main
+    memory until they are used.
     """
     layers = [
         (modules, index)
-        for name, modules in policy.named_modules()
+        for name, modules in model.named_modules()
         if isinstance(modules, nn.ModuleList) and name.endswith("layers")
         for index in range(len(modules))
     ]
     for modules, index in layers:
         if config.compile:
-            # The module keeps its name and its hooks; only what it computes is compiled.
+            # The module keeps its name and its hooks; only its computation is compiled.
             modules[index].forward = torch.compile(modules[index].forward, dynamic=True)
         if config.activation_checkpointing:
             modules[index] = checkpoint_wrapper(modules[index])
     if mesh.size() == 1 and config.dtype == "float32" and not offload:
-        return policy
-    mixed = MixedPrecisionPolicy(
+        return model
+    precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
         reduce_dtype=torch.float32,
     )
-    where = CPUOffloadPolicy() if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for modules, index in layers:
-        fully_shard(modules[index], mesh=mesh, mp_policy=mixed, offload_policy=where)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed, offload_policy=where)
-    if isinstance(policy, Policy):
-        register_fsdp_forward_method(policy, "all_logits")
-    return policy
+        fully_shard(modules[index], mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+    if isinstance(model, PolicyModel):
+        register_fsdp_forward_method(model, "all_logits")
+    return model
 
 
 @contextmanager
-def _only_at(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
-    """The list that gets the hidden states [R * L, width], of which the head sees `positions`.
+def _select_head_inputs(head: nn.Module, positions: Tensor) -> Iterator[list[Tensor]]:
+    """Pass only `positions` to the head; yield a list that receives all hidden states.
 
-    Logits are the largest tensor by far. Only the model itself knows what it does with them
-    after the head, so it is the head's input that is cut down.
+    Logits are by far the largest tensor. Only the model knows how it processes them after the
+    head, so the input of the head is reduced instead. The hidden states are [R * L, width].
     """
-    seen: list[Tensor] = []
+    hidden: list[Tensor] = []
 
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen.append(args[0].flatten(0, 1))
-        return (seen[0].index_select(0, positions)[None],)
+        hidden.append(args[0].flatten(0, 1))
+        return (hidden[0].index_select(0, positions)[None],)
 
     handle = head.register_forward_pre_hook(select)
     try:
-        yield seen
+        yield hidden
     finally:
         handle.remove()
 
 
-def full_state_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Copies on the CPU of whole parameters, by their Hugging Face names; a collective."""
-    return {
-        name.replace(_CHECKPOINT_PREFIX, ""): full_tensor(parameter)
-        for name, parameter in model.named_parameters()
-    }
-
-
 def full_tensor(parameter: Tensor) -> Tensor:
-    """A copy on the CPU of the whole of a parameter that may be sharded; a collective."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().to("cpu", copy=True).contiguous()
+    """Return the whole of a tensor that may be sharded; a collective if it is."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def gather_state(
+    parameters: Iterable[tuple[str, Tensor]], *, keep: bool = True
+) -> dict[str, Tensor]:
+    """Return copies of whole parameters on the CPU, by their names; a collective.
+
+    Args:
+        parameters: names, without the prefixes of activation checkpointing, and parameters.
+        keep: False on ranks that only take part in the collective: the result is empty, and the
+            rank needs no memory for the copies.
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        tensor = full_tensor(parameter).detach()
+        if keep:
+            state[name.replace(_CHECKPOINT_PREFIX, "")] = tensor.to("cpu", copy=True).contiguous()
+    return state

@@ -1,8 +1,8 @@
-"""The end of a process group in a process that goes on, or that ends by itself.
+"""A clean end of a process group.
 
-DTensor's caches of shardings hold the mesh, the mesh holds the group, and gloo's threads run for as
-long as the group is held: `destroy_process_group` alone ends none of them. A process in which they
-still run while Python is taken down may be aborted ("terminate called without an active
+DTensor's sharding caches reference the mesh, the mesh references the group, and gloo's threads run
+as long as the group is referenced, so `destroy_process_group` alone stops none of them. If they
+still run while Python shuts down, the process may abort ("terminate called without an active
 exception").
 """
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def leave_process_group() -> None:
-    """Leave the group, and end its threads; whoever calls holds no sharded model any more."""
+    """Leave the group and stop its threads; the caller must have dropped its sharded models."""
     dist.destroy_process_group()
     _clear_sharding_prop_cache()
     gc.collect()

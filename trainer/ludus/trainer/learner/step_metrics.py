@@ -1,4 +1,4 @@
-"""What a training step did: sums over its micro-batches and over all ranks, in one go."""
+"""Metrics of a training step: sums over micro-batches and ranks, in one reduction."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ludus.trainer.algorithms.moments import moments, variance
 from ludus.trainer.algorithms.policy_loss import LossTerms
-from ludus.trainer.core.types import Batch, Coefficients
-from ludus.trainer.learner.algorithm import CriticTargets, Loss
+from ludus.trainer.core.types import Coefficients
+from ludus.trainer.learner.algorithm import CriticTargets, MicroBatchLoss
 from ludus.trainer.learner.micro_batches import MicroBatch
 from ludus.trainer.models.flops import TrainingWork
 
@@ -23,131 +23,124 @@ _NUM_MOMENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What a training step did, over all its minibatches and ranks."""
+    """Metrics of a training step, over all minibatches and ranks."""
 
     loss: float
-    """Of the policy, mean over the minibatches. It, and what follows from the same numbers, is
-    not finite where an update was skipped because they are not."""
+    """Mean policy loss of the minibatches. This and other values derived from the same numbers are
+    not finite if an update was skipped because of them."""
     grad_norm: float | None
-    """Mean over the updates that were taken; None where none was."""
+    """Mean gradient norm of the applied updates; None if all updates were skipped."""
     learning_rate: float
     entropy: float
     clip_ratio: float
-    """Share of sampled tokens at which the clip held."""
+    """Share of sampled tokens whose ratio was clipped."""
     mismatch_kl: float
-    """k3 of sampler from learner, mean per sampled token."""
+    """Mean k3 per sampled token of the sampler from the learner."""
     reference_kl: float
     masked_sequence_ratio: float
-    """Share of samples of which correction or geometric mask left out every token."""
+    """Share of samples of which the correction or the geometric mask removed every token."""
     masked_token_ratio: float
-    """Share of sampled tokens that they left out."""
+    """Share of sampled tokens that the correction or the geometric mask removed."""
     value_loss: float | None
-    """Of the critic, mean over the minibatches; None without one."""
+    """Mean critic loss of the minibatches; None without a critic."""
     explained_variance: float | None
-    """1 - var(returns - values) / var(returns), before the step: 1 is a critic that knows, 0 one
-    that knows nothing; None without one, or where all returns are equal."""
+    """1 - var(returns - values) / var(returns), before the step: 1 for a perfect critic, 0 for an
+    untrained critic; None without a critic, or if all returns are equal."""
     num_tokens_trained: int
-    """Sampled tokens in the loss."""
+    """Number of sampled tokens in the loss."""
     num_tokens_in_batch: int
-    """Tokens of all samples, prompts included: what would be computed if nothing were shared."""
+    """Number of tokens of all samples, including prompts: the work without shared prefixes."""
     num_tokens_forwarded: int
-    """Tokens the model computed for it, padding included."""
+    """Number of tokens that the model computed, including padding."""
     flops: float = 0.0
-    """Floating-point work that the step needed; see models/flops.py."""
+    """Floating-point operations that the step needed; see models/flops.py."""
     peak_flops: float | None = None
-    """FLOP/s that all ranks together could do; None where that is not known."""
+    """Peak FLOP/s of all ranks together; None if unknown."""
     num_skipped_updates: int = 0
-    """Minibatches whose gradient was not finite: they have moved nothing."""
+    """Number of updates that were skipped because their gradient was not finite."""
     num_skipped_in_a_row: int = 0
-    """Such minibatches since the last update, also of the steps before."""
+    """Number of updates skipped since the last applied update, including earlier steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSums:
-    """What one micro-batch adds to the metrics of its step."""
+    """One micro-batch's share of the metrics of its step."""
 
-    loss: Loss
+    loss: MicroBatchLoss
     critic: CriticTargets | None
     micro_batch: MicroBatch
 
-    def flat(self) -> Tensor:
-        """All sums in a row, in float64: they add up over micro-batches and ranks."""
+    def flatten(self) -> Tensor:
+        """Return all sums as one float64 vector; they add up over micro-batches and ranks."""
         terms = [getattr(self.loss.terms, field.name).detach() for field in fields(LossTerms)]
-        device = self.micro_batch.mask.device
-        nothing = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=device)
-        value_loss = nothing[:1] if self.loss.value is None else self.loss.value.detach()[None]
-        returned = missed = nothing
+        mask = self.micro_batch.mask
+        zeros = torch.zeros(_NUM_MOMENTS, dtype=torch.float64, device=mask.device)
+        value_loss = zeros[:1] if self.loss.value is None else self.loss.value.detach()[None]
+        returns = errors = zeros
         if self.critic is not None:
-            returned = moments(self.critic.returns, self.micro_batch.mask)
-            missed = moments(self.critic.returns - self.critic.old_values, self.micro_batch.mask)
+            returns = moments(self.critic.returns, mask)
+            errors = moments(self.critic.returns - self.critic.old_values, mask)
+        num_tokens = torch.tensor([float(self.micro_batch.rows.num_tokens)], device=mask.device)
         return torch.cat(
             [
                 torch.stack([term.double() for term in terms]),
                 value_loss.double(),
-                returned,
-                missed,
-                torch.tensor([float(self.micro_batch.rows.num_tokens)], device=device).double(),
+                returns,
+                errors,
+                num_tokens.double(),
             ]
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The sums of a whole step, on the CPU."""
+    """Sums of a whole step, on the CPU."""
 
     terms: LossTerms
     value_loss: float
-    returned: Tensor
+    return_moments: Tensor
     """[3] moments of the returns."""
-    missed: Tensor
-    """[3] moments of what the critic's values lacked."""
+    error_moments: Tensor
+    """[3] moments of the returns minus the critic's values."""
     num_tokens_forwarded: int
 
     @classmethod
-    def of(cls, parts: Sequence[MicroBatchSums]) -> StepTotals:
-        """The sums over these micro-batches and all ranks; a collective."""
-        total = torch.stack([sums.flat() for sums in parts]).sum(0)
+    def reduce(cls, sums: Sequence[MicroBatchSums]) -> StepTotals:
+        """Return the totals over these micro-batches and all ranks; a collective."""
+        total = torch.stack([micro_batch.flatten() for micro_batch in sums]).sum(0)
         dist.all_reduce(total)
-        terms, value_loss, returned, missed, num_tokens = total.cpu().split(
+        terms, value_loss, returns, errors, num_tokens = total.cpu().split(
             [_NUM_TERMS, 1, _NUM_MOMENTS, _NUM_MOMENTS, 1]
         )
-        return cls(LossTerms(*terms.unbind()), float(value_loss), returned, missed, int(num_tokens))
+        return cls(LossTerms(*terms.unbind()), float(value_loss), returns, errors, int(num_tokens))
 
     @property
     def explained_variance(self) -> float | None:
         """See StepMetrics."""
-        spread = float(variance(self.returned))
-        return 1 - float(variance(self.missed)) / spread if spread > 0 else None
+        spread = float(variance(self.return_moments))
+        return 1 - float(variance(self.error_moments)) / spread if spread > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class PassedBatch:
-    """A batch, and how often the step has passed over it."""
-
-    batch: Batch
-    num_passes: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of all samples of all passes."""
-        batch = self.batch
-        once: list[int] = batch.sequences.lengths[batch.sequence_of_sample].tolist()
-        return once * self.num_passes
-
-
-def step_metrics(
+def make_step_metrics(
     totals: StepTotals,
     grad_norms: Sequence[float | None],
     coefficients: Coefficients,
-    passed: PassedBatch,
+    lengths: Sequence[int],
     work: TrainingWork,
 ) -> StepMetrics:
-    """The metrics of a step of these sums, with `grad_norms` of its updates, None where skipped."""
+    """Return the metrics of a step.
+
+    Args:
+        totals: sums of the step.
+        grad_norms: gradient norm of each update, None for skipped updates.
+        coefficients: coefficients of the step.
+        lengths: number of tokens of each sample, repeated for each pass over the batch.
+        work: FLOPs that the model needs.
+    """
     terms = totals.terms
     num_tokens, num_updates = max(float(terms.num_tokens), 1.0), len(grad_norms)
     norms = [norm for norm in grad_norms if norm is not None]
-    has_critic = float(totals.returned[0]) > 0
-    lengths = passed.lengths
+    has_critic = float(totals.return_moments[0]) > 0
     return StepMetrics(
         loss=float(terms.loss) / num_updates,
         grad_norm=float(np.mean(norms)) if norms else None,

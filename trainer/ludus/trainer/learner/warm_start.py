@@ -1,7 +1,7 @@
-"""The warm start of a model made from nothing.
+"""The warm start of a model with random weights.
 
-It teaches the format only: the answers it copies are random legal ones, so the model begins
-as a player that knows how to speak and nothing of the game.
+The warm start teaches only the format. Its example responses are random valid ones, so the model
+starts as a player that answers in the right form but does not know how to play.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ludus.env import Message
 from ludus.proto.config import TinyModel
 from ludus.trainer.core.streams import Stream, random_of
 from ludus.trainer.core.types import TrainingSample
-from ludus.trainer.learner.micro_batches import one_micro_batch, unscored_sample
-from ludus.trainer.learner.model import Policy
+from ludus.trainer.learner.micro_batches import pack_one_micro_batch, unscored_sample
+from ludus.trainer.learner.model import PolicyModel
 from ludus.trainer.models.chat import ChatTokenizer
-from ludus.trainer.models.template import ToolSpec, tools_in_words
+from ludus.trainer.models.template import ToolSpec, tool_list_message
 
 _SAMPLES_PER_UPDATE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the environment said, and what a player answered."""
+    """Messages of the environment and the response of a player."""
 
     messages: list[Message]
-    answer: str
+    response: str
     tools: Sequence[ToolSpec] = ()
-    """That the first of a conversation lists."""
+    """Tools that the first exchange of a conversation lists."""
 
 
 Conversation = list[Exchange]
@@ -42,18 +42,18 @@ Conversation = list[Exchange]
 def warm_start(
     model: LlamaForCausalLM, samples: Sequence[TrainingSample], config: TinyModel, seed: int
 ) -> float:
-    """The mean cross-entropy per answer token in the last pass, after training on `samples`."""
-    policy = Policy(model).train()
+    """Train on `samples`; return the mean cross-entropy per sampled token in the last epoch."""
+    policy = PolicyModel(model).train()
     head_only = config.warm_start_layers == "head"
-    trained = model.get_output_embeddings() if head_only else model
+    trained_module = model.get_output_embeddings() if head_only else model
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=config.warm_start_learning_rate, weight_decay=0.0
+        trained_module.parameters(), lr=config.warm_start_learning_rate, weight_decay=0.0
     )
-    per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
+    num_updates_per_epoch = math.ceil(len(samples) / _SAMPLES_PER_UPDATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=config.warm_start_learning_rate,
-        total_steps=per_epoch * config.warm_start_epochs,
+        total_steps=num_updates_per_epoch * config.warm_start_epochs,
     )
     shuffler = random_of(seed, Stream.WARM_START_ORDER)
     losses: list[float] = []
@@ -61,8 +61,8 @@ def warm_start(
         order = shuffler.sample(range(len(samples)), len(samples))
         losses = []
         for start in range(0, len(order), _SAMPLES_PER_UPDATE):
-            chosen = [samples[i] for i in order[start : start + _SAMPLES_PER_UPDATE]]
-            loss = _cross_entropy(policy, chosen)
+            chunk = [samples[i] for i in order[start : start + _SAMPLES_PER_UPDATE]]
+            loss = _cross_entropy(policy, chunk)
             policy.zero_grad()
             loss.backward()
             optimizer.step()
@@ -72,7 +72,7 @@ def warm_start(
 
 
 def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample:
-    """The conversation as tokens, with the answers as the tokens to learn."""
+    """Tokenize a conversation, and mark the tokens of its responses as sampled."""
     token_ids: list[int] = []
     loss_mask: list[bool] = []
     for exchange in conversation:
@@ -81,23 +81,23 @@ def to_sample(chat: ChatTokenizer, conversation: Conversation) -> TrainingSample
             if token_ids
             else chat.first_prompt(exchange.messages, exchange.tools)
         )
-        answer_ids = chat.answer_ids(exchange.answer)
-        token_ids += prompt_ids + answer_ids
-        loss_mask += [False] * len(prompt_ids) + [True] * len(answer_ids)
+        response_ids = chat.encode_completion(exchange.response)
+        token_ids += prompt_ids + response_ids
+        loss_mask += [False] * len(prompt_ids) + [True] * len(response_ids)
     return unscored_sample(token_ids, loss_mask)
 
 
-def texts_of(conversations: Sequence[Conversation]) -> Iterator[str]:
-    """The texts a tokenizer learns its words from."""
+def conversation_texts(conversations: Sequence[Conversation]) -> Iterator[str]:
+    """Yield all texts of the conversations, for training a tokenizer."""
     for conversation in conversations:
         if conversation and conversation[0].tools:
-            yield tools_in_words(conversation[0].tools)["content"]
+            yield tool_list_message(conversation[0].tools)["content"]
         for exchange in conversation:
             yield from (message["content"] for message in exchange.messages)
-            yield exchange.answer
+            yield exchange.response
 
 
-def _cross_entropy(policy: Policy, samples: Sequence[TrainingSample]) -> torch.Tensor:
-    micro_batch = one_micro_batch(samples)
-    logprobs = micro_batch.of_samples(policy(micro_batch.rows, temperature=1.0).logprobs)
-    return -logprobs[micro_batch.mask].mean()
+def _cross_entropy(policy: PolicyModel, samples: Sequence[TrainingSample]) -> torch.Tensor:
+    micro_batch = pack_one_micro_batch(samples)
+    output = policy(micro_batch.rows, temperature=1.0)
+    return -micro_batch.gather_samples(output.logprobs)[micro_batch.mask].mean()

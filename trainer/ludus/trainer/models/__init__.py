@@ -1,1 +1,1 @@
-"""Language models and their words: loading, making, chat."""
+"""Language models: loading, tiny models, chat templates and tokenizers."""

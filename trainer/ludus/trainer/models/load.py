@@ -1,4 +1,4 @@
-"""Loading a language model and its tokenizer from disk."""
+"""Loading of language models and tokenizers from folders and from Hugging Face."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -34,39 +35,39 @@ from transformers.utils.logging import (
 
 from ludus.proto.errors import ConfigError, NotFoundError
 
-# In the log of a job, each refresh of a bar is a line.
+# In the log of a job, each update of a progress bar is a line.
 disable_progress_bar()
 
 _log = logging.getLogger(__name__)
 
-_HUB_ANSWERS_WITHIN_S = 5.0
-_CLASSIFIER = "ForSequenceClassification"
-_SELF_CONTAINED = "TokenizersBackend"
-"""What transformers names a tokenizer whose tokenizer.json says all there is to know."""
+HUB_TIMEOUT_S = 5.0
+_CLASSIFIER_SUFFIX = "ForSequenceClassification"
+_FAST_TOKENIZER_CLASS = "TokenizersBackend"
+"""Class name that transformers saves for a tokenizer whose tokenizer.json is complete."""
 
 
 def check_language_model(path: str | Path) -> None:
-    """Check that there is a model; of one at Hugging Face, a small file is loaded.
+    """Check that there is a model; for a model at Hugging Face, load a small file.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no model.
     """
-    with _refusing(path) as is_local:
-        AutoConfig.from_pretrained(path, local_files_only=is_local)
+    _load_config(path)
 
 
 def load_language_model(
     path: str | Path, dtype: torch.dtype | Literal["auto"] = torch.float32
 ) -> PreTrainedModel:
-    """The causal language model of a folder or a Hugging Face id.
+    """Load a causal language model from a folder or a Hugging Face id.
 
     Args:
-        dtype: of its weights; "auto" is that of the files.
+        path: folder or Hugging Face id.
+        dtype: type of the weights; "auto" uses that of the files.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no model.
     """
-    with _refusing(path) as is_local:
+    with _clear_errors(path) as is_local:
         return AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -77,144 +78,150 @@ def load_language_model(
 
 
 def check_reward_model(path: str | Path, field: str = "path") -> None:
-    """Check that there is a sequence classifier of one label; its weights are not read.
+    """Check that there is a single-label sequence classifier, without loading its weights.
 
     Args:
-        field: of the configuration, which a message names.
+        path: folder or Hugging Face id.
+        field: name of the configuration field, for messages.
 
     Raises:
         NotFoundError: there is no model.
-        ConfigError: it is another kind of model.
+        ConfigError: the model is of another kind.
     """
-    with _refusing(path, field) as is_local:
-        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
-    kinds = config.architectures or []
-    if not any(kind.endswith(_CLASSIFIER) for kind in kinds) or config.num_labels != 1:
+    config = _load_config(path, field)
+    if not _is_single_label_classifier(config):
         raise ConfigError(
-            f"{field} = '{path}': expected a reward model, which is a sequence classifier with "
-            f"num_labels = 1, got {', '.join(kinds) or 'a model of no kind'} with num_labels = "
-            f"{config.num_labels}; train one with `ludus train-reward`"
+            f"{field} = '{path}' must be a reward model, which is a sequence classifier with "
+            f"num_labels = 1, got {', '.join(config.architectures or []) or 'an unknown model'} "
+            f"with num_labels = {config.num_labels}; train a reward model with "
+            "`ludus train-reward`"
         )
 
 
 def is_reward_model(path: str | Path) -> bool:
-    """Whether it is a sequence classifier of one label; its weights are not read.
+    """Return whether the model is a single-label sequence classifier, without loading its weights.
 
     Raises:
         NotFoundError: there is no model.
     """
-    with _refusing(path) as is_local:
-        config = AutoConfig.from_pretrained(path, local_files_only=is_local)
-    return config.num_labels == 1 and any(
-        kind.endswith(_CLASSIFIER) for kind in config.architectures or []
-    )
+    return _is_single_label_classifier(_load_config(path))
 
 
 def load_sequence_classifier(
-    path: str | Path, dtype: torch.dtype, *, begins: bool = False
+    path: str | Path, dtype: torch.dtype, *, new_head: bool = False
 ) -> PreTrainedModel:
-    """The sequence classifier of one label in a folder, or of a Hugging Face id.
+    """Load a single-label sequence classifier from a folder or a Hugging Face id.
 
     Args:
-        dtype: of its weights.
-        begins: it may be a causal language model, which gets a random head.
+        path: folder or Hugging Face id.
+        dtype: type of the weights.
+        new_head: whether to accept a causal language model too, and give it a random head.
 
     Raises:
         NotFoundError: there is no model.
-        ConfigError: it is another kind of model.
+        ConfigError: the model is of another kind.
     """
-    if not begins:
+    if not new_head:
         check_reward_model(path)
-    with _refusing(path, "model" if begins else "path") as is_local, _without_report():
+    with _clear_errors(path, "model" if new_head else "path") as is_local, _quiet_transformers():
         return AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=dtype, local_files_only=is_local
         )
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
-    """The model of a folder or a Hugging Face id without its weights, of which none is read.
+    """Build the causal language model of a folder or a Hugging Face id without its weights.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no model.
     """
-    with _refusing(path) as is_local:
+    with _clear_errors(path) as is_local:
         config = AutoConfig.from_pretrained(path, local_files_only=is_local)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a Hugging Face id, as it was saved.
+    """Load the tokenizer of a folder or a Hugging Face id as it was saved.
 
-    For some model types AutoTokenizer takes a class of its own in place of the saved one. A tiny
-    model of type qwen2, as older runs have made them, would see every number cut into digits:
-    other tokens than those that it was warm-started on.
+    For some model types, AutoTokenizer ignores the saved class. A tiny model of type qwen2, which
+    older runs created, would then get every number split into digits, unlike in its warm start.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no tokenizer.
     """
     file = Path(path) / "tokenizer_config.json"
-    saved = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    is_self_contained = saved.get("tokenizer_class") == _SELF_CONTAINED
-    loader = PreTrainedTokenizerFast if is_self_contained else AutoTokenizer
-    with _refusing(path) as is_local:
+    settings = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    is_fast = settings.get("tokenizer_class") == _FAST_TOKENIZER_CLASS
+    loader = PreTrainedTokenizerFast if is_fast else AutoTokenizer
+    with _clear_errors(path) as is_local:
         return loader.from_pretrained(path, local_files_only=is_local)
 
 
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Keeps transformers from telling at length that a new head is new."""
-    before = get_verbosity()
-    set_verbosity_error()
-    try:
-        yield
-    finally:
-        set_verbosity(before)
-
-
-def _minute() -> int:
-    """The minute that it is, by a number."""
-    return int(time.monotonic() // 60)
-
-
 @lru_cache(maxsize=1)
-def _hub_answers(minute: int) -> bool:
-    """Whether Hugging Face does; its own client asks six times for each file, half a minute long.
+def is_hub_reachable(minute: int) -> bool:
+    """Return whether Hugging Face responds.
 
-    That holds for a `minute`: the network may come back.
+    Its own client would try six times for each file, for half a minute. The result is cached for
+    one `minute`, a number that changes every minute, because the network may recover.
     """
     try:
-        with urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=_HUB_ANSWERS_WITHIN_S):
+        with urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S):
             return True
     except HTTPError:
         return True
     except OSError as error:
-        # The client may know the certificate.
-        answers = isinstance(getattr(error, "reason", None), ssl.SSLError)
-        if not answers:
-            _log.warning("%s does not answer (%s): models come from the cache", hub.ENDPOINT, error)
-        return answers
+        # The client may accept a certificate that urllib does not.
+        is_reachable = isinstance(getattr(error, "reason", None), ssl.SSLError)
+        if not is_reachable:
+            _log.warning(
+                "%s does not respond (%s); loading models from the cache", hub.ENDPOINT, error
+            )
+        return is_reachable
+
+
+def _load_config(path: str | Path, field: str = "model.path") -> PretrainedConfig:
+    with _clear_errors(path, field) as is_local:
+        return AutoConfig.from_pretrained(path, local_files_only=is_local)
+
+
+def _is_single_label_classifier(config: PretrainedConfig) -> bool:
+    return config.num_labels == 1 and any(
+        name.endswith(_CLASSIFIER_SUFFIX) for name in config.architectures or []
+    )
 
 
 @contextmanager
-def _refusing(path: str | Path, field: str = "model.path") -> Iterator[bool]:
-    """Whether all there is lies on this machine; what cannot be loaded is said in one sentence."""
+def _quiet_transformers() -> Iterator[None]:
+    """Suppress the long warning of transformers that a new head is untrained."""
+    verbosity = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(verbosity)
+
+
+@contextmanager
+def _clear_errors(path: str | Path, field: str = "model.path") -> Iterator[bool]:
+    """Yield whether to use local files only; turn errors of loading into short messages."""
     is_path = Path(path).is_absolute() or Path(path).is_dir()
-    is_local = is_path or hub.HF_HUB_OFFLINE or not _hub_answers(_minute())
+    minute = int(time.monotonic() // 60)
+    is_local = is_path or hub.HF_HUB_OFFLINE or not is_hub_reachable(minute)
     try:
         yield is_local
     except (OSError, ValueError) as error:
         if is_local and not is_path:
-            why = "is switched off (HF_HUB_OFFLINE)"
+            reason = "is switched off (HF_HUB_OFFLINE)"
             if not hub.HF_HUB_OFFLINE:
-                why = f"does not answer within {_HUB_ANSWERS_WITHIN_S:g} s"
+                reason = f"does not respond within {HUB_TIMEOUT_S:g} s"
             raise NotFoundError(
-                f"{field} = '{path}': Hugging Face ({hub.ENDPOINT}) {why}, and the cache "
-                f"'{hub.HF_HUB_CACHE}' does not hold all of it; see the network, set HF_ENDPOINT "
-                "to a mirror, or give a folder"
+                f"{field} = '{path}': Hugging Face ({hub.ENDPOINT}) {reason}, and the cache "
+                f"'{hub.HF_HUB_CACHE}' does not contain the whole model; check the network, set "
+                "HF_ENDPOINT to a mirror, or use a folder"
             ) from error
         reason = str(error).strip().splitlines()[0]
         raise NotFoundError(
-            f"{field} = '{path}': no model can be loaded from there ({reason}); expected a "
-            "folder that save_pretrained wrote, or a Hugging Face id"
+            f"{field} = '{path}': the model cannot be loaded ({reason}); use a folder that "
+            "save_pretrained wrote, or a Hugging Face id"
         ) from error

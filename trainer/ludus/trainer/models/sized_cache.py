@@ -1,4 +1,4 @@
-"""A cache bounded by what it holds, not by how many: entries differ by a factor of 1,000."""
+"""A cache bounded by the size of its entries, not by their number: sizes differ 1,000-fold."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ ValueT = TypeVar("ValueT")
 
 
 class SizedCache(Generic[KeyT, ValueT]):
-    """What a function has returned, by its argument; what was not asked for longest goes first.
-
-    For one thread.
-    """
+    """A function with a cache of its results; evicts the least recently used. Not thread-safe."""
 
     def __init__(
         self,
         function: Callable[[KeyT], ValueT],
-        size_of: Callable[[KeyT, ValueT], int],
+        entry_size: Callable[[KeyT, ValueT], int],
         max_size: int,
     ) -> None:
-        """`size_of` says what an entry adds to the sum that `max_size` bounds."""
+        """`entry_size` returns the size of an entry; `max_size` bounds the sum of all sizes."""
         self._function = function
-        self._size_of = size_of
+        self._entry_size = entry_size
         self._max_size = max_size
         self._size = 0
         self._values: OrderedDict[KeyT, ValueT] = OrderedDict()
 
     @property
     def size(self) -> int:
-        """Of all entries together."""
+        """The sum of the sizes of all entries."""
         return self._size
 
     def __call__(self, key: KeyT) -> ValueT:
-        """What the function returns."""
+        """Return the function's result, from the cache if possible."""
         if key in self._values:
             self._values.move_to_end(key)
             return self._values[key]
         value = self._function(key)
-        size = self._size_of(key, value)
+        size = self._entry_size(key, value)
         if size <= self._max_size:
             self._values[key] = value
             self._size += size
             while self._size > self._max_size:
-                self._size -= self._size_of(*self._values.popitem(last=False))
+                self._size -= self._entry_size(*self._values.popitem(last=False))
         return value

@@ -1,10 +1,10 @@
-"""A model's chat template, taken apart by what it makes of words that stand for texts.
+"""A model's chat template, analyzed by rendering placeholders.
 
-Templates are programs, and differ: in how a turn ends, in roles they refuse, in whether they
-list tools. All of it is found out by rendering small conversations and looking.
+Templates are programs and differ in several ways: in how a turn ends, in the roles that they
+refuse, and in whether they list tools. Rendering small conversations shows all of this.
 
-    messages --form that the template takes--> text      as they are, merged, or folded
-    tools    --listed by the template, or in words of our own--> text
+    messages --form that the template accepts--> text      unchanged, merged, or all from the user
+    tools    --listed by the template, or by a message--> text
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ludus.env import Message
 from ludus.proto.errors import ConfigError
 
 ToolSpec = dict[str, Any]
-"""A tool as chat templates take it: {"type": "function", "function": {name, description, ...}}."""
+"""A tool in the form of chat templates: {"type": "function", "function": {name, ...}}."""
 
-# Stands for the assistant's text while the template around it is taken apart.
 _PLACEHOLDER = "assistant-turn-placeholder"
+"""Text of the assistant while the template around it is analyzed."""
 
-_TOOLS_IN_WORDS = (
+_TOOL_LIST = (
     "You may call these tools, each described by one line of JSON:\n{tools}\n"
     "To call one, answer with its name and arguments as JSON between tags:\n"
     '<tool_call>\n{{"name": "...", "arguments": {{...}}}}\n</tool_call>'
@@ -36,99 +36,98 @@ Form = Callable[[Sequence[Message]], list[Message]]
 
 
 class ChatTemplate:
-    """What a tokenizer's chat template does."""
+    """A tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool) -> None:
         if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"model '{tokenizer.name_or_path}' expected a chat template and an end token, "
-                "got none; take an instruction-tuned model"
+                f"model '{tokenizer.name_or_path}' needs a chat template and an EOS token, "
+                "but has none; use an instruction-tuned model"
             )
         self._tokenizer = tokenizer
         self._enable_thinking = enable_thinking
-        self._form_of = lru_cache(1024)(self._find_form)
-        self._lists = lru_cache(1024)(self._finds_tool)
+        self._form_for_roles = lru_cache(1024)(self._find_form)
+        self._lists_tool = lru_cache(1024)(self._find_whether_listed)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, prompt: bool = True
     ) -> str:
-        """The text of a conversation, up to where the assistant speaks when `prompt` is set.
+        """Return the text of a conversation; with `prompt`, up to the start of a completion.
 
         Raises:
             ConfigError: the template refuses such a conversation in every form.
         """
-        if tools and not self._lists(json.dumps(tools[0])):
-            messages, tools = [tools_in_words(tools), *messages], ()
-        form = self._form_of(tuple(message["role"] for message in messages))
+        if tools and not self._lists_tool(json.dumps(tools[0])):
+            messages, tools = [tool_list_message(tools), *messages], ()
+        form = self._form_for_roles(tuple(message["role"] for message in messages))
         return self._apply(form(messages), tools, prompt=prompt)
 
-    def after_answer(self, messages: Sequence[Message]) -> str:
-        """The text between the assistant's words and its next turn, its end token included."""
-        before: list[Message] = [
+    def text_after_completion(self, messages: Sequence[Message]) -> str:
+        """Return the text between two completions: the end of the first turn, then `messages`."""
+        conversation: list[Message] = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": _PLACEHOLDER},
         ]
-        text = self.render([*before, *messages])
-        _, found, rest = text.rpartition(_PLACEHOLDER)
-        if not found:
-            raise self._refusal("leaves out what the assistant has said")
+        text = self.render([*conversation, *messages])
+        _, separator, rest = text.rpartition(_PLACEHOLDER)
+        if not separator:
+            raise self._refusal("omits the assistant's messages")
         return rest
 
     @cached_property
     def end_token_id(self) -> int:
-        """The token that ends an assistant's turn; where there is none, that of a whole text.
+        """The token that ends an assistant's turn, or the EOS token if there is none.
 
-        Many models end a turn with another token than a text (Gemma, Phi).
+        In many models the two differ (Gemma, Phi).
         """
-        end = self._around_answer[1]
-        known = self._tokenizer.added_tokens_decoder
+        _, end = self._text_around_completion
+        special_tokens = self._tokenizer.added_tokens_decoder
         for token_id in self._tokenizer.encode(end.lstrip(), add_special_tokens=False)[:1]:
-            if token_id in known and known[token_id].special:
+            if token_id in special_tokens and special_tokens[token_id].special:
                 return token_id
         return int(self._tokenizer.eos_token_id)
 
     @cached_property
-    def space_before_answer(self) -> str:
-        """White space that the template puts before an answer and leaves to the model to say."""
-        space = self._around_answer[0]
-        return space if space.isspace() else ""
+    def space_before_completion(self) -> str:
+        """White space that the template adds before a completion and that no prompt includes."""
+        text = self.text_before_completion
+        return text if text.isspace() else ""
+
+    @property
+    def text_before_completion(self) -> str:
+        """Text that the template adds before a completion and that no prompt includes."""
+        return self._text_around_completion[0]
 
     @cached_property
-    def before_answer(self) -> str:
-        """What the template puts before an answer and leaves to the model to say."""
-        return self._around_answer[0]
-
-    @cached_property
-    def _around_answer(self) -> tuple[str, str]:
-        """What the template puts before an answer that no prompt has, and after it."""
-        asked: list[Message] = [{"role": "user", "content": "-"}]
-        answered: list[Message] = [*asked, {"role": "assistant", "content": _PLACEHOLDER}]
-        whole = self.render(answered, prompt=False)
-        before, found, after = whole.rpartition(_PLACEHOLDER)
-        if not found:
-            raise self._refusal("leaves out what the assistant has said")
-        prompt = self.render(asked)
-        # Some prompts begin a thought that the template takes out once there is an answer.
-        return (before[len(prompt) :] if before.startswith(prompt) else ""), after
+    def _text_around_completion(self) -> tuple[str, str]:
+        question: list[Message] = [{"role": "user", "content": "-"}]
+        response: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        text = self.render([*question, response], prompt=False)
+        start, separator, end = text.rpartition(_PLACEHOLDER)
+        if not separator:
+            raise self._refusal("omits the assistant's messages")
+        prompt = self.render(question)
+        # Some prompts open a thought that the template removes once there is a response.
+        return (start[len(prompt) :] if start.startswith(prompt) else ""), end
 
     def _find_form(self, roles: tuple[str, ...]) -> Form:
-        """The first form in which the template shows every message of such roles."""
+        """Return the first form in which the template shows every message of these roles."""
         messages: list[Message] = [
             {"role": role, "content": f"stands-for-{number}-of-them"}
             for number, role in enumerate(roles)
         ]
-        reason = "shows none of some role's messages"
-        for form in (_as_is, _merged, _folded):
+        reason = "omits the messages of some roles"
+        for form in (_keep_messages, _merge_neighbors, _merge_into_user):
             try:
                 text = self._apply(form(messages), ())
             except TemplateError as error:
-                reason = f"says: {error}"
+                reason = f"reports: {error}"
                 continue
             if all(message["content"] in text for message in messages):
                 return form
-        raise self._refusal(f"takes no conversation of the roles {', '.join(roles)}; it {reason}")
+        raise self._refusal(f"refuses conversations with the roles {', '.join(roles)}; it {reason}")
 
-    def _finds_tool(self, tool: str) -> bool:
+    def _find_whether_listed(self, tool: str) -> bool:
         spec: ToolSpec = json.loads(tool)
         try:
             text = self._apply([{"role": "user", "content": "-"}], [spec])
@@ -148,19 +147,25 @@ class ChatTemplate:
         )
         return str(text)
 
-    def _refusal(self, what: str) -> ConfigError:
+    def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(
-            f"the chat template of '{self._tokenizer.name_or_path}' {what}; take a model whose "
-            "template shows whole conversations"
+            f"the chat template of '{self._tokenizer.name_or_path}' {problem}; use a model whose "
+            "template renders whole conversations"
         )
 
 
-def _as_is(messages: Sequence[Message]) -> list[Message]:
+def tool_list_message(tools: Sequence[ToolSpec]) -> Message:
+    """Return a system message that lists tools, for templates that do not list them."""
+    lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    return {"role": "system", "content": _TOOL_LIST.format(tools=lines)}
+
+
+def _keep_messages(messages: Sequence[Message]) -> list[Message]:
     return list(messages)
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Neighbours of one role as one message: some templates want roles to alternate."""
+def _merge_neighbors(messages: Sequence[Message]) -> list[Message]:
+    """Merge adjacent messages of one role, for templates that require alternating roles."""
     merged: list[Message] = []
     for message in messages:
         if merged and merged[-1]["role"] == message["role"]:
@@ -171,12 +176,12 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     return merged
 
 
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Everything that is not the assistant's as the user's: some templates know no other role."""
-    return _merged([_from_user(message) for message in messages])
+def _merge_into_user(messages: Sequence[Message]) -> list[Message]:
+    """Turn all messages of other roles into user messages, for templates with only two roles."""
+    return _merge_neighbors([_to_user_message(message) for message in messages])
 
 
-def _from_user(message: Message) -> Message:
+def _to_user_message(message: Message) -> Message:
     match message["role"]:
         case "assistant":
             return message
@@ -185,9 +190,3 @@ def _from_user(message: Message) -> Message:
             return {"role": "user", "content": content}
         case _:
             return {"role": "user", "content": message["content"]}
-
-
-def tools_in_words(tools: Sequence[ToolSpec]) -> Message:
-    """A message that lists tools, for templates that list none."""
-    lines = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    return {"role": "system", "content": _TOOLS_IN_WORDS.format(tools=lines)}

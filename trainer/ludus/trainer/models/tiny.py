@@ -1,4 +1,4 @@
-"""A tiny language model made from nothing: a byte-level tokenizer and random weights."""
+"""A tiny language model with a new byte-level tokenizer and random weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ludus.trainer.core.streams import Stream, seed_torch
 _END, _PAD = "<|end|>", "<|pad|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 _TAG = re.compile(r"</?[a-z_]+>")
-_MOST_TAGS = 32
-# A role is one token: a tiny model spends its time on what is said, not on who says it.
+_MAX_TAGS = 32
+# A role is one token, so that a tiny model spends its capacity on the text.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -29,12 +29,12 @@ _CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with a chat template; frequent words of the texts are one token.
+    """Train a byte-level tokenizer with a chat template; frequent words become one token.
 
-    So are tags like <final_answer>, as <think> is of models that think.
+    Tags in the texts, such as <final_answer>, also become one token, like <think> in large models.
     """
     texts = list(texts)
-    tags = sorted({tag for text in texts for tag in _TAG.findall(text)})[:_MOST_TAGS]
+    tags = sorted({tag for text in texts for tag in _TAG.findall(text)})[:_MAX_TAGS]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,9 +57,9 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
 def make_model(
     config: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> LlamaForCausalLM:
-    """A Llama-shaped model with the random weights of a run of that seed.
+    """Return a Llama model with random weights, which the run's `seed` determines.
 
-    Of a Llama, AutoTokenizer takes the tokenizer that is saved beside it; of a Qwen2, its own.
+    For a saved Llama, AutoTokenizer loads the saved tokenizer; for a Qwen2 it would not.
     """
     seed_torch(seed, Stream.INITIAL_WEIGHTS)
     model = LlamaForCausalLM(
@@ -85,17 +85,17 @@ def make_model(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder that any Hugging Face loader reads, whole or not at all.
+    """Save model and tokenizer as a Hugging Face folder, which appears only when complete.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the folder cannot be written.
     """
     try:
-        with replace_folder(folder) as aside:
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
-    except Exception as error:  # what writes in Rust raises classes of its own, or none
+        with replace_folder(folder) as partial_folder:
+            model.save_pretrained(partial_folder)
+            tokenizer.save_pretrained(partial_folder)
+    except Exception as error:  # writers in Rust raise their own exception classes
         raise ConfigError(
-            f"the model {describe_write_error(folder, error)}; make room, or set output_dir "
-            "to a folder that has enough"
+            f"the model {describe_write_error(folder, error)}; free some space, or set "
+            "output_dir to a folder on another disk"
         ) from error

@@ -186,7 +186,7 @@ def begin_reward_model(path: str, format: str, max_tokens: int | None) -> Reward
         NotFoundError: there is no model.
         ConfigError: it cannot be read as the format says.
     """
-    classifier = load_sequence_classifier(path, torch.float32, begins=True)
+    classifier = load_sequence_classifier(path, torch.float32, new_head=True)
     tokenizer = load_tokenizer(path)
     _take_padding(classifier, tokenizer)
     return RewardModel(

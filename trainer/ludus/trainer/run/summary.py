@@ -97,7 +97,7 @@ def chart_questions(
 ) -> list[ScoringRequest]:
     """One question for each prompt and each of its answers, prompt by prompt."""
     return [
-        ScoringRequest(chat.first_prompt(prompt.messages), chat.answer_ids(answer))
+        ScoringRequest(chat.first_prompt(prompt.messages), chat.encode_completion(answer))
         for prompt in prompts
         for answer in prompt.answers
     ]

@@ -40,7 +40,7 @@ from ludus.proto.config.environment import RANDOM_POLICY
 from ludus.proto.errors import AuthenticationError, ConfigError, UnavailableError
 from ludus.proto.runs import ENVIRONMENT_LOG_FILE
 from ludus.trainer.agents.runners import check_agent
-from ludus.trainer.algorithms.own_loss import OWN_LOSS
+from ludus.trainer.algorithms.policy_loss import LOSS_FUNCTION_FIELD
 from ludus.trainer.core.functions import import_object
 from ludus.trainer.rollout.renderer import ChatRenderer, make_renderer
 from ludus.trainer.rollout.reward_function import check_columns
@@ -84,7 +84,7 @@ def check_names(run: LanguageModelRun) -> None:
     if isinstance(run.algorithm, GrpoConfig) and run.algorithm.advantages is not None:
         import_object(run.algorithm.advantages, "algorithm.advantages")
     if isinstance(run.algorithm.loss, FunctionLoss):
-        import_object(run.algorithm.loss.function, OWN_LOSS)
+        import_object(run.algorithm.loss.function, LOSS_FUNCTION_FIELD)
     chart_prompts(run)
 
 

@@ -37,7 +37,7 @@ from ludus.trainer.learner.lora import check_targets
 from ludus.trainer.learner.warm_start import (
     Conversation,
     Exchange,
-    texts_of,
+    conversation_texts,
     to_sample,
     warm_start,
 )
@@ -103,7 +103,7 @@ async def make_canary(environment: Environment, chat: ChatTokenizer) -> tuple[Sc
         num_given = max(1, len(prompt_ids) - _MAX_CANARY_TOKENS)
         return (ScoringRequest(prompt_ids[:num_given], prompt_ids[num_given:]),)
     return tuple(
-        ScoringRequest(prompt_ids, chat.shown_answer_ids(answer)[:_MAX_CANARY_TOKENS])
+        ScoringRequest(prompt_ids, chat.encode_rendered_completion(answer)[:_MAX_CANARY_TOKENS])
         for answer in answers
     )
 
@@ -340,7 +340,7 @@ def make_tiny_model(
     """
     # More threads than a tiny model can feed only wait for each other.
     torch.set_num_threads(1)
-    tokenizer = make_tokenizer(texts_of(conversations), config.vocab_size)
+    tokenizer = make_tokenizer(conversation_texts(conversations), config.vocab_size)
     chat = ChatTokenizer(tokenizer)
     model = make_model(config, tokenizer, seed)
     samples = [to_sample(chat, conversation) for conversation in conversations]

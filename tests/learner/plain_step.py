@@ -1,0 +1,100 @@
+"""An independent computation of a training step: padded sequences and plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from ludus.proto.config import ClipLoss, GrpoConfig, LearnerConfig, PpoConfig
+from ludus.trainer.core.types import TrainingSample
+
+
+class PlainPolicy(nn.Module):
+    """A language model with a value head, under the parameter names of the learner's policy."""
+
+    def __init__(self, model_path: str, *, value_head: bool) -> None:
+        super().__init__()
+        self.language_model = AutoModelForCausalLM.from_pretrained(model_path)
+        self.value_head = None
+        if value_head:
+            self.value_head = nn.Linear(self.language_model.config.hidden_size, 1)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, sample: TrainingSample) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probs and values of the sampled tokens, and the value after the last token."""
+        token_ids = torch.tensor([list(sample.token_ids)])
+        output = self.language_model(token_ids, output_hidden_states=True)
+        sampled = torch.tensor(np.flatnonzero(sample.loss_mask))
+        logprobs = output.logits[0].log_softmax(-1)[sampled - 1, token_ids[0, sampled]]
+        values = torch.zeros(token_ids.shape[1])
+        if self.value_head is not None:
+            values = self.value_head(output.hidden_states[-1][0]).squeeze(-1)
+        return logprobs, values[sampled - 1], values[-1]
+
+
+def plain_step(
+    model_path: str,
+    samples: Sequence[TrainingSample],
+    algorithm: GrpoConfig | PpoConfig,
+    config: LearnerConfig,
+    learning_rate: float,
+) -> dict[str, Tensor]:
+    """Return the weights after one step on `samples`, by the names of the policy's parameters."""
+    policy = PlainPolicy(model_path, value_head=isinstance(algorithm, PpoConfig))
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    with torch.no_grad():
+        start = [policy(sample) for sample in samples]
+    advantages = [_advantages(*pair, algorithm) for pair in zip(samples, start, strict=True)]
+    minibatches = np.array_split(np.arange(len(samples)), config.num_minibatches)
+    for _ in range(config.update_epochs):
+        for minibatch in minibatches:
+            new = [policy(samples[i]) for i in minibatch]
+            old_logprobs = torch.cat([start[i][0] for i in minibatch])
+            old_values = torch.cat([start[i][1] for i in minibatch])
+            targets = torch.cat([advantages[i] for i in minibatch])
+            weights = targets
+            if isinstance(algorithm, PpoConfig):
+                weights = (targets - targets.mean()) / targets.std()
+            loss = _policy_loss(torch.cat([n[0] for n in new]), old_logprobs, weights, algorithm)
+            if isinstance(algorithm, PpoConfig):
+                errors = torch.cat([n[1] for n in new]) - (targets + old_values)
+                loss = loss + algorithm.value_coef * 0.5 * errors.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            optimizer.step()
+    return dict(policy.named_parameters())
+
+
+def _advantages(
+    sample: TrainingSample, start: tuple[Tensor, Tensor, Tensor], algorithm: GrpoConfig | PpoConfig
+) -> Tensor:
+    """Return the advantages of the sampled tokens; for PPO, returns minus values."""
+    mask = np.asarray(sample.loss_mask)
+    if isinstance(algorithm, GrpoConfig):
+        return torch.tensor(np.asarray(sample.advantages)[mask], dtype=torch.float32)
+    _, values, last_value = start
+    rewards = np.asarray(sample.rewards)[mask]
+    bootstrap = 0.0 if sample.terminated else float(last_value)
+    returns = rewards[::-1].cumsum()[::-1] + bootstrap
+    return torch.tensor(returns.copy(), dtype=torch.float32) - values
+
+
+def _policy_loss(
+    new: Tensor, old: Tensor, advantages: Tensor, algorithm: GrpoConfig | PpoConfig
+) -> Tensor:
+    assert isinstance(algorithm.loss, ClipLoss)
+    ratio = (new - old).exp()
+    clipped = ratio.clamp(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages).mean()
