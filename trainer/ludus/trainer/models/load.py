@@ -158,12 +158,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return loader.from_pretrained(path, local_files_only=is_local)
 
 
+def current_minute() -> int:
+    """Return a number that changes every minute."""
+    return int(time.monotonic() // 60)
+
+
 @lru_cache(maxsize=1)
 def is_hub_reachable(minute: int) -> bool:
     """Return whether Hugging Face responds.
 
     Its own client would try six times for each file, for half a minute. The result is cached for
-    one `minute`, a number that changes every minute, because the network may recover.
+    one `minute` (see `current_minute`), because the network may recover.
     """
     try:
         with urlopen(Request(hub.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT_S):
@@ -206,8 +211,7 @@ def _quiet_transformers() -> Iterator[None]:
 def _clear_errors(path: str | Path, field: str = "model.path") -> Iterator[bool]:
     """Yield whether to use local files only; turn errors of loading into short messages."""
     is_path = Path(path).is_absolute() or Path(path).is_dir()
-    minute = int(time.monotonic() // 60)
-    is_local = is_path or hub.HF_HUB_OFFLINE or not is_hub_reachable(minute)
+    is_local = is_path or hub.HF_HUB_OFFLINE or not is_hub_reachable(current_minute())
     try:
         yield is_local
     except (OSError, ValueError) as error:
