@@ -1,7 +1,7 @@
 """The `ludus` command: collects its subcommands and turns errors into messages.
 
 Nothing here may import torch, ray, vllm or a game library: `ludus --help` answers at once.
-Commands import what they need when they run, and the trainer runs as a process of its own.
+Commands import what they need when they run, and the trainer runs as a separate process.
 """
 
 from __future__ import annotations

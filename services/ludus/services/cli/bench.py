@@ -1,4 +1,4 @@
-"""Playing the fixed policies of an environment on the same deals."""
+"""Benchmark of an environment's fixed policies on the same seeds."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from ludus.proto.runs import PolicyResult
 from ludus.services.cli.package_policies import fixed_policies, reference_returns
 
 MAX_CONCURRENT = 256
-"""Sessions open at once, where the server has that many."""
+"""Maximum number of concurrent sessions; a server may allow fewer."""
 CONNECT_TIMEOUT_S = 3.0
-"""How long a server may take to answer at all."""
+"""Seconds to wait for the first response of a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to play."""
+    """The policies and seeds of a benchmark."""
 
     package: str | None
-    """The target that the policies come from; None takes what the server names."""
+    """Target that provides the policies. None: the environment that the server names."""
     policies: Sequence[str]
-    """By name; empty takes all."""
+    """Names of the policies to play. Empty: all."""
     seeds: Sequence[int]
     source: str = ""
-    """The `module:function` that makes the policies; empty takes the package's own."""
+    """The `module:function` that returns the policies. Empty: the package's `fixed_policies`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """How one fixed policy did, and how fast it was played."""
+    """Result and speed of one fixed policy."""
 
     name: str
     result: PolicyResult
     exact_return: float | None
-    """The expected return by enumeration, where the package knows it."""
+    """Expected return by enumeration; None if the package does not provide it."""
     num_void: int
-    """Episodes that failed."""
+    """Number of episodes that were lost or failed."""
     steps_per_second: float
 
 
@@ -57,10 +57,10 @@ OnEpisode = Callable[[str, EpisodeOutcome], None]
 async def bench(
     plan: BenchPlan, address: str, token: str | None, on_episode: OnEpisode
 ) -> list[BenchResult]:
-    """One result per policy, played one after the other on the same seeds.
+    """Play the policies one after the other on the same seeds; return one result per policy.
 
     Raises:
-        NotFoundError: no server answers at the address, or there is no such policy.
+        NotFoundError: no server responds at the address, or a policy does not exist.
         EpisodesFailedError: all episodes of a policy are void.
     """
     async with await _connect(address, token) as client:
@@ -94,7 +94,7 @@ async def _connect(address: str, token: str | None) -> AsyncEnvClient:
         )
     except UnavailableError as error:
         raise NotFoundError(
-            f"{error}; start one with `ludus env serve`, or leave --address out"
+            f"{error}; start a server with `ludus env serve`, or omit --address"
         ) from None
 
 
@@ -104,7 +104,7 @@ def _result(
     num_void = sum(outcome.episode_return is None for outcome in outcomes)
     if num_void == len(outcomes):
         raise EpisodesFailedError(
-            f"all {num_void} episodes of policy '{name}' are void, most often: "
+            f"all {num_void} episodes of policy '{name}' are void; most common reason: "
             f"{most_common_failure(outcomes)}"
         )
     return BenchResult(

@@ -1,4 +1,4 @@
-"""Where the command line writes: results to stdout, progress and messages to stderr."""
+"""Consoles of the command line: results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from rich.console import Console
 
 PLAIN_WIDTH = 120
-"""Columns where nobody says how wide the output is: a file, a pipe, a build log."""
+"""Columns if the output is not a terminal, for example a file or a build log."""
 
 
 def results_console() -> Console:
-    """A console on stdout."""
+    """Return a console on stdout."""
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def progress_console() -> Console:
-    """A console on stderr."""
+    """Return a console on stderr."""
     width = None if sys.stderr.isatty() else PLAIN_WIDTH
     return Console(stderr=True, width=width, highlight=False)
 
 
-def say(console: Console, message: str, style: str | None = None) -> None:
-    """Print a line as it stands: names in it are never taken for markup, nor wrapped."""
+def print_line(console: Console, message: str, style: str | None = None) -> None:
+    """Print a line literally, without markup and without wrapping."""
     console.print(message, style=style, markup=False, soft_wrap=True)

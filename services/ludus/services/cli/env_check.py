@@ -1,9 +1,9 @@
-"""`ludus env check`: the executable specification, against a target or a running server.
+"""`ludus env check`: the executable specification, for a target or a running server.
 
-TARGET  --> rules of the environment, in a child process --> rules of the wire, on a server of it
+TARGET  --> rules of the environment, in a child process --> rules of the wire, on a server
 ADDRESS ---------------------------------------------------> rules of the wire
 
-No code of the environment runs in this process, so that the check always comes to its end.
+The environment's code never runs in this process, so the check always finishes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import typer
 
 from ludus.proto.errors import UnavailableError, UserError
 from ludus.services.cli.console import progress_console, results_console
-from ludus.services.cli.env_places import (
+from ludus.services.cli.env_targets import (
     Options,
-    Place,
+    TargetOrAddress,
     TokenEnv,
     require_options_only_for_targets,
 )
@@ -36,12 +36,12 @@ CHECK_FAILED = 1
 _IN_PROCESS = "environment"
 _ON_THE_WIRE = "wire"
 _MAX_SESSIONS = 12
-"""Of a server that is started here: few enough to see how it refuses more."""
+"""Session limit of the server under test, low enough to test that it refuses more."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """How much is played."""
+    """Amount of play and time limits of a check."""
 
     seeds: range
     num_steps: int
@@ -50,26 +50,26 @@ class CheckPlan:
 
 
 def check(
-    place: Place,
+    location: TargetOrAddress,
     options: Options = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of an episode, at most.")] = 50,
-    seeds: Annotated[int, typer.Option(min=1, help="Episodes for each rule.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one rule.")] = 60.0,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum steps per episode.")] = 50,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of episodes per rule.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Time limit per rule in seconds.")] = 60.0,
     wait: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Seconds until an address must open a session; it may have to start a server.",
+            help="Seconds to wait for an address to open a session; it may start a server first.",
         ),
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Check that an environment or a server keeps its contract; exit code 1 when it does not.
+    """Check that an environment or a server keeps its contract. Exit code 1 if it does not.
 
-    A server is for a moment filled with up to 16 sessions. What OpenEnv's own servers do not
-    have is reported as not offered. A rule that does not end is broken, and after three of them
-    the others are not tried.
+    The check briefly opens up to 16 sessions on a server. Features that OpenEnv's own servers
+    lack are reported as not offered. A rule that exceeds its time limit counts as broken; after
+    three of those, the remaining rules are not tried.
 
     Example: `ludus env check openspiel_env --option game=tic_tac_toe`
 
@@ -78,24 +78,29 @@ def check(
     Example: `ludus env check grpc://gateway:18000/blackjack --wait 120`
     """
     chosen = parse_options(options or ())
-    require_options_only_for_targets(place, chosen)
+    require_options_only_for_targets(location, chosen)
     plan = CheckPlan(range(seeds), steps, timeout, wait)
-    if "://" in place:
-        with _status(f"checking {place}"):
-            report = _check_address(place, plan, os.environ.get(token_env))
+    if "://" in location:
+        with _show_spinner(f"checking {location}"):
+            report = _check_address(location, plan, os.environ.get(token_env))
         rows = _rows(report, _ON_THE_WIRE)
     else:
-        rows = _check_target(place, chosen, plan)
-    is_sound = all(row.verdict != "broken" for row in rows)
+        rows = _check_target(location, chosen, plan)
+    is_ok = all(row.verdict != "broken" for row in rows)
     if as_json:
-        found = [
-            {"about": r.about, "rule": r.rule, "verdict": r.verdict, "detail": r.detail}
-            for r in rows
+        checks = [
+            {
+                "about": row.about,
+                "rule": row.rule,
+                "verdict": row.verdict,
+                "detail": row.detail,
+            }
+            for row in rows
         ]
-        typer.echo(json.dumps({"place": place, "ok": is_sound, "checks": found}, indent=2))
+        typer.echo(json.dumps({"place": location, "ok": is_ok, "checks": checks}, indent=2))
     else:
         results_console().print(check_table(rows))
-    if not is_sound:
+    if not is_ok:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -104,7 +109,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
     from ludus.env.serving.subprocess import LocalServer
     from ludus.env.targets.targets import TargetFactory
 
-    with _status(f"checking {target}"):
+    with _show_spinner(f"checking {target}"):
         in_process = check_environment(
             TargetFactory(target, options),
             seeds=plan.seeds,
@@ -112,7 +117,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
             timeout_s=plan.timeout_s,
         )
         rows = _rows(in_process, _IN_PROCESS)
-        if not in_process.checks[0].ok:  # no server could build it either
+        if not in_process.checks[0].ok:  # a server could not build the environment either
             return rows
         server = LocalServer(
             target, options, _MAX_SESSIONS, extra_arguments=["--no-determinism-check"]
@@ -120,7 +125,7 @@ def _check_target(target: str, options: dict[str, Any], plan: CheckPlan) -> list
         try:
             address = server.start().grpc
         except (UserError, UnavailableError) as error:
-            detail = f"expected a server that listens, got {error}"
+            detail = f"the server does not start: {error}"
             return [*rows, CheckRow(_ON_THE_WIRE, "a_server_of_it_starts", "broken", detail)]
         try:
             return [*rows, *_rows(_check_address(address, plan, None), _ON_THE_WIRE)]
@@ -150,7 +155,7 @@ def _rows(report: CheckReport, about: str) -> list[CheckRow]:
 
 
 @contextlib.contextmanager
-def _status(message: str) -> Iterator[None]:
+def _show_spinner(message: str) -> Iterator[None]:
     console = progress_console()
     if not console.is_terminal:
         yield

@@ -1,4 +1,4 @@
-"""`ludus env`: every command for environments; the longer ones have files of their own."""
+"""`ludus env`: all commands for environments; the longer ones are in separate files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rich.progress import (
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import progress_console, results_console, say
+from ludus.services.cli.console import print_line, progress_console, results_console
 from ludus.services.cli.env_check import check
 from ludus.services.cli.env_init import init
-from ludus.services.cli.env_places import (
+from ludus.services.cli.env_play import play
+from ludus.services.cli.env_replay import replay
+from ludus.services.cli.env_serve import serve
+from ludus.services.cli.env_targets import (
     TARGET_HELP,
     Options,
     TokenEnv,
     require_options_only_for_targets,
-    serving,
+    serve_target,
 )
-from ludus.services.cli.env_play import play
-from ludus.services.cli.env_replay import replay
-from ludus.services.cli.env_serve import serve
 from ludus.services.cli.options import parse_options
 from ludus.services.cli.tables import bench_table, new_table
 
@@ -53,7 +53,7 @@ def list_packages() -> None:
     from ludus.env.targets.targets import installed_packages
 
     table = new_table()
-    for column in ("package", "version", "what it is"):
+    for column in ("package", "version", "description"):
         table.add_column(column)
     packages = installed_packages()
     for package in packages:
@@ -62,8 +62,8 @@ def list_packages() -> None:
     if packages:
         console.print(table)
     else:
-        say(console, "none is installed; for example: pip install envs/openspiel_env")
-    say(console, "also: gymnasium:<id>, openenv:module:Class, module:Class", "dim")
+        print_line(console, "no environment package is installed; try: pip install 'ludus[envs]'")
+    print_line(console, "also: gymnasium:<id>, openenv:module:Class, module:Class", "dim")
 
 
 @app.command()
@@ -74,29 +74,32 @@ def bench(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Play on this running server, for example grpc://127.0.0.1:18000."),
+        typer.Option(
+            help="Running server to play on, for example grpc://127.0.0.1:18000. "
+            "Default: start one."
+        ),
     ] = None,
     options: Options = None,
-    games: Annotated[int, typer.Option(min=1, help="Games per policy.")] = 10_000,
+    games: Annotated[int, typer.Option(min=1, help="Number of episodes per policy.")] = 10_000,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Play this policy only; may be repeated."),
+        typer.Option(metavar="NAME", help="Policy to play. Repeatable. Default: all."),
     ] = None,
     policies: Annotated[
         str,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="What makes the policies, (options) -> {name: policy}; else the package's own.",
+            help="Function that returns the policies: (options) -> {name: policy}. "
+            "Default: `fixed_policies` of the package.",
         ),
     ] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first game.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode.")] = 0,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Play an environment's fixed policies on the same deals.
+    """Compare an environment's fixed policies on the same seeds.
 
-    Starts a server of its own unless --address names one. Shows win rates and returns with
-    95% intervals, exact returns where they are known, and steps per second. Environments
-    without fixed policies are played at random.
+    Prints win rates and returns with 95% intervals, exact returns if the package provides them,
+    and steps per second. An environment without fixed policies is played at random.
 
     Example: `ludus env bench openspiel_env --option game=blackjack --games 10000`
 
@@ -106,25 +109,25 @@ def bench(
     if address is not None:
         if "://" not in address:
             raise ConfigError(
-                f"--address expected grpc://host:port or http://host:port, got '{address}'"
+                f"--address must be grpc://host:port or http://host:port, got '{address}'"
             )
         require_options_only_for_targets(address, chosen)
-    place = address or target
-    if place is None:
-        raise ConfigError("expected TARGET or --address, got neither; see `ludus env list`")
+    location = address or target
+    if location is None:
+        raise ConfigError("TARGET or --address is required; `ludus env list` prints the targets")
     from ludus.services.cli.bench import BenchPlan
 
     plan = BenchPlan(target, policy or (), range(seed, seed + games), policies)
-    with serving(place, chosen) as server:
-        results = _play(plan, server, os.environ.get(token_env))
+    with serve_target(location, chosen) as server_address:
+        results = _run_bench(plan, server_address, os.environ.get(token_env))
     console = results_console()
     console.print(bench_table(results))
     num_void = sum(result.num_void for result in results)
     if num_void:
-        say(console, f"{num_void:,} games were lost with the server and are not counted")
+        print_line(console, f"{num_void:,} episodes are void and not counted")
 
 
-def _play(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:
+def _run_bench(plan: BenchPlan, address: str, token: str | None) -> list[BenchResult]:
     from ludus.services.cli.bench import bench as play
 
     columns = (

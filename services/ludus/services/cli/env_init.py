@@ -1,4 +1,4 @@
-"""`ludus env init`: a new environment that works, to be changed."""
+"""`ludus env init`: a new, working environment package to change."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from ludus.services.cli.console import results_console, say
+from ludus.services.cli.console import print_line, results_console
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="Lower-case words, for example grid_maze.")],
-    output_dir: Annotated[Path, typer.Option(help="Where its folder is made.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Name in lower case, for example grid_maze.")],
+    output_dir: Annotated[Path, typer.Option(help="Folder to create the package in.")] = Path(),
 ) -> None:
-    """Write a new environment: a folder NAME_env that can be played, served and trained on.
+    """Create an environment package, NAME_env, that can be played, served and trained on.
 
     Example: `ludus env init grid_maze`
     """
@@ -24,12 +24,12 @@ def init(
     folder = min((path.parent for path in written), key=lambda path: len(path.parts))
     console = results_console()
     for path in written:
-        say(console, str(path))
+        print_line(console, str(path))
     package = folder.name
-    say(console, "")
-    say(console, f"pip install -e {folder}")
-    say(console, f"ludus env check {package}")
-    say(console, f"ludus env play {package}")
-    say(console, f"ludus env bench {package}")
-    say(console, f"ludus train {folder / 'train.toml'}")
-    say(console, f"ludus env serve {package} --port 8000")
+    print_line(console, "")
+    print_line(console, f"pip install -e {folder}")
+    print_line(console, f"ludus env check {package}")
+    print_line(console, f"ludus env play {package}")
+    print_line(console, f"ludus env bench {package}")
+    print_line(console, f"ludus train {folder / 'train.toml'}")
+    print_line(console, f"ludus env serve {package} --port 8000")

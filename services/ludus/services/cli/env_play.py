@@ -1,6 +1,6 @@
 """`ludus env play`: a person plays an environment in the terminal.
 
-Works with a script on standard input too: a line is an answer, the end of input leaves.
+Standard input may be a script: each line is one answer, and the end of input quits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 
 from ludus.proto.errors import ActionError, ExecutionError, InvalidCallError, ToolError
-from ludus.services.cli.console import results_console, say
-from ludus.services.cli.env_places import Options, Place, TokenEnv, client_of
+from ludus.services.cli.console import print_line, results_console
+from ludus.services.cli.env_targets import Options, TargetOrAddress, TokenEnv, connect_client
 from ludus.services.cli.options import parse_options
 
 if TYPE_CHECKING:
@@ -26,27 +26,31 @@ if TYPE_CHECKING:
 
 _SEED_BITS = 31
 _MAX_LISTED = 40
-_HELP = "  :new starts another episode, :state shows the state, :quit leaves"
-_TOOLS_HELP = "  :tools lists the tools, :call NAME {...} calls one"
+_HELP = "  :new starts another episode, :state prints the state, :quit quits"
+_TOOLS_HELP = "  :tools lists the tools, :call NAME {...} calls a tool"
 _MAX_SHOWN_CHARS = 4000
 
 
-class _LeftError(Exception):
-    """The player has left."""
+class _QuitError(Exception):
+    """The player quits."""
 
 
 def play(
-    place: Place,
+    location: TargetOrAddress,
     options: Options = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the first episode, then the next; else drawn.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seed of the first episode; each later episode adds 1. Default: random seeds.",
+        ),
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Append the episodes to this .jsonl file.")
+        Path | None, typer.Option(help="File (.jsonl) to append the episodes to.")
     ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Play an environment yourself; answer with text, a number or JSON, or call its tools.
+    """Play an environment yourself: answer with text, a number or JSON, or call a tool.
 
     Example: `ludus env play openspiel_env --option game=blackjack --seed 7`
 
@@ -55,18 +59,18 @@ def play(
     from ludus.env.recording.client_writer import EpisodeWriter
 
     chosen = parse_options(options or ())
-    with client_of(place, chosen, token_env) as client:
-        target = "" if "://" in place else place
+    with connect_client(location, chosen, token_env) as client:
+        target = "" if "://" in location else location
         writer = EpisodeWriter(record, client.describe(), target, chosen) if record else None
-        table = _Table(client, results_console(), writer)
+        play_session = _PlaySession(client, results_console(), writer)
         try:
-            table.play(seed)
-        except (_LeftError, KeyboardInterrupt):
-            table.leave()
+            play_session.play(seed)
+        except (_QuitError, KeyboardInterrupt):
+            play_session.quit()
 
 
-class _Table:
-    """A person at a game: what is shown, what is answered, and the score."""
+class _PlaySession:
+    """A person's play in the terminal: episodes, answers and score."""
 
     def __init__(self, client: EnvClient, console: Console, writer: EpisodeWriter | None) -> None:
         self._client = client
@@ -76,26 +80,26 @@ class _Table:
         self._returns: list[float] = []
 
     def play(self, first_seed: int | None) -> None:
-        """Play episodes until the player leaves."""
+        """Play episodes until the player quits."""
         self._say(f"{self._description.name}: {self._description.description}", "bold")
         self._say(self._help(), "dim")
         seed = first_seed
         while True:
             self._play_episode(secrets.randbits(_SEED_BITS) if seed is None else seed)
             if self._ask("another episode? [Y/n] ").strip().lower() in ("n", "no", ":quit", ":q"):
-                raise _LeftError
+                raise _QuitError
             seed = None if first_seed is None or seed is None else seed + 1
 
-    def leave(self) -> None:
-        """Say how it went, and write the episode that was left."""
+    def quit(self) -> None:
+        """Print the totals, and record the unfinished episode."""
         if self._writer is not None:
-            self._writer.end("the player left")
+            self._writer.end("the player quit")
         num_played = len(self._returns)
         self._say("")
         if num_played:
             total = sum(self._returns)
-            played = _counted(num_played, "episode")
-            self._say(f"{played}, return {total:g}, mean {total / num_played:.3f}")
+            count = _format_count(num_played, "episode")
+            self._say(f"{count}, return {total:g}, mean {total / num_played:.3f}")
 
     def _play_episode(self, seed: int) -> None:
         session, result = self._client.open(seed=seed)
@@ -106,28 +110,28 @@ class _Table:
         self._show(result)
         with session:
             while not result.done:
-                following = self._answer(session, result)
-                if following is None:
+                next_result = self._read_turn(session, result)
+                if next_result is None:
                     break
-                result = following
+                result = next_result
                 score += result.reward or 0.0
                 self._show(result)
                 self._say(f"reward {result.reward or 0.0:g}, score {score:g}", "dim")
         if result.done:
-            how = "terminated" if result.terminated else "truncated"
-            after = _counted(result.step_index, "step")
+            end_reason = "terminated" if result.terminated else "truncated"
+            num_steps = _format_count(result.step_index, "step")
             verdict = {True: ", success", False: ", no success", None: ""}[result.success]
-            self._say(f"-- {how} after {after}, return {score:g}{verdict}", "cyan")
+            self._say(f"-- {end_reason} after {num_steps}, return {score:g}{verdict}", "cyan")
             self._returns.append(score)
         if self._writer is not None:
-            self._writer.end(how if result.done else "the player left")
+            self._writer.end(end_reason if result.done else "the player quit")
 
-    def _answer(self, session: Session, result: StepResult) -> StepResult | None:
-        """What the player's next legal answer led to; None where the episode is given up."""
+    def _read_turn(self, session: Session, result: StepResult) -> StepResult | None:
+        """Return the result of the player's next legal answer, or None if the player gives up."""
         while True:
             line = self._ask("> ").strip()
             if line in (":quit", ":q"):
-                raise _LeftError
+                raise _QuitError
             if line == ":new":
                 return None
             if line == ":state":
@@ -140,12 +144,12 @@ class _Table:
                 self._say(self._help())
                 self._show_legal(result)
             elif line:
-                following = self._step(session, line, result)
-                if following is not None:
-                    return following
+                next_result = self._step(session, line, result)
+                if next_result is not None:
+                    return next_result
 
     def _call(self, session: Session, line: str) -> None:
-        """Show what a tool returns; the episode goes on."""
+        """Call a tool and print its result; the episode continues."""
         _, name, arguments = [*line.split(maxsplit=2), "", ""][:3]
         try:
             returned = session.call_tool(name, _read_arguments(arguments))
@@ -155,7 +159,7 @@ class _Table:
         else:
             self._say(json.dumps(returned, indent=2)[:_MAX_SHOWN_CHARS])
             if self._writer is not None:
-                self._say("the recording holds steps alone, not this call", "yellow")
+                self._say("the recording contains steps only, not this call", "yellow")
 
     def _help(self) -> str:
         return f"{_HELP}\n{_TOOLS_HELP}" if self._description.tools else _HELP
@@ -168,20 +172,20 @@ class _Table:
             self._say("this environment has no tools", "dim")
 
     def _step(self, session: Session, line: str, result: StepResult) -> StepResult | None:
-        """None where the answer was refused; the episode is as it was."""
+        """Return the result of a step, or None if the answer is refused."""
         action = _read_answer(line, self._description.action_schema, result.text is not None)
         try:
             if isinstance(action, str):
-                following = session.step(text=action)
+                next_result = session.step(text=action)
             else:
-                following = session.step(action)
+                next_result = session.step(action)
         except (ActionError, InvalidCallError, ExecutionError) as error:
             self._say(f"refused: {error}", "yellow")
             self._show_legal(result)
             return None
         if self._writer is not None:
-            self._writer.add_step(action, following)
-        return following
+            self._writer.add_step(action, next_result)
+        return next_result
 
     def _show(self, result: StepResult) -> None:
         if result.text is not None:
@@ -198,9 +202,9 @@ class _Table:
             legal = list(result.text.legal_answers)
         legal = legal or result.observation.get("legal_actions") or []
         if legal:
-            more = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
-            shown = ", ".join(str(one) for one in legal[:_MAX_LISTED])
-            self._say(f"legal: {shown}{more}", "green")
+            rest = f" and {len(legal) - _MAX_LISTED} more" if len(legal) > _MAX_LISTED else ""
+            listed = ", ".join(str(answer) for answer in legal[:_MAX_LISTED])
+            self._say(f"legal: {listed}{rest}", "green")
         elif result.text is None:
             fields = self._description.action_schema.get("properties", {})
             self._say(f"action: {json.dumps(fields)[:500]}", "green")
@@ -210,19 +214,19 @@ class _Table:
             try:
                 return input(prompt)
             except EOFError:
-                raise _LeftError from None
+                raise _QuitError from None
         line = sys.stdin.readline()
         if not line:
-            raise _LeftError
+            raise _QuitError
         self._say(f"{prompt}{line.rstrip()}")
         return line
 
     def _say(self, text: str, style: str | None = None) -> None:
-        say(self._console, text, style)
+        print_line(self._console, text, style)
 
 
 def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str, Any] | str:
-    """The action that a line means: a JSON object as it is, else text where it is read."""
+    """Parse a line as an action: a JSON object, or text if the environment reads text."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError:
@@ -236,19 +240,19 @@ def _read_answer(line: str, schema: dict[str, Any], has_text: bool) -> dict[str,
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call.
+    """Parse the arguments of a tool call.
 
     Raises:
-        InvalidCallError: they are no JSON object.
+        InvalidCallError: the text is not a JSON object.
     """
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise InvalidCallError(f"expected a JSON object after :call NAME, got {text!r}")
+        raise InvalidCallError(f":call NAME needs a JSON object, got {text!r}")
     return value
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,6 +1,6 @@
-"""`ludus env replay`: recorded episodes once more, compared step by step.
+"""`ludus env replay`: recorded episodes, played again and compared step by step.
 
-FILE --> episodes --grouped by environment--> a server for each --> table, first differences
+FILE --> episodes --grouped by environment--> a server per environment --> table, first difference
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import typer
 from rich.text import Text
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import results_console, say
-from ludus.services.cli.env_places import Options, TokenEnv
+from ludus.services.cli.console import print_line, results_console
+from ludus.services.cli.env_targets import Options, TokenEnv
 from ludus.services.cli.options import parse_options
 from ludus.services.cli.tables import new_table
 
@@ -28,19 +28,26 @@ REPLAY_FAILED = 1
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(help="A recording, or a folder of them.")],
+    file: Annotated[Path, typer.Argument(help="Recording, or folder with recordings.")],
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="Play on this; else on what the recording names."),
+        typer.Argument(
+            metavar="TARGET",
+            help="Target to replay on. Default: the one named in the recording.",
+            show_default=False,
+        ),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Play on this running server, http:// or grpc://.")
+        str | None, typer.Option(help="Running server (http:// or grpc://) to replay on.")
     ] = None,
     options: Options = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Episodes to play.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum number of episodes to replay.", show_default="all"),
+    ] = None,
     token_env: TokenEnv = "LUDUS_ENV_TOKEN",
 ) -> None:
-    """Play recorded episodes again and compare; exit code 1 when one goes another way.
+    """Replay recorded episodes and compare each step. Exit code 1 if an episode differs.
 
     Example: `ludus env replay games.jsonl`
 
@@ -50,20 +57,20 @@ def replay(
 
     chosen = parse_options(options or ())
     if address is not None and (target is not None or chosen):
-        raise ConfigError("expected TARGET with --option, or --address; got both; leave one out")
+        raise ConfigError("--address cannot be combined with TARGET or --option; remove one")
     if chosen and target is None:
-        raise ConfigError("expected TARGET with --option, got --option alone; name the target")
+        raise ConfigError("--option needs TARGET; name the target")
     episodes = list(itertools.islice(read_recording(file), limit))
     if not episodes:
-        raise ConfigError(f"expected recorded episodes in '{file}', got none")
-    place = address or _factory(target, chosen)
-    replays = asyncio.run(_replay_all(episodes, place, os.environ.get(token_env)))
-    _show(replays)
-    if not all(one.is_same for one in replays):
+        raise ConfigError(f"'{file}' contains no recorded episode")
+    server = address or _make_factory(target, chosen)
+    replays = asyncio.run(_replay_all(episodes, server, os.environ.get(token_env)))
+    _print_replays(replays)
+    if not all(replay.is_same for replay in replays):
         raise typer.Exit(REPLAY_FAILED)
 
 
-def _factory(target: str | None, options: dict[str, Any]) -> Any:
+def _make_factory(target: str | None, options: dict[str, Any]) -> Any:
     if target is None:
         return None
     from ludus.env.targets.targets import environment_factory
@@ -72,42 +79,47 @@ def _factory(target: str | None, options: dict[str, Any]) -> Any:
 
 
 async def _replay_all(
-    episodes: list[RecordedEpisode], place: Any, token: str | None
+    episodes: list[RecordedEpisode], server: Any, token: str | None
 ) -> list[Replay]:
-    """The replays in the order of the recording; neighbours of one environment share a server."""
+    """Replay the episodes in order; consecutive episodes of one environment share a server."""
     from ludus.env.recording.verify import recorded_factory, replay_episode
     from ludus.env.serving.loopback import PlayOptions, connected
 
     replays: list[Replay] = []
     options = PlayOptions(token=token, max_sessions=4)
     for _, group in itertools.groupby(episodes, lambda episode: episode.environment):
-        alike = list(group)
-        async with connected(place or recorded_factory(alike[0]), options) as client:
-            replays += [await replay_episode(client, episode) for episode in alike]
+        neighbors = list(group)
+        async with connected(server or recorded_factory(neighbors[0]), options) as client:
+            replays += [await replay_episode(client, episode) for episode in neighbors]
     return replays
 
 
-def _show(replays: list[Replay]) -> None:
+def _print_replays(replays: list[Replay]) -> None:
     table = new_table()
     for name in ("episode", "environment", "seed", "steps", "return", "ended", ""):
         is_number = name in ("episode", "seed", "steps", "return")
         table.add_column(name, justify="right" if is_number else "left")
-    for number, one in enumerate(replays, 1):
-        episode = one.episode
-        verdict = Text("same", style="green") if one.is_same else Text("differs", style="bold red")
+    for number, replay in enumerate(replays, 1):
+        episode = replay.episode
+        verdict = (
+            Text("same", style="green") if replay.is_same else Text("differs", style="bold red")
+        )
         table.add_row(
             str(number),
             Text(episode.environment.target or episode.environment.name),
             str(episode.seed),
-            f"{one.num_steps}/{len(episode.steps)}",
+            f"{replay.num_steps}/{len(episode.steps)}",
             f"{episode.episode_return:g}",
             Text(episode.end_reason),
             verdict,
         )
     console = results_console()
     console.print(table)
-    num_same = sum(one.is_same for one in replays)
-    say(console, f"{num_same} of {len(replays)} episodes went the same way")
-    first = next(((n, one) for n, one in enumerate(replays, 1) if not one.is_same), None)
-    if first is not None:
-        say(console, f"first difference: episode {first[0]}, {first[1].difference}", "yellow")
+    num_same = sum(replay.is_same for replay in replays)
+    print_line(console, f"{num_same} of {len(replays)} episodes are the same")
+    for number, replay in enumerate(replays, 1):
+        if not replay.is_same:
+            print_line(
+                console, f"first difference: episode {number}, {replay.difference}", "yellow"
+            )
+            break

@@ -1,4 +1,4 @@
-"""`ludus env serve`: every option of a server, as `python -m ludus.env` has them."""
+"""`ludus env serve`: the options are those of `python -m ludus.env`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Any, get_args
 import typer
 
 from ludus.env.serving.options import Flag, flags
-from ludus.services.cli.env_places import Options, Target
+from ludus.services.cli.env_targets import Options, Target
 from ludus.services.cli.options import parse_options
 
 
-def serve(target: Target, options: Options = None, **given: Any) -> None:
+def serve(target: Target, options: Options = None, **server_options: Any) -> None:
     """Serve an environment over HTTP, WebSocket and gRPC until Ctrl-C.
 
     Example: `ludus env serve openspiel_env --option game=blackjack --port 8004`
@@ -23,15 +23,15 @@ def serve(target: Target, options: Options = None, **given: Any) -> None:
     from ludus.env.targets.targets import environment_factory
 
     factory = environment_factory(target, parse_options(options or ()))
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if "check_determinism" in chosen:  # its flag is --no-determinism-check
+    chosen = {name: value for name, value in server_options.items() if value is not None}
+    if "check_determinism" in chosen:  # the flag is --no-determinism-check
         chosen["check_determinism"] = False
     run_server(factory, chosen)
 
 
 def _parameter(flag: Flag) -> inspect.Parameter:
-    """What Typer makes the option of a flag from."""
-    bounds = {type(one).__name__.lower(): one for one in flag.info.metadata}
+    """Build the parameter from which Typer makes an option."""
+    bounds = {type(bound).__name__.lower(): bound for bound in flag.info.metadata}
     option = typer.Option(
         flag.name,
         help=flag.help,

@@ -1,4 +1,4 @@
-"""`ludus gateway`: serves environments on one address, from servers here or elsewhere."""
+"""`ludus gateway`: environments on one address, served by local or remote servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ludus.proto.errors import ConfigError
-from ludus.services.cli.console import results_console, say
+from ludus.services.cli.console import print_line, results_console
 from ludus.services.cli.options import parse_options
 
 if TYPE_CHECKING:
@@ -20,48 +20,63 @@ _EXAMPLE = "for example --env blackjack=openspiel_env or --env cards=grpc://10.0
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Option(help="TOML file; options given beside it have precedence.")
+    Path | None, typer.Option(help="Gateway configuration, TOML. Options override its fields.")
 ]
 Targets = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=TARGET",
-        help="A package or other target to run here, or grpc:// addresses with commas between;"
-        " may be repeated.",
+        help="Environment to serve: a target to run on this machine, or a comma-separated list "
+        "of grpc:// addresses. Repeatable.",
     ),
 ]
 TargetOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME.KEY=VALUE", help="What NAME is built with; may be repeated."),
+    typer.Option(
+        metavar="NAME.KEY=VALUE",
+        help="Option for the constructor of environment NAME. Repeatable.",
+    ),
 ]
-NumServers = Annotated[int, typer.Option(min=1, help="Servers of each target.")]
-MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions of each server.")]
+NumServers = Annotated[int, typer.Option(min=1, help="Number of servers per target.")]
+MaxSessions = Annotated[int, typer.Option(min=1, help="Maximum sessions per server.")]
 Isolation = Annotated[
     str | None,
     typer.Option(
-        help="Where sessions run: inline, pool or process.",
-        show_default="what fits the environment",
+        help="Isolation of sessions: inline, pool or process.",
+        show_default="chosen for the environment",
     ),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
 Port = Annotated[
     int | None,
     typer.Option(
-        min=0, max=65535, help="For HTTP and WebSocket; 0 takes any.", show_default="8000"
+        min=0,
+        max=65535,
+        help="Port for HTTP and WebSocket; 0 picks a free port.",
+        show_default="8000",
     ),
 ]
 GrpcPort = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="For gRPC.", show_default="port + 10000")
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port for gRPC; 0 picks a free port.",
+        show_default="port + 10000",
+    ),
 ]
 TenantsFile = Annotated[
-    Path | None, typer.Option(help="TOML file with tenants, their tokens and quotas.")
+    Path | None, typer.Option(help="File with tenants, tokens and quotas, TOML.")
 ]
 TokenEnv = Annotated[
     str | None,
-    typer.Option(help="Variable with the one token of all.", show_default="LUDUS_GATEWAY_TOKEN"),
+    typer.Option(
+        help="Environment variable with the token shared by all clients.",
+        show_default="LUDUS_GATEWAY_TOKEN",
+    ),
 ]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")
+    bool, typer.Option("--insecure", help="Allow other machines to connect without a token.")
 ]
 
 
@@ -79,7 +94,9 @@ def gateway(
     token_env: TokenEnv = None,
     insecure: Insecure = False,
 ) -> None:
-    """Serve environments on one address until Ctrl-C; a second Ctrl-C does not wait for sessions.
+    """Serve environments on one address until Ctrl-C.
+
+    The first Ctrl-C waits for open sessions, the second stops at once.
 
     Example: `ludus gateway --env blackjack=openspiel_env --option blackjack.game=blackjack`
     """
@@ -107,49 +124,48 @@ def gateway(
     elif environments:
         chosen = GatewayConfig.of(overrides, "ludus gateway")
     else:
-        raise ConfigError(f"expected --config or --env, got neither; {_EXAMPLE}")
+        raise ConfigError(f"--config or --env is required; {_EXAMPLE}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ludus").setLevel(logging.INFO)
     serve_gateway(chosen, _announce)
 
 
 def _environments(
-    targets: Sequence[str], options: Sequence[str], how: Mapping[str, Any]
+    targets: Sequence[str], options: Sequence[str], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The `environments` of a configuration, from `--env` and `--option`."""
+    """Build the `environments` section from `--env` and `--option`."""
     by_name: dict[str, dict[str, Any]] = {}
-    for given in targets:
-        name, separator, target = given.partition("=")
+    for pair in targets:
+        name, separator, target = pair.partition("=")
         if not separator or not name or not target:
-            raise ConfigError(f"--env expected NAME=TARGET, got '{given}'; {_EXAMPLE}")
+            raise ConfigError(f"--env must be NAME=TARGET, got '{pair}'; {_EXAMPLE}")
         if name in by_name:
             raise ConfigError(
-                f"--env expected each name once, got '{name}' twice; put several addresses into"
-                " one, with commas between"
+                f"--env names '{name}' twice; separate several addresses of one environment by"
+                " commas"
             )
         if "://" in target:
             by_name[name] = {"kind": "static", "addresses": target.split(",")}
         else:
-            by_name[name] = {"kind": "subprocess", "target": target, "options": {}, **how}
+            by_name[name] = {"kind": "subprocess", "target": target, "options": {}, **settings}
     for path, value in parse_options(options).items():
         name, separator, key = path.partition(".")
         environment = by_name.get(name)
         if not separator or not key or environment is None or "options" not in environment:
-            local = [one for one, found in by_name.items() if "options" in found]
+            local = [name for name, settings in by_name.items() if "options" in settings]
             raise ConfigError(
-                f"--option expected NAME.KEY=VALUE with NAME one of {', '.join(local) or '-'}"
-                f" (environments that are run here), got '{path}'"
+                f"--option must be NAME.KEY=VALUE, where NAME is an environment that runs on this"
+                f" machine ({', '.join(local) or 'there is none'}), got '{path}'"
             )
         environment["options"][key] = value
     return by_name
 
 
 def _announce(running: Gateway) -> None:
-    """Say where clients connect."""
+    """Print the addresses for clients."""
     console = results_console()
-    several = len(running.environments) > 1
     for name in running.environments:
-        suffix = f"/{name}" if several else ""
-        say(console, f"{name}: {running.http_address}/envs/{name} (OpenEnv clients)")
-        say(console, f"{name}: {running.grpc_address}{suffix} (ludus.env clients)")
-    say(console, f"all environments: {running.http_address}/v1/envs")
+        suffix = f"/{name}" if len(running.environments) > 1 else ""
+        print_line(console, f"{name}: {running.http_address}/envs/{name} (OpenEnv clients)")
+        print_line(console, f"{name}: {running.grpc_address}{suffix} (ludus.env clients)")
+    print_line(console, f"all environments: {running.http_address}/v1/envs")

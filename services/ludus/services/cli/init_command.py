@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from ludus.proto.errors import ConfigError, NotFoundError
-from ludus.services.cli.console import results_console, say
+from ludus.services.cli.console import print_line, results_console
 
 _PREFERRED = ("tiny.toml", "ppo.toml")
 """Configurations that train on a laptop; an example without one of them cannot be copied."""
@@ -39,9 +39,9 @@ def init(
         raise NotFoundError(f"no example is named '{example}'; choose one of {', '.join(examples)}")
     written = _copy_example(example, examples[example], output_dir)
     for path in written:
-        say(console, str(path))
-    say(console, "")
-    say(console, f"ludus {_command(written[0])} {written[0]}")
+        print_line(console, str(path))
+    print_line(console, "")
+    print_line(console, f"ludus {_command(written[0])} {written[0]}")
 
 
 def _find_examples() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Showing a run's progress: a live panel on a terminal, plain lines everywhere else."""
+"""Views of a run's progress: a live panel on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ludus.services.cli.console import say
+from ludus.services.cli.console import print_line
 from ludus.services.cli.progress import RunProgress
 from ludus.services.numbers import format_duration
 
 PLAIN_INTERVAL_S = 5.0
-"""Least time between two plain lines."""
+"""Minimum seconds between two plain lines."""
 BAR_WIDTH = 36
 
 
 @contextlib.contextmanager
 def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
-    """The view that suits the console."""
+    """Yield a live panel if the console is a terminal, otherwise a view of plain lines."""
     if not console.is_terminal:
         yield PlainView(console)
         return
@@ -34,43 +34,43 @@ def progress_view(console: Console) -> Iterator[PlainView | TerminalView]:
 
 
 class PlainView:
-    """One line every few seconds, and one whenever the run turns to something for the first time.
+    """A line every few seconds, and one when the run enters a phase for the first time.
 
-    A run may turn from training to checkpoints and evaluations several times a second.
+    A run may switch between training, checkpoints and evaluations several times per second.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._shown_at_s = -PLAIN_INTERVAL_S
         self._phase_names: set[str] = set()
-        """Of which a line was printed."""
+        """Phases that have been printed."""
         self._line = ""
 
     def refresh(self, progress: RunProgress) -> None:
-        """Print a line when it is time and there is something new."""
+        """Print a line if the interval has passed or the phase is new."""
         is_due = time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S
         if is_due or progress.phase_name not in self._phase_names:
             self._print(progress)
 
     def warn(self, message: str) -> None:
         """Print the warning."""
-        say(self._console, f"warning: {message}")
+        print_line(self._console, f"warning: {message}")
 
     def finish(self, progress: RunProgress) -> None:
-        """Print what was not shown yet."""
+        """Print the last line if it has not been printed."""
         self._print(progress)
 
     def _print(self, progress: RunProgress) -> None:
         line = progress.line()
         if line != self._line:
-            say(self._console, line)
+            print_line(self._console, line)
             self._shown_at_s = time.monotonic()
             self._phase_names.add(progress.phase_name)
             self._line = line
 
 
 class TerminalView:
-    """A panel that stays in its place."""
+    """A panel that is redrawn on the same lines."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console = console
@@ -84,10 +84,10 @@ class TerminalView:
 
     def warn(self, message: str) -> None:
         """Print the warning above the panel."""
-        say(self._console, f"warning: {message}", style="yellow")
+        print_line(self._console, f"warning: {message}", style="yellow")
 
     def finish(self, progress: RunProgress) -> None:
-        """Leave the end to what follows: the panel disappears."""
+        """Do nothing: the panel disappears, and the caller prints the results."""
 
     def _head(self, progress: RunProgress) -> Spinner:
         elapsed = format_duration(time.monotonic() - self._started_at_s)
@@ -98,18 +98,20 @@ class TerminalView:
         return self._spinner
 
     def _bar(self, progress: RunProgress) -> Table:
-        left = progress.seconds_left
+        remaining_s = progress.seconds_left
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(f"step {progress.step}/{progress.num_steps}"),
             ProgressBar(total=progress.num_steps, completed=progress.step, width=BAR_WIDTH),
-            Text("" if left is None else f"{format_duration(left)} left", style="cyan"),
+            Text(
+                "" if remaining_s is None else f"{format_duration(remaining_s)} left", style="cyan"
+            ),
         )
         return row
 
 
 def _facts(progress: RunProgress) -> Table:
-    """Names above values, as many to a row as fit on most terminals."""
+    """Lay out the facts with names above values, five per row."""
     grid = Table.grid(padding=(0, 3))
     facts = list(progress.facts().items())
     for first in range(0, len(facts), 5):

@@ -10,13 +10,13 @@ from ludus.proto.values import parse_value
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """What `key=value` options say; a value is read as JSON or TOML, else as text."""
+    """Parse `key=value` options; a value is JSON, TOML or text."""
     parsed: dict[str, Any] = {}
     for option in options:
         key, separator, raw = option.partition("=")
         if not separator or not key.strip():
             raise ConfigError(
-                f"--option expected key=value, got '{option}'; for example --option game=blackjack"
+                f"--option must be KEY=VALUE, got '{option}'; for example --option game=blackjack"
             )
         parsed[key.strip()] = parse_value(raw, f"--option {key.strip()}")
     return parsed

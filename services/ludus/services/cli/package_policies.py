@@ -1,4 +1,4 @@
-"""The fixed policies that an environment brings, and what is known of them exactly."""
+"""An environment's fixed policies and their exact returns."""
 
 from __future__ import annotations
 
@@ -15,68 +15,75 @@ from ludus.env.types import EnvironmentDescription, JsonObject
 from ludus.proto.errors import ConfigError, NotFoundError
 
 RANDOM = "random"
-"""The policy that every environment has."""
+"""Name of the policy that every environment has."""
 
 
 def fixed_policies(
-    target: str, description: EnvironmentDescription, wanted: Sequence[str], source: str = ""
+    target: str, description: EnvironmentDescription, names: Sequence[str], source: str = ""
 ) -> dict[str, FixedPolicy]:
-    """The fixed policies of a target by name; all of them where none is wanted by name.
+    """Return the fixed policies of a target with these names, or all if `names` is empty.
 
-    Every environment has one that takes random actions, which its own may replace.
+    Every environment has a random policy, which the environment may replace.
 
     Args:
-        source: the `module:function` that makes them of the environment's options; a package's
-            own `policies` where it is empty.
+        source: the `module:function` that builds the policies from the environment's options;
+            the package's `policies:fixed_policies` if empty.
 
     Raises:
-        NotFoundError: there are no policies of those names, or there is no such source.
-        ConfigError: the source cannot be called with the environment's options.
+        NotFoundError: a policy or the source does not exist.
+        ConfigError: the source is not a function, or does not return policies by name.
     """
-    own = _policies_of(source, description.options) if source else _of_package(target, description)
-    policies = {RANDOM: random_policy(description), **own}
-    unknown = [name for name in wanted if name not in policies]
-    if unknown:
-        raise NotFoundError(f"--policy expected one of {', '.join(policies)}, got '{unknown[0]}'")
-    return {name: policies[name] for name in wanted or policies}
+    if source:
+        custom = _load_policies(source, description.options)
+    else:
+        custom = _load_package_policies(target, description)
+    policies = {RANDOM: random_policy(description), **custom}
+    for name in names:
+        if name not in policies:
+            raise NotFoundError(f"--policy must be one of {', '.join(policies)}, got '{name}'")
+    return {name: policies[name] for name in names or policies}
 
 
-def _policies_of(source: str, options: JsonObject) -> dict[str, FixedPolicy]:
-    make = load_object(source, source)
-    if not callable(make):
-        raise ConfigError(f"--policies expected a function, got {source}, which is {make!r}")
-    policies = make(options)
-    if not isinstance(policies, dict) or not all(callable(one) for one in policies.values()):
+def _load_policies(source: str, options: JsonObject) -> dict[str, FixedPolicy]:
+    make_policies = load_object(source, source)
+    if not callable(make_policies):
         raise ConfigError(
-            f"expected {source}(options) to return policies by name, as a dictionary of functions"
+            f"--policies must name a function, got {source}, which is {make_policies!r}"
+        )
+    policies = make_policies(options)
+    if not isinstance(policies, dict) or not all(map(callable, policies.values())):
+        raise ConfigError(
+            f"{source}(options) must return policies by name, as a dictionary of functions"
             f" (observation, rng) -> action; got {policies!r}"
         )
     return policies
 
 
-def _of_package(target: str, description: EnvironmentDescription) -> dict[str, FixedPolicy]:
+def _load_package_policies(
+    target: str, description: EnvironmentDescription
+) -> dict[str, FixedPolicy]:
     module_name = f"{target}.policies"
     if not is_package(target) or importlib.util.find_spec(module_name) is None:
         return {}
-    return _policies_of(f"{module_name}:fixed_policies", description.options)
+    return _load_policies(f"{module_name}:fixed_policies", description.options)
 
 
 def reference_returns(package: str, options: Mapping[str, Any]) -> dict[str, float]:
-    """Exact expected returns of fixed policies, by name; empty where none are known.
+    """Return exact expected returns of fixed policies, by name; empty if none are known.
 
-    `<package>.solutions.reference_returns` takes the options that its values depend on. They
-    hold for an environment that was built with nothing else.
+    `<package>.solutions.reference_returns` takes the options that its values depend on. The
+    values hold only if the environment was built without other options.
     """
     module_name = f"{package}.solutions"
     if not is_package(package) or importlib.util.find_spec(module_name) is None:
         return {}
     solve = importlib.import_module(module_name).reference_returns
-    told = {name: options[name] for name in inspect.signature(solve).parameters if name in options}
-    plain = environment_factory(package, told)()
+    parameters = inspect.signature(solve).parameters
+    solved_options = {name: options[name] for name in parameters if name in options}
+    environment = environment_factory(package, solved_options)()
     try:
-        is_plain = plain.options == options
+        if environment.options != options:
+            return {}
     finally:
-        plain.close()
-    return (
-        {name: value.expected_return for name, value in solve(**told).items()} if is_plain else {}
-    )
+        environment.close()
+    return {name: value.expected_return for name, value in solve(**solved_options).items()}

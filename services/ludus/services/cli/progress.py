@@ -1,4 +1,4 @@
-"""Where a run stands, from the rows of its metrics: no terminal, no clock."""
+"""Progress of a run, computed from its metrics rows without a terminal or a clock."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ludus.services.numbers import (
 )
 
 PACE_WINDOW = 20
-"""Training steps from which the time left is told."""
+"""Number of recent training steps from which the remaining time is estimated."""
 MEAN_WINDOW = 10
-"""Training steps over which reward and rates are averaged: single steps are noisy."""
+"""Number of recent training steps over which reward and rates are averaged."""
 
 PHASE_NAMES = {
     Phase.START_ENVIRONMENT: "starting the environment",
@@ -32,7 +32,7 @@ PHASE_NAMES = {
 
 
 class RunProgress:
-    """The state of a run as its metrics tell it."""
+    """Progress of a run, updated with each metrics row."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -40,20 +40,20 @@ class RunProgress:
         self.num_games_trained = 0
         self.phase: Phase | None = None
         self.is_stopping = False
-        self.place = ""
-        """What a run in a cluster waits for, in words; empty while it goes on."""
+        self.waiting_reason = ""
+        """Reason why a run on a cluster is waiting; empty while it makes progress."""
         self._num_void: dict[int, dict[str, int]] = {}
-        """By step: after a restart of the learner its rows come once more."""
+        """Void episodes by step. After a restart of the learner, a step's row arrives again."""
         self._evals: dict[str, dict[str, float]] = {}
-        """The newest evaluation of each environment."""
+        """Latest evaluation of each environment."""
         self._num_open = 0
-        """Environments that the curriculum has opened; 0 without one."""
+        """Number of environments that the curriculum has opened; 0 without a curriculum."""
         self._newest_open = ""
         self._recent: deque[dict[str, float]] = deque(maxlen=MEAN_WINDOW)
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_WINDOW + 1)
 
     def update(self, rows: Iterable[MetricsRow]) -> None:
-        """Take in further rows."""
+        """Apply new rows."""
         for row in rows:
             match row.kind:
                 case "phase":
@@ -71,26 +71,26 @@ class RunProgress:
 
     @property
     def num_episodes_lost(self) -> int:
-        """Episodes that infrastructure voided."""
+        """Number of episodes that were lost."""
         return self._total_void(TrainMetric.NUM_EPISODES_LOST)
 
     @property
     def num_episodes_failed(self) -> int:
-        """Episodes that code voided."""
+        """Number of episodes that failed."""
         return self._total_void(TrainMetric.NUM_EPISODES_FAILED)
 
     @property
     def phase_name(self) -> str:
-        """What the run is doing, in words."""
+        """Readable name of the current phase."""
         if self.is_stopping:
             return "stopping, writing a checkpoint"
-        if self.place:
-            return self.place
+        if self.waiting_reason:
+            return self.waiting_reason
         return "starting" if self.phase is None else PHASE_NAMES[self.phase]
 
     @property
     def seconds_left(self) -> float | None:
-        """Training time left at the present pace; None while that is unknown."""
+        """Estimated seconds until the last training step; None while unknown."""
         if len(self._pace) < 2:
             return None
         (first_step, first_s), (last_step, last_s) = self._pace[0], self._pace[-1]
@@ -99,10 +99,10 @@ class RunProgress:
         return (self.num_steps - last_step) * (last_s - first_s) / (last_step - first_step)
 
     def facts(self) -> dict[str, str]:
-        """What is known by now, for people; in the order in which it is shown."""
+        """Return the available facts as text, in display order."""
         facts = self._eval_facts() | {
             "reward": _decimal(self._lately(TrainMetric.REWARD_MEAN)),
-            "games": f"{self.num_games_trained:,}" if self.num_games_trained else None,
+            "episodes": f"{self.num_games_trained:,}" if self.num_games_trained else None,
             "open environments": self._open_environments(),
             "episodes/s": _compact(self._lately(TrainMetric.EPISODES_PER_SECOND)),
             "tokens/s": _compact(self._lately(TrainMetric.TOKENS_PER_SECOND)),
@@ -115,7 +115,7 @@ class RunProgress:
         return {name: text for name, text in facts.items() if text is not None}
 
     def line(self) -> str:
-        """Everything on one line, for logs."""
+        """Format the progress as one line, for logs."""
         parts = [f"step {self.step}/{self.num_steps}", self.phase_name]
         parts += [f"{name} {text}" for name, text in self.facts().items()]
         if self.seconds_left is not None and self.step < self.num_steps:
@@ -133,7 +133,7 @@ class RunProgress:
     def _take_open(self, row: MetricsRow) -> None:
         num_open = int(row.values.get(TrainMetric.NUM_ENVIRONMENTS_OPEN, 0))
         if num_open < self._num_open:
-            # A run whose learner died has closed it again.
+            # After a restart of the learner, the curriculum has closed the environment again.
             self._newest_open = ""
         self._num_open = num_open
 
@@ -143,10 +143,10 @@ class RunProgress:
         return f"{self._num_open}, newest {self._newest_open}" if self._newest_open else "1"
 
     def _total_void(self, metric: TrainMetric) -> int:
-        return sum(of_step[metric] for of_step in self._num_void.values())
+        return sum(counts[metric] for counts in self._num_void.values())
 
     def _take_place(self, row: MetricsRow) -> None:
-        # The newest row, not the largest: a run whose learner died goes back some steps.
+        # The latest row, not the largest step: a restarted learner repeats some steps.
         self.step, self.num_games_trained = row.step, row.num_games_trained
 
     def _lately(self, metric: TrainMetric) -> float | None:
@@ -154,13 +154,13 @@ class RunProgress:
 
     def _eval_facts(self) -> dict[str, str | None]:
         if len(self._evals) != 1:
-            return dict(_judged(name, values) for name, values in self._evals.items())
+            return dict(_eval_fact(name, values) for name, values in self._evals.items())
         (values,) = self._evals.values()
         return {"wins": _wins(values), "return": _decimal(values.get(EvalMetric.RETURN_MEAN))}
 
 
-def _judged(environment: str, values: Mapping[str, float]) -> tuple[str, str | None]:
-    """What is said of one environment of several: its wins, or its return where it has none."""
+def _eval_fact(environment: str, values: Mapping[str, float]) -> tuple[str, str | None]:
+    """Return the win rate of one of several environments, or its return if it has none."""
     if EvalMetric.WIN_RATE in values:
         return f"wins in {environment}", _wins(values)
     return f"return in {environment}", _decimal(values.get(EvalMetric.RETURN_MEAN))
@@ -171,8 +171,8 @@ def _wins(values: Mapping[str, float]) -> str | None:
         return None
     text = format_percent(values[EvalMetric.WIN_RATE])
     if EvalMetric.WIN_RATE_CI95_LOW in values and EvalMetric.WIN_RATE_CI95_HIGH in values:
-        ends = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
-        text += f" ({format_percent_interval(ends)})"
+        interval = values[EvalMetric.WIN_RATE_CI95_LOW], values[EvalMetric.WIN_RATE_CI95_HIGH]
+        text += f" ({format_percent_interval(interval)})"
     return text
 
 

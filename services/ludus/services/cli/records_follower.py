@@ -1,4 +1,4 @@
-"""Reading a run's files of records, one a line, while the trainer writes them."""
+"""Reader of a run's JSON-lines files while the trainer writes them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,39 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 class RecordsFollower(Generic[RecordT]):
-    """The records of a file as they come."""
+    """A file of records that is read as it grows."""
 
     def __init__(self, path: Path, record: type[RecordT], *, skip_old: bool = False) -> None:
-        """`skip_old`: a file that is there already is ignored until it is replaced or grows."""
+        """Open nothing yet.
+
+        Args:
+            skip_old: ignore an existing file until it is replaced or grows.
+        """
         self._path = path
         self._record = record
         self._old = _fingerprint(path) if skip_old else None
         self._inode = 0
         self._offset_bytes = 0
         self.num_unreadable = 0
-        """Whole lines that are no record."""
+        """Number of complete lines that are not valid records."""
 
-    def new(self) -> list[RecordT]:
-        """The records since the last call; a line that is still being written has to wait."""
+    def read_new(self) -> list[RecordT]:
+        """Return the records since the last call, without an incomplete last line."""
         if _fingerprint(self._path) in (None, self._old):
             return []
         self._old = None
         try:
             with self._path.open("rb") as file:
                 self._find_start(file)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                lines, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        self._offset_bytes += len(whole) + len(newline)
-        return [one for line in whole.split(b"\n") if line and (one := self._parse(line))]
+        self._offset_bytes += len(lines) + len(newline)
+        parsed = (self._parse(line) for line in lines.split(b"\n") if line)
+        return [record for record in parsed if record is not None]
 
     def _find_start(self, file: BinaryIO) -> None:
-        """Move to what is new: to the very start of a file that took the other one's place."""
+        """Seek to the first unread byte; to the start if the file was replaced."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._offset_bytes:
             self._inode, self._offset_bytes = status.st_ino, 0
@@ -54,7 +59,7 @@ class RecordsFollower(Generic[RecordT]):
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file is written or replaced; None where none can be seen."""
+    """Return a value that changes whenever the file is written or replaced; None without a file."""
     try:
         status = path.stat()
     except OSError:

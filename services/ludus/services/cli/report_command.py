@@ -1,4 +1,4 @@
-"""`ludus report`."""
+"""`ludus report`: the HTML report or a picture of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ludus.services.cli.console import results_console, say
+from ludus.services.cli.console import print_line, results_console
 
 RunDir = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
@@ -19,29 +19,25 @@ def report(
     run_dir: RunDir,
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Where to write the page; RUN_DIR/report.html if not set."
-        ),
+        typer.Option(metavar="FILE", help="File for the page.", show_default="RUN_DIR/report.html"),
     ] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write one SVG picture for a README to this file instead."
-        ),
+        typer.Option(metavar="FILE", help="File for an SVG picture, written instead of the page."),
     ] = None,
     open_page: Annotated[
-        bool, typer.Option("--open", help="Open what was written in the browser.")
+        bool, typer.Option("--open", help="Open the written file in the browser.")
     ] = False,
 ) -> None:
-    """Write the report of a run: one HTML page that needs nothing else.
+    """Write the report of a run: one self-contained HTML page.
 
-    It works on runs that are still going or were stopped, too.
+    The run may be finished, stopped, or still running.
 
     Example: `ludus report runs/demo --open`
     """
     from ludus.services.report import write_figure, write_report
 
     path = write_figure(run_dir, figure) if figure else write_report(run_dir, output)
-    say(results_console(), str(path))
+    print_line(results_console(), str(path))
     if open_page:
         webbrowser.open(path.resolve().as_uri())

@@ -1,4 +1,4 @@
-"""A run in a cluster on this terminal: the same progress as that of a run on this machine."""
+"""View of a run on a cluster, with the same progress display as a local run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ludus.proto.errors import LudusError, UserError
 from ludus.proto.runs import LOG_ROW_PREFIX, MetricsRow
-from ludus.services.cli.console import progress_console, say
+from ludus.services.cli.console import print_line, progress_console
 from ludus.services.cli.live_view import PlainView, TerminalView, progress_view
 from ludus.services.cli.progress import RunProgress
 from ludus.services.cli.train_command import show_results
@@ -27,36 +27,36 @@ from ludus.services.runs.state import RunPhase, RunState
 INTERRUPTED = 130
 FAILED = 1
 
-_PLACES = {
+_WAITING_REASONS = {
     RunPhase.SUBMITTED: "waiting for KubeRay",
-    RunPhase.QUEUED: "waiting in its queue",
+    RunPhase.QUEUED: "queued",
     RunPhase.SUSPENDED: "suspended",
     RunPhase.STARTING: "waiting for pods",
-    RunPhase.RETRYING: "trying again after a failure",
+    RunPhase.RETRYING: "retrying after a failure",
     RunPhase.ENDING: "being deleted",
 }
 
 
 def row_in_line(line: str) -> MetricsRow | None:
-    """The row that a line of a driver's log holds; None where it is another line."""
+    """Parse the metrics row in a line of a driver's log; None if the line has none."""
     if not line.startswith(LOG_ROW_PREFIX):
         return None
     try:
         return MetricsRow.model_validate_json(line.removeprefix(LOG_ROW_PREFIX))
     except ValidationError:
-        return None  # cut off in the middle, by the end of a pod
+        return None  # truncated when the pod exited
 
 
-class RunShow:
-    """Takes in what becomes of a run, and shows it."""
+class RunDisplay:
+    """The progress display of a run on a cluster."""
 
     def __init__(self, view: PlainView | TerminalView, num_steps: int) -> None:
         self.progress = RunProgress(num_steps)
         self.output = TrainerOutput()
         self._view = view
-        self._told: set[str] = set()
+        self._shown_warnings: set[str] = set()
 
-    def take(self, update: RunUpdate) -> None:
+    def show(self, update: RunUpdate) -> None:
         """Show an update."""
         rows = [row_in_line(line) for line in update.lines]
         self.progress.update(row for row in rows if row is not None)
@@ -68,25 +68,25 @@ class RunShow:
         for trouble in update.troubles:
             self._warn(trouble)
         state = update.state
-        self.progress.place = _PLACES.get(state.phase, "")
+        self.progress.waiting_reason = _WAITING_REASONS.get(state.phase, "")
         if state.phase is RunPhase.RETRYING:
             attempts = f"{state.attempts_failed} of {state.attempts_allowed} attempts failed"
-            self.progress.place += f" ({attempts})"
+            self.progress.waiting_reason += f" ({attempts})"
         self.progress.is_stopping = state.phase is RunPhase.STOPPING
         self._view.refresh(self.progress)
 
     def finish(self) -> None:
-        """Show what was not shown yet."""
+        """Show the final progress."""
         self._view.finish(self.progress)
 
     def _warn(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._shown_warnings:
+            self._shown_warnings.add(message)
             self._view.warn(message)
 
 
-async def num_steps_of(cluster: RunsCluster, run: str) -> int:
-    """How many steps a run shall take; 0 where nothing says it any more."""
+async def read_num_steps(cluster: RunsCluster, run: str) -> int:
+    """Return the number of steps of a run; 0 if its ConfigMap is gone."""
     from ludus.proto.config import validate_run_json
 
     config_map = await cluster.config_map(run)
@@ -98,19 +98,19 @@ async def num_steps_of(cluster: RunsCluster, run: str) -> int:
 async def watch(
     cluster: RunsCluster, run: str, *, within_s: float | None = None
 ) -> tuple[RunState, TrainerOutput]:
-    """How a run ended, shown until then.
+    """Show a run until it ends; return its final state and output.
 
     Raises:
-        TimeoutError: it has not ended in time.
-        NotFoundError: somebody has deleted it.
+        TimeoutError: the run has not ended within `within_s` seconds.
+        NotFoundError: the run was deleted.
     """
     with progress_view(progress_console()) as view:
-        show = RunShow(view, await num_steps_of(cluster, run))
+        display = RunDisplay(view, await read_num_steps(cluster, run))
         async with asyncio.timeout(within_s), aclosing(follow(cluster, run)) as updates:
             async for update in updates:
-                show.take(update)
-        show.finish()
-    return update.state, show.output
+                display.show(update)
+        display.finish()
+    return update.state, display.output
 
 
 async def show_end(
@@ -119,47 +119,50 @@ async def show_end(
     end: tuple[RunState, TrainerOutput],
     folder: Path | None,
 ) -> None:
-    """Explain how a run ended, and exit with the code of that; bring its results if it is well.
+    """Fetch the results of a run that succeeded; otherwise explain its end and exit.
 
     Args:
-        folder: where the results go; None leaves them there.
+        folder: the folder for the results; None leaves the results on the cluster.
     """
     state, output = end
     console = progress_console()
     if state.phase is RunPhase.STOPPED:
-        say(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
+        print_line(console, f"stopped with a checkpoint; continue with: ludus resume {state.name}")
         raise typer.Exit(INTERRUPTED)
     if state.phase is not RunPhase.SUCCEEDED:
         raise typer.Exit(explain_failure(console, state, output))
     if release is not None and folder is not None:
-        await bring(cluster, release, state.name, folder)
+        await fetch_results(cluster, release, state.name, folder)
 
 
-async def bring(cluster: RunsCluster, release: Release, run: str, folder: Path) -> None:
-    """Fetch the results and show them; a run that went well stays well where that fails."""
+async def fetch_results(cluster: RunsCluster, release: Release, run: str, folder: Path) -> None:
+    """Fetch and print the results; a failed fetch does not change the run's exit code."""
     try:
         await fetch(cluster, release, run, folder)
     except LudusError as error:
-        say(progress_console(), f"warning: the results stay in the cluster: {error}", "yellow")
-        say(progress_console(), f"bring them with: ludus fetch {run}")
+        console = progress_console()
+        print_line(console, f"warning: the results are still on the cluster: {error}", "yellow")
+        print_line(console, f"fetch them with: ludus fetch {run}")
         return
-    show_results(folder, {"train on": f"ludus resume {run} --set training.num_steps={{more}}"})
+    show_results(folder, {"train more": f"ludus resume {run} --set training.num_steps={{more}}"})
 
 
 def explain_failure(console: Console, state: RunState, output: TrainerOutput) -> int:
-    """Say why a run failed; the exit code."""
+    """Print why a run failed; return the exit code."""
     if state.phase is RunPhase.REFUSED:
-        say(console, f"error: KubeRay refuses the RayJob: {state.reason}")
+        print_line(console, f"error: KubeRay refused the RayJob: {state.reason}")
         return UserError.exit_code
     errors = output.errors or _errors_in(state.message)
     for error in errors[-1:]:
-        say(console, f"error: {error}")
+        print_line(console, f"error: {error}")
     if not errors:
         for line in state.message.splitlines()[-10:] or output.tail:
-            say(console, f"  {line}")
+            print_line(console, f"  {line}")
     attempts = f" after {state.attempts_failed} attempts" if state.attempts_failed > 1 else ""
-    reason = state.reason or "it failed"
-    say(console, f"run '{state.name}' ended{attempts}: {reason}; see: ludus logs {state.name}")
+    reason = state.reason or "no reason was reported"
+    print_line(
+        console, f"run '{state.name}' failed{attempts}: {reason}; see: ludus logs {state.name}"
+    )
     return UserError.exit_code if state.exit_code == UserError.exit_code else FAILED
 
 

@@ -1,4 +1,4 @@
-"""`ludus submit` and `ludus resume`: a run on a cluster, followed like one on this machine."""
+"""`ludus submit` and `ludus resume`: runs on a cluster, followed like local runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from ludus.proto.errors import ConfigError, NotFoundError
 from ludus.services.cli import cluster_options as options
-from ludus.services.cli.console import progress_console, say
+from ludus.services.cli.console import print_line, progress_console
 from ludus.services.cli.train_command import Overrides
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """How manifests are written."""
+    """Format of printed manifests."""
 
     YAML = "yaml"
     JSON = "json"
@@ -49,30 +49,35 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be created, and create nothing.")
     ] = False,
-    form: Annotated[Format, typer.Option("-o", "--format", help="With --dry-run.")] = Format.YAML,
+    output_format: Annotated[
+        Format, typer.Option("-o", "--format", help="Format of the manifests with --dry-run.")
+    ] = Format.YAML,
     release_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --dry-run: what `helm template` wrote, in place of a release in a cluster.",
+            help="Output of `helm template`, used with --dry-run when there is no cluster.",
         ),
     ] = None,
 ) -> None:
     """Train on a cluster: a RayJob made from the run and the installed release.
 
-    Ctrl-C stops following, not the run. Results come to runs/NAME/ when it ends.
+    Ctrl-C stops following the run, not the run itself. When the run ends, its results are copied
+    to runs/NAME/.
 
     Example: `ludus submit examples/blackjack/tiny.toml --set training.num_steps=20`
     """
     from ludus.proto.config import load_run_config, require_language_model
 
     config = require_language_model(load_run_config(config_path, overrides or ()), "ludus submit")
-    choices = options.pairs(environment or (), "--environment")
+    choices = options.parse_pairs(environment or (), "--environment")
     chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder, choices)
     if release_file is not None and not dry_run:
-        raise ConfigError("--release-file goes with --dry-run; leave it out to submit")
-    options.in_event_loop(
-        _print_manifests(config, chosen, form, release_file) if dry_run else _submit(config, chosen)
+        raise ConfigError("--release-file needs --dry-run; remove it to submit the run")
+    options.run_coroutine(
+        _print_manifests(config, chosen, output_format, release_file)
+        if dry_run
+        else _submit_run(config, chosen)
     )
 
 
@@ -87,17 +92,17 @@ def resume(
     detach: options.Detach = False,
     folder: options.Output = None,
 ) -> None:
-    """Continue a run on a cluster from its newest checkpoint.
+    """Resume a run on a cluster from its latest checkpoint.
 
     Example: `ludus resume demo --set training.num_steps=200`
     """
     chosen = _Chosen(release, namespace, context, queue, ignore or (), detach, folder)
-    options.in_event_loop(_resume(run, overrides or (), chosen))
+    options.run_coroutine(_resume_run(run, overrides or (), chosen))
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What the options say of how a run is submitted."""
+    """Options of a submission."""
 
     release: str | None
     namespace: str
@@ -109,7 +114,7 @@ class _Chosen:
     environments: Mapping[str, str] = field(default_factory=dict)
 
 
-async def _submit(config: LanguageModelRun, chosen: _Chosen) -> None:
+async def _submit_run(config: LanguageModelRun, chosen: _Chosen) -> None:
     from ludus.services.runs import operations
     from ludus.services.runs.cluster import connected
     from ludus.services.runs.manifest import make_manifests
@@ -118,12 +123,12 @@ async def _submit(config: LanguageModelRun, chosen: _Chosen) -> None:
         release = await cluster.release(chosen.release)
         manifests = make_manifests(config, release, chosen.environments, chosen.queue)
         await operations.refuse_existing(cluster, config.name)
-        await _check(cluster, manifests, chosen.ignored)
+        await _check_cluster(cluster, manifests, chosen.ignored)
         await cluster.create(manifests)
-        await _go_on(cluster, release, manifests, chosen)
+        await _follow_run(cluster, release, manifests, chosen)
 
 
-async def _resume(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
+async def _resume_run(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
     from ludus.services.runs import operations
     from ludus.services.runs.cluster import connected
     from ludus.services.runs.manifest import make_manifests
@@ -132,44 +137,48 @@ async def _resume(run: str, overrides: Sequence[str], chosen: _Chosen) -> None:
         config = await operations.resumable(cluster, run, overrides)
         release = await cluster.release(chosen.release)
         manifests = make_manifests(config, release, queue=chosen.queue)
-        await _check(cluster, manifests, chosen.ignored)
+        await _check_cluster(cluster, manifests, chosen.ignored)
         await operations.resume(cluster, manifests)
-        await _go_on(cluster, release, manifests, chosen)
+        await _follow_run(cluster, release, manifests, chosen)
 
 
-async def _check(cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str]) -> None:
+async def _check_cluster(
+    cluster: RunsCluster, manifests: RunManifests, ignored: Sequence[str]
+) -> None:
     from ludus.services.runs.preflight import preflight
 
     console = progress_console()
     with console.status("checking the cluster"):
-        found = await preflight(cluster, manifests, ignored)
-    for note in found.notes:
-        say(console, f"note: {note}", style="dim")
-    found.raise_if_any()
+        findings = await preflight(cluster, manifests, ignored)
+    for note in findings.notes:
+        print_line(console, f"note: {note}", style="dim")
+    findings.raise_if_any()
 
 
-async def _go_on(
+async def _follow_run(
     cluster: RunsCluster, release: Release, manifests: RunManifests, chosen: _Chosen
 ) -> None:
     from ludus.services.cli.run_view import show_end, watch
 
     run, console = manifests.run, progress_console()
-    say(console, f"run '{run.name}' is submitted to namespace '{cluster.namespace}'")
+    print_line(console, f"run '{run.name}' submitted to namespace '{cluster.namespace}'")
     if chosen.detach:
-        say(console, f"follow it with: ludus logs -f {run.name}")
+        print_line(console, f"follow it with: ludus logs -f {run.name}")
         return
     try:
         end = await watch(cluster, run.name)
     except NotFoundError:
-        raise  # somebody has deleted it
+        raise  # the run was deleted
     except BaseException:
-        say(console, f"the run goes on; ludus logs -f {run.name}, ludus stop {run.name}")
+        print_line(
+            console, f"the run continues; see: ludus logs -f {run.name}, ludus stop {run.name}"
+        )
         raise
     await show_end(cluster, release, end, chosen.folder or Path("runs") / run.name)
 
 
 async def _print_manifests(
-    config: LanguageModelRun, chosen: _Chosen, form: Format, release_file: Path | None
+    config: LanguageModelRun, chosen: _Chosen, output_format: Format, release_file: Path | None
 ) -> None:
     from ludus.services.runs.cluster import connected
     from ludus.services.runs.manifest import make_manifests
@@ -182,15 +191,15 @@ async def _print_manifests(
         async with connected(chosen.context, chosen.namespace) as cluster:
             release = await cluster.release(chosen.release)
     manifests = make_manifests(config, release, chosen.environments, chosen.queue)
-    for said in broken_rules(manifests.job):
-        say(progress_console(), f"warning: {said}", style="yellow")
-    typer.echo(_written([manifests.config_map, manifests.job], form), nl=False)
+    for message in broken_rules(manifests.job):
+        print_line(progress_console(), f"warning: {message}", style="yellow")
+    typer.echo(_format_documents([manifests.config_map, manifests.job], output_format), nl=False)
 
 
-def _written(documents: list[dict[str, object]], form: Format) -> str:
+def _format_documents(documents: list[dict[str, object]], output_format: Format) -> str:
     import yaml
 
-    if form is Format.JSON:
+    if output_format is Format.JSON:
         items = {"apiVersion": "v1", "kind": "List", "items": documents}
         return json.dumps(items, indent=2) + "\n"
     return yaml.safe_dump_all(documents, sort_keys=False, width=100)

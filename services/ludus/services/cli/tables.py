@@ -30,19 +30,19 @@ _VERDICT_STYLES = {"ok": "green", "broken": "bold red", "not offered": "dim", "n
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One rule of a contract, and whether it was kept."""
+    """Result of one rule of a contract."""
 
     about: str
-    """The environment itself, or the wire."""
+    """Subject of the rule: environment or wire."""
     rule: str
     verdict: str
     detail: str
 
 
 def check_table(rows: Sequence[CheckRow]) -> Table:
-    """One row per rule."""
+    """Build a table with one row per rule."""
     table = new_table()
-    for column in ("about", "rule", "", "what was found"):
+    for column in ("about", "rule", "", "detail"):
         table.add_column(column)
     for row in rows:
         verdict = Text(row.verdict, style=_VERDICT_STYLES[row.verdict])
@@ -53,10 +53,10 @@ def check_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Table:
-    """One row per policy, with half-widths of 95 % intervals."""
+    """Build a table with one row per policy and half-widths of 95 % intervals."""
     table = new_table(title)
     table.add_column("policy")
-    for name in ("games", "wins", "±95%", "draws", "return", "±95%"):
+    for name in ("episodes", "wins", "±95%", "draws", "return", "±95%"):
         table.add_column(name, justify="right")
     for named in results:
         style = "bold cyan" if named.is_trained else None
@@ -65,10 +65,10 @@ def policy_table(results: Sequence[NamedResult], title: str | None = None) -> Ta
 
 
 def bench_table(results: Sequence[BenchResult]) -> Table:
-    """One row per fixed policy; exact returns beside the measured ones where they are known."""
+    """Build a table with one row per fixed policy, with exact returns if they are known."""
     table = new_table()
     table.add_column("policy")
-    for name in ("games", "wins", "±95%", "draws", "return", "±95%", "exact", "steps/s"):
+    for name in ("episodes", "wins", "±95%", "draws", "return", "±95%", "exact", "steps/s"):
         table.add_column(name, justify="right")
     for bench in results:
         exact = NO_VALUE if bench.exact_return is None else format_fixed(bench.exact_return, 4)
@@ -80,9 +80,9 @@ def bench_table(results: Sequence[BenchResult]) -> Table:
 
 
 def result_cells(result: PolicyResult) -> list[str]:
-    """Games, wins, draws and return of a policy, as a table shows them.
+    """Format the number of episodes, wins, draws and return of a policy.
 
-    A dash stands for wins and draws that the environment does not know.
+    A dash stands for wins and draws that the environment does not report.
     """
     return [
         f"{result.num_games:,}",
@@ -95,22 +95,21 @@ def result_cells(result: PolicyResult) -> list[str]:
 
 
 def summary_tables(summary: Summary) -> Iterator[RenderableType]:
-    """For each environment: the policy before and after training, the fixed ones, the gap."""
-    several = len(summary.results) > 1
+    """Yield per environment the policies before and after training, the baselines and the gap."""
     for name, result in summary.results.items():
-        title = f"{summary.name}, {name}" if several else summary.name
+        title = f"{summary.name}, {name}" if len(summary.results) > 1 else summary.name
         yield policy_table(compare_policies(result), title)
         yield from _gap(result.report)
 
 
 def eval_tables(evaluation: Evaluation) -> Iterator[RenderableType]:
-    """For each environment: the evaluated policy, the fixed policies, the gap."""
-    several = len(evaluation.environments) > 1
+    """Yield per environment the evaluated policy, the baselines and the gap."""
+    has_several = len(evaluation.environments) > 1
     for name, report in evaluation.environments.items():
         policy = NamedResult("policy", report.policy, is_trained=True)
         title = f"at temperature {report.temperature:g}"
         yield policy_table(
-            [policy, *rank_policies(report.baselines)], f"{name}, {title}" if several else title
+            [policy, *rank_policies(report.baselines)], f"{name}, {title}" if has_several else title
         )
         yield from _gap(report)
 
@@ -124,12 +123,12 @@ def _gap(report: EvalReport) -> Iterator[RenderableType]:
 
 
 def half_width(interval: Interval) -> float:
-    """Half the width of an interval."""
+    """Return half the width of an interval."""
     return (interval[1] - interval[0]) / 2
 
 
 def new_table(title: str | None = None) -> Table:
-    """An empty table in the style of this command line."""
+    """Return an empty table in the style of this command line."""
     return Table(
         title=None if title is None else Text(title),
         title_justify="left",

@@ -25,7 +25,7 @@ from ludus.proto.runs import (
     Resume,
     Summary,
 )
-from ludus.services.cli.console import progress_console, results_console, say
+from ludus.services.cli.console import print_line, progress_console, results_console
 from ludus.services.cli.live_view import progress_view
 from ludus.services.cli.progress import RunProgress
 from ludus.services.cli.records_follower import RecordsFollower
@@ -46,15 +46,15 @@ FAILED = 1
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override one field; may be repeated."),
+    typer.Option("--set", metavar="A.B=VALUE", help="Override a configuration field. Repeatable."),
 ]
 
 
 class TrainCommand(TyperCommand):
-    """Lets --resume stand alone or with a value: Typer's options always or never have one."""
+    """A command whose --resume option has an optional value, which Typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, where --resume alone means --resume=always."""
+        """Parse the arguments; --resume alone means --resume=always."""
         always = f"--resume={Resume.ALWAYS}"
         return super().parse_args(ctx, [always if arg == "--resume" else arg for arg in args])
 
@@ -71,7 +71,8 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Look at all that a start would trip over, and print the resolved configuration.",
+            help="Check everything that could stop the run from starting, then print the resolved "
+            "configuration.",
         ),
     ] = False,
     resume: Annotated[
@@ -80,17 +81,17 @@ def train(
             "--resume",
             metavar="[=auto]",
             show_default=False,
-            help="Go on from the run's latest checkpoint; with =auto begin where there is none.",
+            help="Resume from the latest checkpoint. With =auto, start a new run if there is none.",
         ),
     ] = Resume.NEVER,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run of that name.")
+        bool, typer.Option("--overwrite", help="Replace an existing run of the same name.")
     ] = False,
 ) -> None:
-    """Train a policy, judge it against fixed policies and write a report.
+    """Train a policy, evaluate it next to fixed policies, and write a report.
 
-    Everything goes to runs/NAME/. Ctrl-C writes a checkpoint; --resume continues from it. A
-    command that may be repeated until it ends well has --resume=auto.
+    Everything is written to runs/NAME/. Ctrl-C stops with a checkpoint, from which --resume
+    continues. For a command that is repeated until it succeeds, use --resume=auto.
 
     Example: `ludus train examples/blackjack/tiny.toml --set training.num_steps=20`
     """
@@ -98,23 +99,23 @@ def train(
 
     config = load_run_config(config_path, overrides or ())
     if resume is not Resume.NEVER and overwrite:
-        raise ConfigError("expected --resume or --overwrite, got both; choose one")
+        raise ConfigError("--resume cannot be combined with --overwrite; remove one")
     run_dir = Path(config.output_dir) / config.name
     flags = ["--overwrite"] if overwrite else []
     if resume is not Resume.NEVER:
         flags.append(f"--resume={resume}")
     if dry_run:
-        exit_unless_well(_run_check(config, flags), run_dir, "nothing was written")
+        exit_on_failure(_run_check(config, flags), run_dir, "nothing was written")
         typer.echo(config.model_dump_json(indent=2))
         return
     _check_environments(config)
     end = _run_training(config, run_dir, flags)
-    exit_unless_well(end, run_dir, _way_on(run_dir))
+    exit_on_failure(end, run_dir, _next_command(run_dir))
     show_results(
         run_dir,
         {
-            "judge again": f"ludus eval {run_dir}",
-            "train on": f"ludus train {run_dir / CONFIG_FILE} --resume "
+            "evaluate": f"ludus eval {run_dir}",
+            "train more": f"ludus train {run_dir / CONFIG_FILE} --resume "
             "--set training.num_steps={more}",
         },
     )
@@ -125,24 +126,31 @@ def evaluate(
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, for example runs/demo.")
     ],
     games: Annotated[
-        int | None, typer.Option(min=1, help="Games to play; eval.num_games if not set.")
+        int | None,
+        typer.Option(min=1, help="Number of episodes.", show_default="eval.num_games"),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="0 takes the likeliest token; eval.temperature if not set."),
+        typer.Option(
+            min=0.0,
+            help="Sampling temperature; 0 selects the most likely token.",
+            show_default="eval.temperature",
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Checkpoint folder; the run's latest if not set."),
+        typer.Option(
+            metavar="FOLDER", help="Folder of a checkpoint.", show_default="the latest of the run"
+        ),
     ] = None,
 ) -> None:
-    """Judge a trained policy against fixed policies on the same deals.
+    """Evaluate a trained policy next to fixed policies on the same seeds.
 
     Writes RUN_DIR/eval.json.
 
     Example: `ludus eval runs/demo --games 20000 --temperature 0`
     """
-    config_of_run(run_dir)
+    read_run_config(run_dir)
     output = run_dir / EVAL_FILE
     arguments = ["eval", "--config", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir)]
     choices = {"--checkpoint": checkpoint, "--games": games, "--temperature": temperature}
@@ -150,36 +158,36 @@ def evaluate(
         if value is not None:
             arguments += [flag, str(value)]
     end = run_quietly("evaluating", [*arguments, "--output", str(output)])
-    exit_unless_well(end, run_dir, "nothing was written")
+    exit_on_failure(end, run_dir, "nothing was written")
     evaluation = Evaluation.model_validate_json(output.read_bytes())
     console = results_console()
     for part in eval_tables(evaluation):
         console.print(part)
-    say(console, f"written to {output}", style="dim")
+    print_line(console, f"written to {output}", style="dim")
 
 
-def config_of_run(run_dir: Path) -> RunConfig:
-    """The configuration that a run was started with.
+def read_run_config(run_dir: Path) -> RunConfig:
+    """Read the configuration in a run folder.
 
     Raises:
-        NotFoundError: it is no run's folder.
+        NotFoundError: the folder is not a run folder.
     """
     from ludus.proto.config import load_run_config
 
     config_path = run_dir / CONFIG_FILE
     if not config_path.is_file():
         raise NotFoundError(
-            f"expected a run's folder with {CONFIG_FILE}, got '{run_dir}' without; "
-            "give a folder that `ludus train` wrote, for example runs/demo"
+            f"'{run_dir}' is not a run folder, because it has no {CONFIG_FILE}; name a folder "
+            "that `ludus train` wrote, for example runs/demo"
         )
     return load_run_config(config_path)
 
 
 def _check_environments(config: RunConfig) -> None:
-    """Build each environment once: other mistakes cost no start of the trainer.
+    """Build each environment once, to report mistakes before the trainer starts.
 
     Raises:
-        UserError: there is no such package, game or option.
+        UserError: a package, game or option does not exist.
     """
     from ludus.env.targets.targets import environment_factory
 
@@ -188,11 +196,11 @@ def _check_environments(config: RunConfig) -> None:
             environment_factory(environment.package, environment.options)().close()
 
 
-def _way_on(run_dir: Path) -> str:
-    """What to do with a run that was stopped."""
+def _next_command(run_dir: Path) -> str:
+    """Return the advice for a run that was stopped."""
     if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
         return f"continue with: ludus train {run_dir / CONFIG_FILE} --resume"
-    return "no checkpoint was written yet; the same command begins anew"
+    return "no checkpoint was written yet; the same command starts again"
 
 
 def _run_check(config: RunConfig, flags: list[str]) -> TrainerEnd:
@@ -212,7 +220,7 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
         with progress_view(console) as view:
 
             def show(output: TrainerOutput) -> None:
-                progress.update(follower.new())
+                progress.update(follower.read_new())
                 while output.warnings:
                     view.warn(output.warnings.popleft())
                 view.refresh(progress)
@@ -232,83 +240,92 @@ def _run_training(config: RunConfig, run_dir: Path, flags: list[str]) -> Trainer
             return end
 
 
-def run_quietly(doing: str, arguments: list[str]) -> TrainerEnd:
-    """How the trainer ended, of which nothing but its warnings is shown."""
+def run_quietly(activity: str, arguments: list[str]) -> TrainerEnd:
+    """Run the trainer, show only its warnings, and return how it ended."""
     console = progress_console()
 
     def show(output: TrainerOutput) -> None:
         while output.warnings:
-            say(console, f"warning: {output.warnings.popleft()}", style="yellow")
+            print_line(console, f"warning: {output.warnings.popleft()}", style="yellow")
 
-    with console.status(doing):
+    with console.status(activity):
         return run_trainer(
-            arguments, on_tick=show, on_stopping=lambda: say(console, "stopping", style="yellow")
+            arguments,
+            on_tick=show,
+            on_stopping=lambda: print_line(console, "stopping", style="yellow"),
         )
 
 
-def exit_unless_well(end: TrainerEnd, run_dir: Path, after_stop: str) -> None:
-    """Explain any end but a good one, and exit with its code."""
+def exit_on_failure(end: TrainerEnd, run_dir: Path, advice: str) -> None:
+    """Explain why the trainer failed or was stopped, and exit with its code.
+
+    Args:
+        advice: the text to print if the trainer was stopped.
+    """
     console = progress_console()
     if end.was_stopped:
-        how = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
-        say(console, f"{how}; {after_stop}")
+        outcome = f"killed after {STOP_GRACE_S:.0f} s" if end.was_killed else "stopped"
+        print_line(console, f"{outcome}; {advice}")
         raise typer.Exit(INTERRUPTED)
     if end.exit_code == 0:
         return
     errors = "\n".join(f"error: {message}" for message in end.output.errors)
     if end.exit_code == UserError.exit_code and errors:
-        say(console, errors)
+        print_line(console, errors)
         raise typer.Exit(UserError.exit_code)
     _explain_crash(console, end, errors, run_dir)
     raise typer.Exit(end.exit_code if end.exit_code > 0 else FAILED)
 
 
 def _explain_crash(console: Console, end: TrainerEnd, errors: str, run_dir: Path) -> None:
-    said = errors or "\n".join(f"  {line}" for line in end.output.tail)
-    if said:
-        say(console, said)
-    how = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
+    output = errors or "\n".join(f"  {line}" for line in end.output.tail)
+    if output:
+        print_line(console, output)
+    status = f"signal {-end.exit_code}" if end.exit_code < 0 else f"exit code {end.exit_code}"
     log = run_dir / LOG_FILE
-    more = f"; more in {log}" if log.exists() else ""
+    log_hint = f"; see {log}" if log.exists() else ""
     if errors:
-        say(console, f"the trainer ended with {how}{more}")
+        print_line(console, f"the trainer exited with {status}{log_hint}")
     else:
-        say(console, f"error: the trainer ended with {how}; its last words stand above{more}")
+        print_line(
+            console,
+            f"error: the trainer exited with {status}; its last output is above{log_hint}",
+        )
 
 
-def show_results(run_dir: Path, ways_on: Mapping[str, str]) -> None:
-    """Show what a run came to, write its report, and name the commands that go on from here.
+def show_results(run_dir: Path, next_commands: Mapping[str, str]) -> None:
+    """Print a run's results, write its report, and print the next commands.
 
     Raises:
-        NotFoundError: it has no summary.
+        NotFoundError: the run has no summary.
     """
     from ludus.services.report import write_report
 
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
-        raise NotFoundError(f"expected the trainer to leave '{path}', found none; see {LOG_FILE}")
+        raise NotFoundError(f"the trainer did not write '{path}'; see {LOG_FILE}")
     summary = Summary.model_validate_json(path.read_bytes())
     report = write_report(run_dir)
     console = results_console()
     for part in summary_tables(summary):
         console.print(part)
-    say(
+    print_line(
         console,
-        f"{summary.games_trained:,} games in"
+        f"{summary.games_trained:,} episodes in"
         f" {format_duration(summary.wall_seconds_training)} of training"
-        f" · {_how(summary)}",
+        f" · {_describe_sampling(summary)}",
     )
-    say(console, f"report      {report}")
-    for what, command in ways_on.items():
+    print_line(console, f"report      {report}")
+    for purpose, command in next_commands.items():
         command = command.replace("{more}", str(summary.num_steps * 2))
-        say(console, f"{what:<11} {command}", style="dim")
+        print_line(console, f"{purpose:<11} {command}", style="dim")
 
 
-def _how(summary: Summary) -> str:
-    """What sampled, and how the weights came there."""
+def _describe_sampling(summary: Summary) -> str:
+    """Describe the engine and the weight syncs of a run."""
     if summary.generator == NETWORK:
         return "a network, by classic PPO"
     return (
-        f"{summary.generator} generator · {summary.weight_syncs} weight syncs,"
+        f"{summary.generator} engine · {summary.weight_syncs} weight syncs,"
         f" {summary.canary_failures} canary failures"
     )

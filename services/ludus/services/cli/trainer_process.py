@@ -1,12 +1,13 @@
-"""The trainer as a child process: started, listened to, stopped, never left behind.
+"""The trainer as a child process that never outlives its parent.
 
-The child leads a session of its own, so a terminal's Ctrl-C reaches only this process, which
-forwards it exactly once. The child then writes its checkpoint and ends; after STOP_GRACE_S its
-whole process group is killed.
+The child leads its own process session, so a terminal's Ctrl-C reaches only this process, which
+forwards the signal exactly once. The child then writes its checkpoint and exits. After
+STOP_GRACE_S its whole process group is killed.
 
-What the child says on stdout and stderr is piped here. Lines that start with `warning: ` are
-shown as they come; `error: ` lines, each with the indented lines that follow it, at the end.
-Rows of metrics, which a run in a cluster prints, are passed over: they are read from its folder.
+The child's stdout and stderr are piped to this process. Lines that start with `warning: ` are
+shown immediately. Lines that start with `error: `, with the indented lines that follow them, are
+shown at the end. Metrics rows, which a run on a cluster prints, are ignored here, because they are
+read from the run folder.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ from typing import IO
 from ludus.proto.runs import LOG_ROW_PREFIX
 
 STOP_GRACE_S = 60.0
-"""How long the child may take to write its checkpoint after Ctrl-C."""
-LAST_WORDS_S = 10.0
-"""How long the reading of what the child said may take beyond its end: its errors are there."""
+"""Seconds for the child to write its checkpoint after Ctrl-C."""
+OUTPUT_GRACE_S = 10.0
+"""Seconds to wait for the child's remaining output, which contains its errors, after it exits."""
 TICK_S = 0.2
-"""Time between two looks at the child."""
+"""Seconds between two polls of the child."""
 NUM_TAIL_LINES = 25
-"""Last lines kept for the case that the child crashes."""
+"""Number of last output lines to show if the child crashes."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def trainer_command(arguments: Sequence[str]) -> list[str]:
-    """The command that starts the trainer."""
+    """Return the command that starts the trainer."""
     return [sys.executable, "-m", "ludus.trainer", *arguments]
 
 
 @dataclass
 class TrainerOutput:
-    """What the child said so far."""
+    """The child's output so far, sorted by kind."""
 
     errors: list[str] = field(default_factory=list)
     warnings: deque[str] = field(default_factory=deque)
-    """Not yet shown."""
+    """Warnings that have not been shown yet."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_TAIL_LINES))
-    """The last lines of any kind."""
-    _within_error: bool = False
+    """Last lines of any kind."""
+    _is_in_error: bool = False
 
     def feed(self, line: str) -> None:
-        """Sort one line, given without its newline."""
+        """Sort a line, passed without its newline."""
         if line.startswith(LOG_ROW_PREFIX):
             return
         self.tail.append(line)
-        if self._within_error and line.startswith(" "):
+        if self._is_in_error and line.startswith(" "):
             self.errors[-1] += f"\n{line}"
             return
-        self._within_error = line.startswith("error: ")
-        if self._within_error:
+        self._is_in_error = line.startswith("error: ")
+        if self._is_in_error:
             self.errors.append(line.removeprefix("error: "))
         elif line.startswith("warning: "):
             self.warnings.append(line.removeprefix("warning: "))
@@ -71,14 +72,14 @@ class TrainerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """How the child ended."""
+    """Exit status and output of the child."""
 
     exit_code: int
-    """Negative where a signal ended it."""
+    """Exit code; the negative signal number if a signal killed the child."""
     was_stopped: bool
-    """True where somebody asked it to stop."""
+    """True if a stop was requested."""
     was_killed: bool
-    """True where it did not stop in time."""
+    """True if the child was killed because it did not stop in time."""
     output: TrainerOutput
 
 
@@ -88,20 +89,20 @@ def run_trainer(
     on_tick: Callable[[TrainerOutput], None],
     on_stopping: Callable[[], None],
 ) -> TrainerEnd:
-    """How the trainer ended; no process of its group is left then.
+    """Run the trainer until it exits; afterwards, no process of its group is left.
 
     Args:
-        on_tick: called several times a second while the child runs, and once at the end.
-        on_stopping: called when a stop has been asked for and forwarded.
+        on_tick: called several times per second while the child runs, and once at the end.
+        on_stopping: called when a stop request has been forwarded.
     """
     output = TrainerOutput()
-    with _stop_requests() as requested, _child(trainer_command(arguments), output) as child:
+    with _record_signals() as signals, _start_child(trainer_command(arguments), output) as child:
         deadline: float | None = None
         was_killed = False
         while child.poll() is None:
             on_tick(output)
-            if requested and deadline is None:
-                child.send_signal(requested[0])
+            if signals and deadline is None:
+                child.send_signal(signals[0])
                 deadline = time.monotonic() + STOP_GRACE_S
                 on_stopping()
             if deadline is not None and time.monotonic() > deadline:
@@ -109,29 +110,29 @@ def run_trainer(
                 break
             time.sleep(TICK_S)
     on_tick(output)
-    return TrainerEnd(child.returncode, bool(requested), was_killed, output)
+    return TrainerEnd(child.returncode, bool(signals), was_killed, output)
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[list[signal.Signals]]:
-    """A list that receives the signal to forward when somebody asks to stop."""
-    requested: list[signal.Signals] = []
+def _record_signals() -> Iterator[list[signal.Signals]]:
+    """Yield a list that receives the signal to forward when this process is asked to stop."""
+    signals: list[signal.Signals] = []
 
-    def remember(number: int, _frame: FrameType | None) -> None:
-        # A terminal that hangs up is no reason to look for a terminal's signal.
-        requested.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    def record(number: int, _frame: FrameType | None) -> None:
+        # The child has no terminal: a hangup is forwarded as SIGTERM.
+        signals.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, remember) for number in _STOP_SIGNALS}
+    previous_handlers = {number: signal.signal(number, record) for number in _STOP_SIGNALS}
     try:
-        yield requested
+        yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _child(command: Sequence[str], output: TrainerOutput) -> Iterator[subprocess.Popen[str]]:
-    """The running child; its whole group is gone afterwards."""
+def _start_child(command: Sequence[str], output: TrainerOutput) -> Iterator[subprocess.Popen[str]]:
+    """Yield the running child; kill its whole group afterwards."""
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -148,12 +149,12 @@ def _child(command: Sequence[str], output: TrainerOutput) -> Iterator[subprocess
     try:
         yield child
     finally:
-        # Also after a good end: what the trainer may have left behind is in its group.
+        # Also after success: processes that the trainer may have left behind are in its group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # A grandchild in another group could hold the pipe open: do not wait for it for long.
-        listener.join(LAST_WORDS_S)
+        # A grandchild in another group could keep the pipe open, so the wait is bounded.
+        listener.join(OUTPUT_GRACE_S)
 
 
 def _listen(stream: IO[str], output: TrainerOutput) -> None:

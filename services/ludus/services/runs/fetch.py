@@ -44,12 +44,17 @@ with pathlib.Path(sys.argv[1]).open("rb") as file:
 
 
 async def fetch(
-    cluster: RunsCluster, release: Release, run: str, folder: Path, *, everything: bool = False
+    cluster: RunsCluster,
+    release: Release,
+    run: str,
+    folder: Path,
+    *,
+    with_checkpoints: bool = False,
 ) -> None:
     """Bring what a run left into a folder here.
 
     Args:
-        everything: checkpoints and models, too.
+        with_checkpoints: fetch checkpoints and models, too.
 
     Raises:
         NotFoundError: the run has left nothing.
@@ -57,7 +62,7 @@ async def fetch(
         ClusterError: it cannot be read.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    left = () if everything else LARGE
+    left = () if with_checkpoints else LARGE
     with (
         tempfile.TemporaryFile() as packed,
         tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside,

@@ -1,0 +1,102 @@
+"""Targets and addresses: `ludus env` plays on a running server, or starts one for a target.
+
+TARGET  --> `python -m ludus.env TARGET` as a child process --> the child's address
+ADDRESS ----------------------------------------------------> ADDRESS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ludus.proto.errors import ConfigError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from ludus.env.client import EnvClient
+
+TARGET_HELP = (
+    "Package (openspiel_env), module:Class, gymnasium:CartPole-v1, openenv:module:Class,"
+    " openenv:module:app"
+)
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}.")]
+TargetOrAddress = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET|ADDRESS",
+        help=f"{TARGET_HELP}; or the http://, ws:// or grpc:// address of a running server.",
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="Option for the environment's constructor. Repeatable.",
+    ),
+]
+TokenEnv = Annotated[
+    str, typer.Option(help="Environment variable with the token, if the server needs one.")
+]
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_PROCESSES = 8
+"""Maximum number of concurrent sessions if each session needs a separate process."""
+
+
+def require_options_only_for_targets(location: str, options: dict[str, Any]) -> None:
+    """Refuse options for a running server.
+
+    Raises:
+        ConfigError: options are combined with an address.
+    """
+    if "://" in location and options:
+        raise ConfigError(
+            "--option cannot be combined with an address, because that server's environment is "
+            "already built; remove the option, or name a target"
+        )
+
+
+@contextlib.contextmanager
+def serve_target(location: str, options: dict[str, Any], max_sessions: int = 1024) -> Iterator[str]:
+    """Yield the address of a server; a server started for a target stops with the context.
+
+    Raises:
+        UserError: the target or its options are invalid.
+    """
+    require_options_only_for_targets(location, options)
+    if "://" in location:
+        yield location
+        return
+    from ludus.env.serving.subprocess import LocalServer
+    from ludus.env.targets.targets import environment_factory
+
+    factory = environment_factory(location, options)  # reports mistakes before a child is started
+    num_sessions = min(max_sessions, MAX_PROCESSES) if factory.one_per_process else max_sessions
+    server = LocalServer(location, options, max_sessions=num_sessions)
+    try:
+        yield server.start().grpc
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def connect_client(location: str, options: dict[str, Any], token_env: str) -> Iterator[EnvClient]:
+    """Yield a client of the server for a target or at an address.
+
+    Raises:
+        NotFoundError: no server responds at the address.
+    """
+    from ludus.env.client import EnvClient
+
+    token = os.environ.get(token_env) if "://" in location else None
+    with serve_target(location, options, max_sessions=8) as address:
+        try:
+            client = EnvClient.connect(address, token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
+        except UnavailableError as error:
+            raise NotFoundError(f"{error}; start a server with `ludus env serve`") from None
+        with client:
+            yield client
