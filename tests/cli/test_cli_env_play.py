@@ -56,7 +56,7 @@ def test_text_numbers_and_json_are_answers_and_others_are_refused(play: Play) ->
     assert "refused: expected one of LEFT, DOWN, RIGHT, UP; got 'sideways'" in result.out
     assert "less than or equal to 3, got 9" in result.out
     assert '"step_count": 2' in result.out
-    assert ":quit leaves" in result.out
+    assert ":quit quits" in result.out
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO, _Typist])
@@ -124,7 +124,7 @@ def test_a_person_calls_tools_and_plays_on(play: Play, tmp_path: Path) -> None:
     assert '"said": "hello"' in result.out
     assert "refused: expected a text" in result.out
     assert "refused: expected one of the tools echo; got 'shout'" in result.out
-    assert "refused: expected a JSON object after :call NAME, got '[\"hello\"]'" in result.out
+    assert "refused: :call NAME needs a JSON object, got '[\"hello\"]'" in result.out
     assert "reward 0, score 0" in result.out, "the episode went on"
     plain = play([":tools", ":quit"], *FROZEN_LAKE)
     assert "this environment has no tools" in plain.out
@@ -139,13 +139,13 @@ def test_a_recorded_game_replays_and_a_changed_one_is_found(
     episodes = list(read_recording(file))
     assert [(e.seed, e.end_reason) for e in episodes] == [
         (3, "terminated"),
-        (4, "the player left"),
-        (5, "the player left"),
+        (4, "the player quit"),
+        (5, "the player quit"),
     ]
 
     result = ludus("env", "replay", str(file))
     assert result.code == 0, result.out
-    assert "3 of 3 episodes went the same way" in result.out
+    assert "3 of 3 episodes are the same" in result.out
     assert len(ludus("env", "replay", str(file), "--limit", "1").out.splitlines()) < len(
         result.out.splitlines()
     )
@@ -153,7 +153,7 @@ def test_a_recorded_game_replays_and_a_changed_one_is_found(
     other = ("gymnasium:FrozenLake-v1", "--option", "map_name=8x8")
     result = ludus("env", "replay", str(file), *other)
     assert result.code == 1
-    assert "0 of 3 episodes went the same way" in result.out
+    assert "0 of 3 episodes are the same" in result.out
     assert "first difference: episode 1, reset: expected observation" in result.out
 
     server = LocalServer("gymnasium:FrozenLake-v1", {"is_slippery": False})
@@ -170,7 +170,7 @@ def test_a_recorded_game_replays_and_a_changed_one_is_found(
     ("arguments", "said"),
     [
         (("nothing.jsonl",), "no recording 'nothing.jsonl'"),
-        (("x", "openspiel_env", "--address", "grpc://127.0.0.1:1"), "got both"),
+        (("x", "openspiel_env", "--address", "grpc://127.0.0.1:1"), "cannot be combined"),
         (("x", "--option", "game=catch"), "name the target"),
     ],
 )

@@ -167,13 +167,13 @@ def test_a_stop_is_said_whatever_the_phase() -> None:
 def test_follower_waits_for_whole_lines_and_returns_each_row_once(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
-    assert follower.new() == []
+    assert follower.read_new() == []
     content = written(train_row(1, 1.0), train_row(2, 2.0))
     path.write_bytes(content[:-10])
-    assert [row.step for row in follower.new()] == [1]
-    assert follower.new() == []
+    assert [row.step for row in follower.read_new()] == [1]
+    assert follower.read_new() == []
     path.write_bytes(content)
-    assert [row.step for row in follower.new()] == [2]
+    assert [row.step for row in follower.read_new()] == [2]
 
 
 def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Path) -> None:
@@ -181,25 +181,25 @@ def test_follower_ignores_the_rows_of_a_run_that_is_being_replaced(tmp_path: Pat
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 50))))
     os.utime(path, ns=(1, 1))
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
-    assert follower.new() == []
+    assert follower.read_new() == []
     path.unlink()
-    assert follower.new() == []
+    assert follower.read_new() == []
     path.write_bytes(written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new()] == [1]
+    assert [row.step for row in follower.read_new()] == [1]
 
 
 def test_follower_starts_again_on_a_file_that_took_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
     path.write_bytes(written(*(train_row(step, step) for step in range(1, 6))))
-    assert len(follower.new()) == 5
+    assert len(follower.read_new()) == 5
     # Resuming drops the rows after the checkpoint; the new file may well be the longer one.
     aside = tmp_path / "aside"
     aside.write_bytes(written(*(train_row(step, step, loss=0.12345678) for step in range(1, 5))))
     aside.replace(path)
-    assert [row.step for row in follower.new()] == [1, 2, 3, 4]
+    assert [row.step for row in follower.read_new()] == [1, 2, 3, 4]
     path.write_bytes(written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new()] == [1]
+    assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 0
 
 
@@ -207,7 +207,7 @@ def test_a_line_that_is_no_row_is_counted_and_passed_over(tmp_path: Path) -> Non
     path = tmp_path / METRICS_FILE
     follower = RecordsFollower(path, MetricsRow, skip_old=True)
     path.write_bytes(b'{"kind": "rumour"}\n' + written(train_row(1, 1.0)))
-    assert [row.step for row in follower.new()] == [1]
+    assert [row.step for row in follower.read_new()] == [1]
     assert follower.num_unreadable == 1
 
 
@@ -249,7 +249,7 @@ def test_plain_view_prints_no_line_for_every_turn_of_a_run_that_saves_after_each
 
 def test_follower_waits_for_a_folder_that_cannot_be_looked_into(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    assert RecordsFollower(tmp_path / "runs" / METRICS_FILE, MetricsRow).new() == []
+    assert RecordsFollower(tmp_path / "runs" / METRICS_FILE, MetricsRow).read_new() == []
 
 
 def test_terminal_view_shows_phase_bar_and_facts() -> None:

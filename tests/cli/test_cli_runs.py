@@ -115,14 +115,14 @@ def test_stop_has_the_driver_end_with_a_checkpoint(ludus: RunCli, cluster: Call)
     pod = cluster(lambda c: c.get("v1", "pods", NAMESPACE, HEAD))
     assert "ludus.dev/nudged" in pod["metadata"]["annotations"]
     assert "stopped" in ludus("list").out
-    assert "has ended already" in ludus("stop", "demo").err
+    assert "has already ended" in ludus("stop", "demo").err
 
 
 def test_stop_says_when_it_takes_too_long(ludus: RunCli, cluster: Call) -> None:
     running(ludus, cluster)
     outcome = ludus("stop", "demo", "--timeout", "1")
     assert outcome.code != 0
-    assert "expected run 'demo' to end within 1 s" in outcome.err
+    assert "run 'demo' has not stopped within 1 s" in outcome.err
     assert "ludus stop demo --now" in outcome.err
 
 

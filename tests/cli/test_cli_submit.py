@@ -62,7 +62,7 @@ def test_a_dry_run_needs_no_cluster_where_helm_wrote_the_release(
         "RayJob",
     ]
     said = one_error(ludus("submit", "run.toml", "--release-file", "rendered.yaml"))
-    assert "--release-file goes with --dry-run" in said
+    assert "--release-file needs --dry-run" in said
 
 
 def test_a_run_is_followed_to_its_end_and_its_results_come(
@@ -82,7 +82,7 @@ def test_a_run_is_followed_to_its_end_and_its_results_come(
     with meanwhile(operate):
         outcome = ludus("submit", "run.toml")
     assert outcome.code == 0, outcome.err
-    assert "run 'demo' is submitted to namespace 'arena'" in outcome.err
+    assert "run 'demo' submitted to namespace 'arena'" in outcome.err
     assert "step 3/3 · training" in outcome.err
     assert outcome.err.count("warning: something odd") == 1
     assert "report      runs/demo/report.html" in outcome.out + outcome.err
@@ -100,7 +100,7 @@ def test_a_run_that_fails_says_what_its_driver_said_and_how_often_it_was_tried(
     outcome = ludus("logs", "-f", "demo")
     assert outcome.code == 2
     assert "error: model.name: no such model\n  see the hub" in outcome.err
-    assert "ended after 3 attempts: the trainer ended with an error" in outcome.err
+    assert "failed after 3 attempts: the trainer ended with an error" in outcome.err
 
 
 def test_a_run_that_the_operator_refuses_says_why(ludus: RunCli, cluster: Call) -> None:
@@ -108,7 +108,7 @@ def test_a_run_that_the_operator_refuses_says_why(ludus: RunCli, cluster: Call) 
     call_message = "spec.backoffLimit must be 0"
     ended(cluster, "", "ValidationFailed", message=call_message)
     said = one_error(ludus("logs", "-f", "demo"))
-    assert said == "error: KubeRay refuses the RayJob: spec.backoffLimit must be 0"
+    assert said == "error: KubeRay refused the RayJob: spec.backoffLimit must be 0"
 
 
 def test_what_keeps_pods_from_running_is_said_while_they_are_awaited(
@@ -300,4 +300,4 @@ def test_an_environment_option_of_another_form_is_refused(
     ludus: RunCli, cluster: Call, option: str
 ) -> None:
     said = one_error(ludus("submit", "run.toml", "--environment", option))
-    assert f"--environment expected NAME=SERVED, got '{option}'" in said
+    assert f"--environment must be NAME=SERVED, got '{option}'" in said

@@ -83,7 +83,7 @@ def test_resume_and_overwrite_exclude_each_other(ludus: RunCli) -> None:
     for resume in ("--resume", "--resume=auto"):
         result = ludus("train", resume, "--overwrite")
         assert result.code == 2
-        assert "got both" in result.err
+        assert "cannot be combined" in result.err
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_a_run_that_ends_well_shows_progress_one_table_and_leaves_a_report(
         "policy after training",
         "basic strategy",
         "gap closed  91.2% (88.1 to 94.3%, 95%)",
-        "300 games in 42",
-        "transformers generator",
+        "300 episodes in 42",
+        "transformers engine",
         "7 weight syncs, 0 canary failures",
         "runs/demo/report.html",
         "ludus eval runs/demo",
@@ -157,7 +157,7 @@ def test_a_crash_of_the_trainer_shows_its_last_words_and_its_exit_code(
     result = ludus("train")
     assert result.code == 1
     assert "ValueError: no gradient" in result.err
-    assert "the trainer ended with exit code 1" in result.err
+    assert "the trainer exited with exit code 1" in result.err
 
 
 def test_last_words_that_are_read_late_are_shown(
@@ -181,7 +181,7 @@ def test_a_killed_trainer_is_told_from_one_that_ends(ludus: RunCli, fake_trainer
     fake_trainer("dies")
     result = ludus("train")
     assert result.code == 1
-    assert "the trainer ended with signal 9" in result.err
+    assert "the trainer exited with signal 9" in result.err
 
 
 def test_eval_passes_its_choices_on_and_shows_the_report(
@@ -225,7 +225,7 @@ def test_a_mixed_run_and_its_evaluation_show_a_table_for_every_environment(
 def test_eval_of_a_folder_that_is_no_run_is_refused(ludus: RunCli, tmp_path: Path) -> None:
     result = ludus("eval", str(tmp_path))
     assert result.code == 2
-    assert "expected a run's folder with config.json" in result.err
+    assert "is not a run folder, because it has no config.json" in result.err
 
 
 def start_cli(folder: Path, scenario: str, grace_s: float = 15.0) -> subprocess.Popen[str]:
@@ -274,7 +274,7 @@ def test_a_stop_reaches_the_trainer_once_and_leaves_no_process(
     assert cli.returncode == 130
     assert "stopping, writing a checkpoint" in err
     # The fake has written none.
-    assert "no checkpoint was written yet; the same command begins anew" in err
+    assert "no checkpoint was written yet; the same command starts again" in err
     assert "Traceback" not in err
     assert (tmp_path / "runs/demo/told").read_text() == str(int(number))
     assert not any(is_running(pid) for pid in trainer_pids)
@@ -293,11 +293,11 @@ def test_a_trainer_that_does_not_stop_is_killed_with_its_group(tmp_path: Path) -
 
 
 def test_a_stopped_run_is_continued_where_there_is_a_checkpoint(tmp_path: Path) -> None:
-    assert "begins anew" in train_command._way_on(tmp_path)
+    assert "starts again" in train_command.next_command(tmp_path)
     (tmp_path / "checkpoints/step-00000005.partial").mkdir(parents=True)
-    assert "begins anew" in train_command._way_on(tmp_path)
+    assert "starts again" in train_command.next_command(tmp_path)
     (tmp_path / "checkpoints/step-00000005").mkdir()
-    assert train_command._way_on(tmp_path).endswith("config.json --resume")
+    assert train_command.next_command(tmp_path).endswith("config.json --resume")
 
 
 def test_the_trainer_is_started_as_a_module_of_this_python() -> None:

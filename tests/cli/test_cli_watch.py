@@ -65,7 +65,7 @@ def test_it_goes_on_as_long_as_the_run_does(
     write(run_dir, transcript(1))
     lock = RunLock.take(run_dir)
     shown: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(watch_command, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(watch_command, "POLL_S", 0.01)
     show = watch_command.show_transcript
 
     def show_and_tell(console: Console, one: Transcript) -> None:
@@ -103,4 +103,4 @@ def test_what_a_model_says_does_not_steer_the_terminal(ludus: RunCli, run_dir: P
 def test_a_run_that_is_not_there_is_named(ludus: RunCli, run_dir: Path) -> None:
     result = ludus("watch", "dmeo")
     assert result.code == 2
-    assert "got 'dmeo'" in result.err
+    assert "there is no run 'dmeo'" in result.err

@@ -110,7 +110,7 @@ def train(
         return
     _check_environments(config)
     end = _run_training(config, run_dir, flags)
-    exit_on_failure(end, run_dir, _next_command(run_dir))
+    exit_on_failure(end, run_dir, next_command(run_dir))
     show_results(
         run_dir,
         {
@@ -196,7 +196,7 @@ def _check_environments(config: RunConfig) -> None:
             environment_factory(environment.package, environment.options)().close()
 
 
-def _next_command(run_dir: Path) -> str:
+def next_command(run_dir: Path) -> str:
     """Return the advice for a run that was stopped."""
     if any((run_dir / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
         return f"continue with: ludus train {run_dir / CONFIG_FILE} --resume"

@@ -19,7 +19,7 @@ from ludus.services.cli.console import print_line, progress_console, results_con
 from ludus.services.cli.records_follower import RecordsFollower
 from ludus.services.transcripts import describe_consequence, describe_episode, describe_outcome
 
-_POLL_S = 0.5
+POLL_S = 0.5
 _RUNS = Path("runs")
 
 
@@ -54,7 +54,7 @@ def watch(
     transcripts = _select(environment, follower.read_new())
     _show(console, transcripts[len(transcripts) - min(last, len(transcripts)) :], as_json=as_json)
     while is_running:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
         # Checked before the file is read, so that the run's last episodes are shown, too.
         is_running = is_in_use(run_dir)
         _show(console, _select(environment, follower.read_new()), as_json=as_json)
