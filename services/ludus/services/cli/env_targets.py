@@ -90,12 +90,14 @@ def connect_client(location: str, options: dict[str, Any], token_env: str) -> It
     Raises:
         NotFoundError: no server responds at the address.
     """
-    from ludus.env.client import EnvClient
+    from ludus.env.client import ConnectOptions, EnvClient
 
     token = os.environ.get(token_env) if "://" in location else None
     with serve_target(location, options, max_sessions=8) as address:
         try:
-            client = EnvClient.connect(address, token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
+            client = EnvClient.connect(
+                address, ConnectOptions(token=token, connect_timeout_s=CONNECT_TIMEOUT_S)
+            )
         except UnavailableError as error:
             raise NotFoundError(f"{error}; start a server with `ludus env serve`") from None
         with client:

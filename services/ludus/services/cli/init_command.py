@@ -57,7 +57,7 @@ def _find_examples() -> dict[str, Path]:
     ]
     if not folders:
         raise NotFoundError("the examples are not installed; run: pip install ludus")
-    configs = {}
+    configs: dict[str, Path] = {}
     for folder in sorted(folders):
         for config in (folder / name for name in _PREFERRED):
             if config.is_file():

@@ -15,7 +15,7 @@ from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.options import Isolation, ServerOptions
 from ludus.env.serving.server import EnvServer
 from ludus.env.sessions.hosts import EnvironmentFactory
-from ludus.env.transports.interface import retry_until
+from ludus.env.transports.interface import retry_unavailable
 from ludus.proto.errors import NotFoundError, UnavailableError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -94,7 +94,7 @@ async def _wait_for_a_session(address: str, token: str | None, wait_s: float) ->
 
     try:
         async with asyncio.timeout(wait_s):
-            await retry_until(attempt, wait_s)
+            await retry_unavailable(attempt, wait_s)
     except TimeoutError:
         raise UnavailableError(
             f"expected {address} to open a session within {wait_s:g} s, it opened none"
