@@ -45,7 +45,7 @@ async def written_of(fills, **options) -> tuple[list[pb.CallBatch], list[Excepti
     stream = CallStream(written, "a server", timeout_s=600.0, **options)
     for fill in fills:
         try:
-            stream.unawaited(stream.begin(fill))
+            stream.ignore_failure(stream.begin(fill))
         except (InvalidCallError, ValueError) as error:
             refused.append(error)
     await turns_of_the_loop()
@@ -81,4 +81,4 @@ async def test_what_is_too_large_or_cannot_be_written_leaves_nothing_in_the_batc
     batches, refused = await written_of(fills, max_call_bytes=100)
     assert [call.step.action_text for batch in batches for call in batch.calls] == ["x", "xx"]
     assert [type(error) for error in refused] == [InvalidCallError, ValueError]
-    assert "expected a call of at most 100 bytes to a server, got" in str(refused[0])
+    assert "a call to a server must have at most 100 bytes, got" in str(refused[0])

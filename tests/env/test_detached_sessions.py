@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from ludus.env.encoding import ResetArgs
-from ludus.env.grpc.call_server import sessions_called
+from ludus.env.grpc.call_server import called_sessions
 from ludus.env.recording.writer import RecordingSessions
 from ludus.env.sessions.core import SessionCore
 from ludus.env.sessions.hosts import make_local_host
@@ -31,7 +31,7 @@ async def test_every_call_of_a_detached_session_attaches_it_but_no_open_detach_o
     for kind, session_id in zip((*kinds, "detach", "open"), ids, strict=True):
         calls.append(pb.Call())
         getattr(calls[-1], kind).session_id = session_id
-    recording.attach(sessions_called(calls), second)
+    recording.attach(called_sessions(calls), second)
     assert second.session_ids == set(ids[:-2])
     assert detached(core) == set(ids[-2:])
     recording.finish()

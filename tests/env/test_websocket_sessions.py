@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ludus.env.asgi.socket import AsgiSocket, SocketGone
+from ludus.env.asgi.socket import AsgiSocket, SocketGoneError
 from ludus.env.http.app import build_app
 from ludus.env.security.tracing import current_request_id
 from ludus.proto.errors import CapacityError
@@ -275,7 +275,7 @@ async def test_a_refusal_that_comes_as_the_client_leaves_is_no_exception_that_no
     async def refuse():
         raise CapacityError("full")
 
-    with pytest.raises(SocketGone):
-        await AsgiSocket({}, receive, None).unless_gone(refuse())
+    with pytest.raises(SocketGoneError):
+        await AsgiSocket({}, receive, None).run_while_connected(refuse())
     gc.collect()
     assert unheard == []

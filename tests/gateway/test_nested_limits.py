@@ -250,7 +250,7 @@ async def test_a_call_that_grows_above_the_next_limit_is_refused_alone(
             await socket.send(growing(MAX_WORKER_CALL_BYTES // 2))
             refused = orjson.loads(await socket.recv())
             assert (refused["type"], refused["data"]["code"]) == ("error", "VALIDATION_ERROR")
-            assert "expected a call of at most" in refused["data"]["message"]
+            assert "must have at most" in refused["data"]["message"]
             await socket.send('{"type":"step","data":{"add":1}}')
             assert orjson.loads(await socket.recv())["data"]["observation"]["total"] == 1
 

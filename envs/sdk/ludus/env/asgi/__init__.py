@@ -1,1 +1,1 @@
-"""What HTTP wires stand on: sockets, sessions without a connection, and bounds on uvicorn."""
+"""Shared parts of the HTTP wires: sockets, sessions without a connection, limits for uvicorn."""

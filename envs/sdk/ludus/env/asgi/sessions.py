@@ -1,12 +1,12 @@
-"""Sessions of HTTP clients, which have no connection to hold them by.
+"""Sessions of HTTP clients, which are not tied to a connection.
 
-    POST /reset ----> a session, offered as cookie and X-Session-ID
-    POST /step  --+-> named by cookie or header: that session
-    GET /state  --+-> named by nobody: an environment for this one call, as OpenEnv 0.2+ does
+    POST /reset ----> opens a session, and returns its id as a cookie and as X-Session-ID
+    POST /step  --+-> with a cookie or header: uses that session
+    GET /state  --+-> without: uses a new environment for this call, like OpenEnv 0.2 and later
 
-Clients of OpenEnv 0.1 keep cookies and so get a session of their own without knowing it; those
-of 0.2 and later never come back. A session nobody has come back to therefore ends soon, and
-at once when a full server needs its place (`EvictableSessions`).
+Clients of OpenEnv 0.1 keep cookies and therefore use their session. Clients of later versions
+ignore it. A session without a call after its reset therefore ends soon, or immediately when a full
+server needs room (`EvictableSessions`).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from ludus.proto.errors import AuthenticationError, SessionLostError
 SESSION_COOKIE = "ludus_session"
 SESSION_HEADER = "x-session-id"
 TOOLS_SESSION_HEADER = "x-tools-session-id"
-"""Offers the id that calls the session's tools and does nothing else."""
+"""Response header with the id that can only call the session's tools."""
 UNUSED_TIMEOUT_S = 30.0
 _MAX_ID_CHARS = 512
 
 
 def named_session(headers: Mapping[str, str], cookies: Mapping[str, str]) -> str | None:
-    """The session that a request names, None when it names none; the header wins.
+    """Return the session id in a request's header or cookie, in this order, or None.
 
     Raises:
-        SessionLostError: what it names can be no session id.
+        SessionLostError: the id is too long.
     """
-    named = headers.get(SESSION_HEADER) or cookies.get(SESSION_COOKIE)
-    if named and len(named) > _MAX_ID_CHARS:
+    session_id = headers.get(SESSION_HEADER) or cookies.get(SESSION_COOKIE)
+    if session_id and len(session_id) > _MAX_ID_CHARS:
         raise SessionLostError(
-            f"expected a session id of at most {_MAX_ID_CHARS} characters, got {len(named)};"
-            " reset without one opens a session"
+            f"a session id must have at most {_MAX_ID_CHARS} characters, got {len(session_id)};"
+            " reset without an id to open a session"
         )
-    return named or None
+    return session_id or None
 
 
 def session_headers(request: Request, opened: Opened) -> dict[str, str]:
-    """What offers a session to the client: a cookie for this mount path, and a header."""
+    """Return the headers that pass a session to the client, including a cookie for this path."""
     path = request.scope.get("root_path", "") or "/"
     secure = "; Secure" if request.url.scheme == "https" else ""
     cookie = f"{SESSION_COOKIE}={opened.session_id}; HttpOnly; SameSite=Lax; Path={path}{secure}"
@@ -56,14 +56,14 @@ def session_headers(request: Request, opened: Opened) -> dict[str, str]:
 
 
 def forget_header(request: Request) -> dict[str, str]:
-    """What makes the client forget its session."""
+    """Return the header that deletes the client's session cookie."""
     path = request.scope.get("root_path", "") or "/"
     return {"set-cookie": f"{SESSION_COOKIE}=; HttpOnly; SameSite=Lax; Path={path}; Max-Age=0"}
 
 
 @contextlib.asynccontextmanager
 async def fresh_session(sessions: Sessions, reset: ResetArgs | None = None) -> AsyncIterator[str]:
-    """A session for one call that names none; it is closed after it."""
+    """Open a session for one call without a session id, and close it after the call."""
     session_id = (await sessions.open(OpenArgs(reset, with_text=False))).session_id
     try:
         yield session_id
@@ -72,109 +72,113 @@ async def fresh_session(sessions: Sessions, reset: ResetArgs | None = None) -> A
 
 
 class EvictableSessions:
-    """Sessions that nobody has called since they were opened, oldest first."""
+    """Sessions without a call since they were opened, oldest first."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._unused: dict[str, None] = {}  # keeps their order
-        sessions.events.on_end.append(lambda session_id, why: self.used(session_id))
+        self._unused: dict[str, None] = {}
+        """Session ids in the order of their opening."""
+        sessions.events.on_end.append(lambda session_id, tombstone: self.mark_used(session_id))
         sessions.events.on_shortage.append(self._make_room)
 
     def add(self, session_id: str) -> None:
-        """Mark a session as one that can be spared until it is used."""
+        """Allow the eviction of a session until it is used."""
         self._unused[session_id] = None
 
-    def used(self, session_id: str) -> None:
-        """Mark a session as one that somebody needs."""
+    def mark_used(self, session_id: str) -> None:
+        """Prevent the eviction of a session."""
         self._unused.pop(session_id, None)
 
     async def _make_room(self, num_missing: int) -> None:
         for session_id in list(itertools.islice(self._unused, num_missing)):
-            self.used(session_id)
+            self.mark_used(session_id)
             await self._sessions.close(session_id)
 
 
 class HttpSessions:
-    """What `/reset`, `/step` and `/state` do.
+    """The implementation of `/reset`, `/step` and `/state`.
 
     Args:
-        legacy: calls that name no session go to the one that was reset last, as in OpenEnv
-            0.1, whose clients may keep no cookies.
+        legacy: pass calls without a session id to the session that was reset last, like OpenEnv
+            0.1, whose clients may ignore cookies.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        spare: EvictableSessions,
+        evictable: EvictableSessions,
         *,
         unused_timeout_s: float = UNUSED_TIMEOUT_S,
         legacy: bool = False,
     ) -> None:
         self._sessions = sessions
-        self._spare = spare
+        self._evictable = evictable
         self._unused_timeout_s = unused_timeout_s
         self._legacy = legacy
         self._default: str | None = None
         self._default_is_named = False
-        """True when a client holds the default by name: it outlives being the default."""
+        """True if a client used the default session's id, so that it stays open after a reset."""
 
-    async def reset(self, named: str | None, args: ResetArgs) -> Opened:
-        """The session with the first answer of its new episode; a gone session is replaced."""
-        if named is not None:
+    async def reset(self, session_id: str | None, args: ResetArgs) -> Opened:
+        """Start an episode, and return the session with its first result.
+
+        A new session is opened if there is no id, or if the session has ended.
+        """
+        if session_id is not None:
             try:
-                result = await self._sessions.reset(named, args)
+                result = await self._sessions.reset(session_id, args)
             except (SessionLostError, AuthenticationError):
                 pass
             else:
-                self.use(named)
-                return Opened(named, result)
+                self.use(session_id)
+                return Opened(session_id, result)
         opened = await self._sessions.open(
             OpenArgs(args, linger_s=self._unused_timeout_s, with_text=False)
         )
-        assert opened.first is not None, "it was opened with a reset"
-        # Lingering ends what nobody calls again; a call makes the session an ordinary one.
+        assert opened.first is not None, "the session was opened with a reset"
+        # The session ends after its linger time, unless a call makes it an ordinary session.
         await self._sessions.detach(opened.session_id)
-        self._spare.add(opened.session_id)
+        self._evictable.add(opened.session_id)
         if self._legacy:
             await self._make_default(opened.session_id)
         return opened
 
-    async def step(self, named: str | None, action: bytes, timeout_s: float) -> EncodedResult:
-        """The answer to an action.
+    async def step(self, session_id: str | None, action: bytes, timeout_s: float) -> EncodedResult:
+        """Return the result of an action.
 
         Raises:
-            SessionLostError: the session that was named is gone.
+            SessionLostError: the session has ended.
         """
-        session_id = self.use(named)
-        if session_id is not None:
-            return await self._sessions.step(session_id, action, 0, timeout_s)
-        async with fresh_session(self._sessions, ResetArgs()) as session_id:
-            return await self._sessions.step(session_id, action, 0, timeout_s)
+        used_id = self.use(session_id)
+        if used_id is not None:
+            return await self._sessions.step(used_id, action, 0, timeout_s)
+        async with fresh_session(self._sessions, ResetArgs()) as fresh_id:
+            return await self._sessions.step(fresh_id, action, 0, timeout_s)
 
-    async def state(self, named: str | None) -> bytes:
-        """The state; of a new environment where no session is named."""
-        session_id = self.use(named)
-        if session_id is not None:
-            return await self._sessions.state(session_id)
-        async with fresh_session(self._sessions) as session_id:
-            return await self._sessions.state(session_id)
+    async def state(self, session_id: str | None) -> bytes:
+        """Return the session's state, or that of a new environment if there is no session id."""
+        used_id = self.use(session_id)
+        if used_id is not None:
+            return await self._sessions.state(used_id)
+        async with fresh_session(self._sessions) as fresh_id:
+            return await self._sessions.state(fresh_id)
 
-    def use(self, named: str | None) -> str | None:
-        """The session that a call acts on, which is in use from now; None for a fresh one."""
-        session_id = named or self._default
-        if session_id is not None:
-            self._spare.used(session_id)
-            self._default_is_named |= named == self._default
-        return session_id
+    def use(self, session_id: str | None) -> str | None:
+        """Mark a call's session as used and return its id, or None if the call has no session."""
+        used_id = session_id or self._default
+        if used_id is not None:
+            self._evictable.mark_used(used_id)
+            self._default_is_named |= session_id == self._default
+        return used_id
 
-    async def close(self, named: str | None) -> bool:
-        """True when a session was named; it is ended now."""
-        session_id = named or self._default
-        if session_id is None:
+    async def close(self, session_id: str | None) -> bool:
+        """Close a call's session; return False if the call has no session."""
+        closed_id = session_id or self._default
+        if closed_id is None:
             return False
-        if session_id == self._default:
+        if closed_id == self._default:
             self._default = None
-        await self._sessions.close(session_id)
+        await self._sessions.close(closed_id)
         return True
 
     async def _make_default(self, session_id: str) -> None:

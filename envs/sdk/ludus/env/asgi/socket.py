@@ -1,6 +1,6 @@
-"""A server's end of WebSockets: text frames in and out, each write bounded in time.
+"""The server's side of WebSockets: text frames, with a time limit for each write.
 
-session ends --SessionEvents--> SessionSockets --> its socket closes and says why
+session ends --SessionEvents--> SessionSockets --> the socket closes and sends the reason
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIRECT_EXTENSION = "ludus.direct"
 WRITE_TIMEOUT_S = 60.0
 _MAX_EARLY_FRAMES = 4
 _MAX_REASON_BYTES = 123
-"""What fits into a close frame."""
+"""Maximum size of the reason in a close frame."""
 _NORMAL, _GOING_AWAY, _INTERNAL_ERROR = 1000, 1001, 1011
 _CLOSE_CODES = {
     SessionEnd.CLOSED: _NORMAL,
@@ -36,58 +36,58 @@ _CLOSE_CODES = {
 
 
 class DirectConnection(Protocol):
-    """What a server that knows `ludus.direct` offers (asgi/uvicorn_websocket.py)."""
+    """The extension `ludus.direct` of our ASGI server (asgi/uvicorn_websocket.py)."""
 
-    def answer_directly(self, handler: Callable[[bytes], bytes | None]) -> None:
-        """Let the handler see text frames first."""
+    def set_direct_handler(self, handler: Callable[[bytes], bytes | None]) -> None:
+        """Pass text frames to the handler first."""
 
-    def write_at_once(self, frame: bytes) -> bool:
-        """True when the text frame is on its way; False where that would take a wait."""
+    def write_now(self, frame: bytes) -> bool:
+        """Send a text frame and return True, or return False if that requires a wait."""
 
-    def when_gone(self, callback: Callable[[], None]) -> None:
-        """Let the callback know when the connection is lost."""
+    def set_close_callback(self, callback: Callable[[], None]) -> None:
+        """Call the callback when the connection is lost."""
 
 
-class SocketGone(Exception):
-    """The client has left, or reads no more."""
+class SocketGoneError(Exception):
+    """The client has disconnected, or it no longer reads."""
 
 
 class AsgiSocket:
-    """One connection."""
+    """A server's side of one WebSocket connection."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.direct: DirectConnection | None = (scope.get("extensions") or {}).get(DIRECT_EXTENSION)
-        """Short ways that other servers than ours do not offer."""
+        """The direct path, which only our ASGI server supports."""
         self._receive = receive
         self._send = send
         self._early: deque[Message] = deque()
         self._next: asyncio.Task[Message] | None = None
 
     async def accept(self) -> None:
-        """Answer the handshake."""
+        """Accept the connection."""
         await self._receive()  # websocket.connect
         await self._send({"type": "websocket.accept"})
 
     async def receive(self) -> str:
-        """The next text frame.
+        """Return the next text frame.
 
         Raises:
-            SocketGone: there will be none.
-            SessionLostError: it is a binary frame, which this protocol does not know.
+            SocketGoneError: the client has disconnected.
+            SessionLostError: the frame is binary, which this protocol does not support.
         """
         if self._early:
             message = self._early.popleft()
         elif self._next is not None:
-            waiting, self._next = self._next, None
-            message = await waiting
+            receiving, self._next = self._next, None
+            message = await receiving
         else:
             message = await self._receive()
         if message["type"] == "websocket.disconnect":
-            raise SocketGone
+            raise SocketGoneError
         text: str | None = message.get("text")
         if text is None:
             raise SessionLostError(
-                "expected a text frame, got a binary one", ErrorCode.SESSION_ERROR
+                "expected a text frame, got a binary frame", ErrorCode.SESSION_ERROR
             )
         return text
 
@@ -95,37 +95,37 @@ class AsgiSocket:
         """Send a text frame.
 
         Raises:
-            SocketGone: the client has left, or does not read.
+            SocketGoneError: the client has disconnected, or does not read.
         """
-        if self.direct is None or not self.direct.write_at_once(frame):
+        if self.direct is None or not self.direct.write_now(frame):
             await self._write({"type": "websocket.send", "text": frame.decode()})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        """Begin the closing handshake; a client that is gone is no error."""
+        """Start the closing handshake. A client that has disconnected is not an error."""
         try:
             await self._write({"type": "websocket.close", "code": code, "reason": reason})
-        except SocketGone:
+        except SocketGoneError:
             return
 
-    async def close_for(self, why: SessionTombstone) -> None:
-        """Close, and say why the socket's session ended."""
-        await self.close(_CLOSE_CODES[why.kind], close_text(why.reason))
+    async def close_with_reason(self, tombstone: SessionTombstone) -> None:
+        """Close the connection and send the reason why its session ended."""
+        await self.close(_CLOSE_CODES[tombstone.kind], cut_close_reason(tombstone.reason))
 
-    async def unless_gone(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The work's value; it is cancelled when the client leaves before it is there.
+    async def run_while_connected(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Return the value of `work`, which is cancelled when the client disconnects.
 
         Raises:
-            SocketGone: the client has left.
+            SocketGoneError: the client has disconnected.
         """
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
                 if self._next is None and len(self._early) < _MAX_EARLY_FRAMES:
                     self._next = asyncio.ensure_future(_as_coroutine(self._receive))
-                waiting: set[asyncio.Task[Any]] = {task}
+                tasks: set[asyncio.Task[Any]] = {task}
                 if self._next is not None:
-                    waiting.add(self._next)
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    tasks.add(self._next)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 self._take_early()
             return task.result()
         finally:
@@ -133,7 +133,7 @@ class AsgiSocket:
                 task.cancel()
                 await asyncio.wait({task})
             if not task.cancelled():
-                task.exception()  # a refusal that nobody waits for any more was heard, too
+                task.exception()  # marks the error as retrieved, so that asyncio does not warn
 
     def abandon(self) -> None:
         """Stop listening."""
@@ -145,7 +145,7 @@ class AsgiSocket:
             return
         message, self._next = self._next.result(), None
         if message["type"] == "websocket.disconnect":
-            raise SocketGone
+            raise SocketGoneError
         self._early.append(message)
 
     async def _write(self, message: Message) -> None:
@@ -153,8 +153,8 @@ class AsgiSocket:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._send(message)
         except (OSError, RuntimeError, TimeoutError) as error:
-            # ASGI servers say "gone" with an OSError, and "closed already" with a RuntimeError.
-            raise SocketGone from error
+            # ASGI servers raise OSError for a lost and RuntimeError for a closed connection.
+            raise SocketGoneError from error
 
 
 async def _as_coroutine(receive: Receive) -> Message:
@@ -164,12 +164,12 @@ async def _as_coroutine(receive: Receive) -> Message:
 class SessionSocket(Protocol):
     """A socket that serves a session."""
 
-    def session_ended(self, why: SessionTombstone) -> None:
-        """Close the socket."""
+    def on_session_end(self, tombstone: SessionTombstone) -> None:
+        """Close the socket, because its session has ended."""
 
 
 class SessionSockets:
-    """The sockets of one application by session, at most one for each."""
+    """The sockets of one application by session, at most one socket per session."""
 
     def __init__(self, events: SessionEvents) -> None:
         self._sockets: dict[str, SessionSocket] = {}
@@ -177,29 +177,29 @@ class SessionSockets:
         events.on_end.append(self._on_end)
 
     def claim(self, session_id: str, socket: SessionSocket) -> bool:
-        """True when the session had no socket; it has this one now."""
+        """Register a session's socket, or return False if the session already has a socket."""
         return self._sockets.setdefault(session_id, socket) is socket
 
-    def leave(self, session_id: str) -> bool:
-        """True when the session was to be closed as soon as its socket had left."""
+    def remove(self, session_id: str) -> bool:
+        """Remove a session's socket, and return True if the session must be closed now."""
         self._sockets.pop(session_id, None)
         is_closing = session_id in self._closing
         self._closing.discard(session_id)
         return is_closing
 
     def close_later(self, session_id: str) -> bool:
-        """True when a socket holds the session, which shall be closed when it has left."""
+        """Close the session after its socket is removed, or return False if it has no socket."""
         if session_id not in self._sockets:
             return False
         self._closing.add(session_id)
         return True
 
-    def _on_end(self, session_id: str, why: SessionTombstone) -> None:
+    def _on_end(self, session_id: str, tombstone: SessionTombstone) -> None:
         socket = self._sockets.get(session_id)
         if socket is not None:
-            socket.session_ended(why)
+            socket.on_session_end(tombstone)
 
 
-def close_text(reason: str) -> str:
-    """The reason as far as a close frame holds it."""
+def cut_close_reason(reason: str) -> str:
+    """Return the part of the reason that fits into a close frame."""
     return reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")

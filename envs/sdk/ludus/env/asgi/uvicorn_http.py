@@ -1,7 +1,7 @@
-"""HTTP heads that are bounded in size and time, which uvicorn leaves to a proxy.
+"""Limits on the size and time of HTTP request heads, which uvicorn leaves to a proxy.
 
-Without this, whoever reaches the port can fill the memory with one endless header, or hold
-connections for ever that never send a request; no token is asked for before a head is whole.
+The server checks the token only after a complete head. Without limits, any client could fill the
+memory with one endless header, or keep connections open without ever sending a request.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers; what was read beyond them at once comes on top."""
+"""Maximum size of the request line and headers, checked after each read."""
 HEAD_TIMEOUT_S = 20.0
-"""From the connection, or from a further request's first byte, to the end of the head."""
+"""Time limit for a head, from the connection or from the first byte of a later request."""
 _REFUSAL = (
     b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"connection: close\r\n\r\n%s"
@@ -22,7 +22,7 @@ _REFUSAL = (
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's own protocol with bounded heads: uvicorn.Config(http=BoundedHttp)."""
+    """The protocol of uvicorn with limits on heads: `uvicorn.Config(http=BoundedHttp)`."""
 
     max_head_bytes = MAX_HEAD_BYTES
     head_timeout_s = HEAD_TIMEOUT_S
@@ -44,7 +44,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count what belongs to a head that does not end."""
+        """Parse the data and count the bytes of an incomplete head."""
         super().data_received(data)
         if not self._is_in_head or self.transport.is_closing():
             return
@@ -52,12 +52,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self._num_head_bytes > self.max_head_bytes:
             self._refuse(
                 b"431 Request Header Fields Too Large",
-                b"expected a request line and headers of at most %d bytes, got more"
-                % self.max_head_bytes,
+                b"the request line and headers must have at most %d bytes" % self.max_head_bytes,
             )
 
     def on_message_begin(self) -> None:
-        """Begin to count a head."""
+        """Start to count the bytes of a head."""
         super().on_message_begin()
         self._is_in_head = True
         self._num_head_bytes = 0
@@ -65,28 +64,28 @@ class BoundedHttp(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep headers; trailers behind a body come without bound and are of no use."""
+        """Keep headers, and ignore trailers after a body, which have no limit and no use."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop counting: the head is whole."""
+        """Stop counting, because the head is complete."""
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_is_late)
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._refuse_late_head)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_is_late(self) -> None:
+    def _refuse_late_head(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing():
-            text = b"expected a whole request head within %d s, got none" % self.head_timeout_s
+            text = b"the request head was not complete within %d s" % self.head_timeout_s
             self._refuse(b"408 Request Timeout", text)
 
     def _refuse(self, status: bytes, message: bytes) -> None:

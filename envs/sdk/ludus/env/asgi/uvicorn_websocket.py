@@ -1,13 +1,13 @@
-"""uvicorn's WebSocket protocol, with a short way for frames that are answered at once.
+"""The WebSocket protocol of uvicorn with a direct path for frames that need no wait.
 
     bytes --> parser --> frame --+--> queue --> task of the connection --> send
                                  |
                                  +--> direct handler --> bytes     no task, no queue
 
-The short way is taken only while the connection's task waits for a frame and the client
-reads what it is sent, so replies keep their order and nothing piles up. A connection that
-does not close in time is cut, else a peer that has stopped reading would hold it for ever.
-A peer that has left is reported at once, also while its last call still runs.
+The direct path is used only while the connection's task waits for a frame and the client reads its
+replies. Replies therefore keep their order and do not accumulate. A connection that does not close
+in time is aborted, because a peer that no longer reads would keep it open forever. A disconnected
+peer is reported immediately, even while its last call is running.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from websockets.protocol import State
 from ludus.env.asgi.socket import DIRECT_EXTENSION
 
 GOING_AWAY = 1001
-_CUT_AFTER_S = 0.5  # the close frame may still arrive
+_ABORT_AFTER_S = 0.5
+"""Time for the close frame to arrive before the connection is aborted."""
 _SHUTTING_DOWN = "the server is shutting down"
 DirectHandler = Callable[[bytes], bytes | None]
-"""The reply to a text frame, or None to let the connection's task answer it."""
+"""Returns the reply to a text frame, or None to pass the frame to the connection's task."""
 
 
 class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
-    """One connection, which is itself the value of `scope["extensions"]["ludus.direct"]`."""
+    """A connection that offers itself to the application as the extension `ludus.direct`."""
 
     _direct: DirectHandler | None = None
-    _when_gone: Callable[[], None] | None = None
+    _close_callback: Callable[[], None] | None = None
     _is_app_waiting = False
 
-    def answer_directly(self, handler: DirectHandler) -> None:
-        """Let the handler see text frames first."""
+    def set_direct_handler(self, handler: DirectHandler) -> None:
+        """Pass text frames to the handler first."""
         self._direct = handler
 
-    def when_gone(self, callback: Callable[[], None]) -> None:
-        """Let the callback know when the connection is lost."""
-        self._when_gone = callback
+    def set_close_callback(self, callback: Callable[[], None]) -> None:
+        """Call the callback when the connection is lost."""
+        self._close_callback = callback
 
-    def write_at_once(self, frame: bytes) -> bool:
-        """True when the text frame is on its way; False where that would take a wait."""
+    def write_now(self, frame: bytes) -> bool:
+        """Send a text frame and return True, or return False if that requires a wait."""
         if not self._can_write():
             return False
         self.conn.send_text(frame)
@@ -54,22 +55,22 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the connection's task, and whoever wants to know at once."""
+        """Notify the connection's task and the callback."""
         super().connection_lost(exc)
         self._direct = None
-        gone, self._when_gone = self._when_gone, None
-        if gone is not None:
-            gone()
+        callback, self._close_callback = self._close_callback, None
+        if callback is not None:
+            callback()
 
     def handle_connect(self, event: Request) -> None:
-        """Start the connection's task and offer it the short way."""
+        """Start the connection's task and offer it the direct path."""
         super().handle_connect(event)
         if not self.handshake_complete:
             extensions: dict[str, Any] = self.scope["extensions"]  # type: ignore[assignment]
             extensions[DIRECT_EXTENSION] = self
 
     def handle_text(self, event: Frame) -> None:
-        """Answers the frame, or queues it."""
+        """Answer the frame, or queue it."""
         if (
             self._direct is not None
             and event.fin
@@ -79,12 +80,12 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         ):
             reply = self._direct(bytes(event.data))
             if reply is not None:
-                self.write_at_once(reply)
+                self.write_now(reply)
                 return
         super().handle_text(event)
 
     async def receive(self) -> Any:
-        """The next event for the connection's task."""
+        """Return the next event for the connection's task."""
         self._is_app_waiting = True
         try:
             return await super().receive()
@@ -92,7 +93,7 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
             self._is_app_waiting = False
 
     def shutdown(self) -> None:
-        """Close the connection and say that the server goes."""
+        """Close the connection with the reason that the server is shutting down."""
         if not self.handshake_complete or self.conn.state is not State.OPEN:
             super().shutdown()
             return
@@ -103,12 +104,12 @@ class DirectWebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def keepalive_timeout(self) -> None:
-        """Cut a connection whose peer answers no ping."""
+        """Abort a connection whose peer does not respond to a ping."""
         super().keepalive_timeout()
-        self.loop.call_later(_CUT_AFTER_S, self.transport.abort)
+        self.loop.call_later(_ABORT_AFTER_S, self.transport.abort)
 
     def on_task_complete(self, task: Task[None]) -> None:
-        """Cut the connection if it has not closed in time."""
+        """Abort the connection if it has not closed in time."""
         super().on_task_complete(task)
         if not self.disconnected:
             self.loop.call_later(self.close_timeout, self.transport.abort)

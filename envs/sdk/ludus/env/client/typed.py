@@ -105,7 +105,7 @@ class TypedEnv(Generic[ActionT, ObservationT, StateT]):
             UnavailableError: the server exited, or did not respond in time.
         """
         container: ContainerProvider = LocalContainers() if provider is None else provider
-        # With a token, a Ludus server accepts no other client on this machine.
+        # A Ludus server with a token accepts no other client on this machine.
         variables = {TOKEN_VARIABLE: secrets.token_urlsafe(), **(env_vars or {})}
         try:
             base_url = container.start_container(image, port=port, env_vars=variables)

@@ -1,1 +1,1 @@
-"""The gRPC wire: the call stream that clients, gateways and workers share, and its port."""
+"""The gRPC wire: the call stream of clients, gateways and workers, and its port."""

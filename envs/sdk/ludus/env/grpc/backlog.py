@@ -1,11 +1,11 @@
-"""What one stream has under way: calls that wait for their answer, answers that wait to be taken.
+"""Limits on the pending calls and replies of one stream.
 
-    batches --checked--> calls ahead --> answers --ReplyWriter--> stream
-                 ^                                        |
-                 +-------- reads on while there is room --+
+    batches --check_batches--> pending calls --> replies --ReplyWriter--> stream
+                     ^                                        |
+                     +-------- continues below the limits ----+
 
-A client that sends faster than it is answered, or that does not read what it is answered, is read
-no further. Nothing else waits for it.
+The server stops reading from a client that sends calls faster than they can be answered, or that
+does not read its replies. Other clients are not affected.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from ludus.proto.errors import InvalidCallError
 Write: TypeAlias = Callable[[pb.ReplyBatch], Awaitable[None]]
 
 
-async def checked(batches: AsyncIterable[pb.CallBatch]) -> AsyncIterator[pb.CallBatch]:
-    """The batches.
+async def check_batches(batches: AsyncIterable[pb.CallBatch]) -> AsyncIterator[pb.CallBatch]:
+    """Yield the batches.
 
     Raises:
-        InvalidCallError: one holds more calls than a message may, which ends its stream.
+        InvalidCallError: a batch contains too many calls, which ends its stream.
     """
     async for batch in batches:
-        check_number("calls in one message", len(batch.calls))
+        check_num_calls("calls in one message", len(batch.calls))
         yield batch
 
 
-def check_number(what: str, number: int) -> None:
-    """Refuse more calls, or steps of a call, than may travel together.
+def check_num_calls(kind: str, number: int) -> None:
+    """Check the number of calls in one message, or of steps in one call.
 
     Raises:
-        InvalidCallError: it is above `MAX_CALLS_PER_MESSAGE`.
+        InvalidCallError: the number is above `MAX_CALLS_PER_MESSAGE`.
     """
     if number > MAX_CALLS_PER_MESSAGE:
         raise InvalidCallError(
-            f"expected at most {MAX_CALLS_PER_MESSAGE} {what}, got {number}; send them in several"
+            f"expected at most {MAX_CALLS_PER_MESSAGE} {kind}, got {number}; send them in several"
         )
 
 
 class Backlog:
-    """How much is waiting, by number and bytes."""
+    """A counter of pending items and their bytes, with a limit on both."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -59,31 +59,31 @@ class Backlog:
         self._has_room.set()
 
     def add(self, num_bytes: int) -> None:
-        """Count one more."""
+        """Count a new item."""
         self._num_calls += 1
         self._num_bytes += num_bytes
         if self._num_calls >= MAX_CALLS_AHEAD or self._num_bytes >= MAX_BYTES_AHEAD:
             self._has_room.clear()
 
     def remove(self, num_bytes: int) -> None:
-        """Count one less."""
+        """Remove an item from the count."""
         self._num_calls -= 1
         self._num_bytes -= num_bytes
         if self._num_calls < MAX_CALLS_AHEAD and self._num_bytes < MAX_BYTES_AHEAD:
             self._has_room.set()
 
     async def wait_for_room(self) -> None:
-        """Wait until more may be added."""
+        """Wait until both counts are below their limits."""
         await self._has_room.wait()
 
 
 class ReplyWriter:
-    """Gathers replies and writes them in batches; the first waiting reply wakes the writer."""
+    """A writer that sends pending replies in batches. The first pending reply wakes it."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._waiting: list[tuple[pb.Reply, int]] = []
-        """Replies with their sizes."""
+        self._pending: list[tuple[pb.Reply, int]] = []
+        """Replies with their sizes in bytes."""
         self._backlog = Backlog()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -92,26 +92,26 @@ class ReplyWriter:
         """Queue a reply."""
         num_bytes = reply.ByteSize()
         self._backlog.add(num_bytes)
-        self._waiting.append((reply, num_bytes))
+        self._pending.append((reply, num_bytes))
         self._wake.set()
 
     async def wait_for_room(self) -> None:
-        """Wait until the client has taken most of what was put."""
+        """Wait until the client has read most of the queued replies."""
         await self._backlog.wait_for_room()
 
     async def write_forever(self) -> None:
-        """Write what is put, until cancelled."""
+        """Write the queued replies until cancelled."""
         while True:
             await self._wake.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write everything that was put."""
+        """Write all queued replies."""
         async with self._writing:
             self._wake.clear()
-            waiting, self._waiting = self._waiting, []
+            pending, self._pending = self._pending, []
             batch, sizes = pb.ReplyBatch(), list[int]()
-            for reply, num_bytes in waiting:
+            for reply, num_bytes in pending:
                 if sizes and sum(sizes) + num_bytes > MAX_BATCH_BYTES:
                     await self._write_batch(batch, sizes)
                     batch, sizes = pb.ReplyBatch(), []
@@ -127,59 +127,59 @@ class ReplyWriter:
 
 
 class ReadAhead:
-    """Reads calls while earlier ones are answered, so that their replies travel together.
+    """A reader that reads calls while earlier calls run, so that their replies share a message.
 
-    A message costs far more than a call in it. Clients that send one call per message would
-    otherwise be answered one by one, and pay as much again for their replies.
+    A message costs far more than a call in it. Otherwise, a client that sends one call per message
+    would get one message per reply, which doubles its cost.
     """
 
     _ENOUGH_CALLS = 16
-    """They are answered without waiting for those after them."""
+    """Number of calls that are answered without waiting for more calls."""
     _NUM_IDLE_TURNS = 8
-    """Turns of the event loop, a few microseconds each, in which nothing more comes."""
+    """Number of turns of the event loop, a few microseconds each, to wait for a further call."""
 
     def __init__(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         self._batches = batches
-        self._waiting: list[pb.Call] = []
+        self._pending: list[pb.Call] = []
         self._num_bytes = 0
         self._has_ended = False
-        self._came = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
 
     async def read(self) -> None:
-        """Read until the batches end; raises what reading raises."""
+        """Read until the batches end or reading raises an error."""
         try:
-            async for batch in checked(self._batches):
-                self._waiting.extend(batch.calls)
+            async for batch in check_batches(self._batches):
+                self._pending.extend(batch.calls)
                 self._num_bytes += batch.ByteSize()
-                self._came.set()
-                if len(self._waiting) >= MAX_CALLS_AHEAD or self._num_bytes >= MAX_BYTES_AHEAD:
-                    self._taken.clear()
-                    await self._taken.wait()
+                self._has_news.set()
+                if len(self._pending) >= MAX_CALLS_AHEAD or self._num_bytes >= MAX_BYTES_AHEAD:
+                    self._has_room.clear()
+                    await self._has_room.wait()
         finally:
             self._has_ended = True
-            self._came.set()
+            self._has_news.set()
 
     async def take(self, *, gathers: bool) -> list[pb.Call]:
-        """The calls that have come since, at least one; none when they have ended.
+        """Wait for at least one call and return all pending calls; empty after the last batch.
 
         Args:
-            gathers: holds a few calls back for as long as more keep coming.
+            gathers: wait a little longer if there are only a few calls and more keep arriving.
         """
-        while not self._waiting and not self._has_ended:
-            self._came.clear()
-            await self._came.wait()
+        while not self._pending and not self._has_ended:
+            self._has_news.clear()
+            await self._has_news.wait()
         if gathers:
             await self._gather()
-        taken, self._waiting, self._num_bytes = self._waiting, [], 0
-        self._taken.set()
-        return taken
+        calls, self._pending, self._num_bytes = self._pending, [], 0
+        self._has_room.set()
+        return calls
 
     async def _gather(self) -> None:
-        if self._waiting and self._waiting[-1].HasField("step_many"):
-            return  # who calls so has gathered already
-        num_idle_turns, num_calls = 0, len(self._waiting)
+        if self._pending and self._pending[-1].HasField("step_many"):
+            return  # the client has gathered the steps already
+        num_idle_turns, num_calls = 0, len(self._pending)
         while num_calls < self._ENOUGH_CALLS and num_idle_turns < self._NUM_IDLE_TURNS:
             await asyncio.sleep(0)
-            num_idle_turns = num_idle_turns + 1 if len(self._waiting) == num_calls else 0
-            num_calls = len(self._waiting)
+            num_idle_turns = num_idle_turns + 1 if len(self._pending) == num_calls else 0
+            num_calls = len(self._pending)

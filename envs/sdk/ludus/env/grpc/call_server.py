@@ -1,8 +1,7 @@
-"""Answers call batches of env.proto from `Sessions`, for gRPC streams.
+"""The server of the call batches of env.proto on gRPC streams, based on `Sessions`.
 
-Environments that step on the event loop answer a whole batch at once; for the others each
-call is a task of its own and finished replies travel together as soon as the stream can
-take them.
+Environments that step on the event loop answer a whole batch without waiting. For other
+environments, each call is a separate task, and the finished replies share messages.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from ludus.env.grpc.backlog import (
     ReadAhead,
     ReplyWriter,
     Write,
-    check_number,
-    checked,
+    check_batches,
+    check_num_calls,
 )
 from ludus.env.limits import MAX_BATCH_BYTES
 from ludus.env.messages.protobuf import (
+    call_session_id,
     fill_error,
     fill_opened,
     fill_result,
@@ -29,7 +29,6 @@ from ludus.env.messages.protobuf import (
     read_object,
     read_open_args,
     read_reset_args,
-    session_of,
 )
 from ludus.env.security.tracing import server_span
 from ludus.env.sessions.interface import Connection, ImmediateCalls, Sessions
@@ -37,15 +36,15 @@ from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import ErrorCode, InvalidCallError, to_env_error
 
 MAX_GROUP_SIZE = 4096
-_ENOUGH_ANSWERS = 32
-"""They travel without waiting for those after them: the client takes its next steps with these
-while the server works on the others."""
+_ENOUGH_REPLIES = 32
+"""Number of replies that are sent without waiting for more replies, so that the client can take
+its next steps while the server answers the other calls."""
 _TURN_S = 0.005
-"""How long the calls of one stream may keep the event loop to themselves."""
+"""Maximum time for which the calls of one stream may occupy the event loop."""
 
 
 class CallServer:
-    """Every call of env.proto, answered in place into its reply message."""
+    """A server of every call of env.proto, which writes results directly into reply messages."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -54,7 +53,7 @@ class CallServer:
     async def serve(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
     ) -> None:
-        """Answer every call of the batches."""
+        """Answer every call of the batches, and release the connection's sessions at the end."""
         try:
             if self._immediate is not None:
                 await self._serve_in_order(self._immediate, batches, write, connection)
@@ -75,26 +74,23 @@ class CallServer:
         response: pb.OpenGroupResponse,
         connection: Connection | None,
     ) -> None:
-        """Open a group."""
+        """Open a group of sessions."""
         size = len(request.session_ids) or request.size
         if not 1 <= size <= MAX_GROUP_SIZE:
-            raise InvalidCallError(
-                f"expected a group of 1 to {MAX_GROUP_SIZE} sessions, got {size}"
-            )
+            raise InvalidCallError(f"a group must have 1 to {MAX_GROUP_SIZE} sessions, got {size}")
         args = read_open_args(request.open)
         ids = list(request.session_ids)
-        for one in await self._sessions.open_group(args, size, connection, ids):
-            fill_opened(response.sessions.add(), one)
+        for opened in await self._sessions.open_group(args, size, connection, ids):
+            fill_opened(response.sessions.add(), opened)
 
     async def _reset(self, request: pb.ResetRequest, response: pb.StepResult) -> None:
-        """Start an episode."""
         args = read_reset_args(request.args)
         fill_result(
             response, request.session_id, await self._sessions.reset(request.session_id, args)
         )
 
     async def _step(self, request: pb.StepRequest, response: pb.StepResult) -> None:
-        """Take a step, or start the next episode where the request says so."""
+        """Take a step, or start the next episode if the request contains a reset."""
         session_id = request.session_id
         if request.HasField("reset"):
             args: ResetArgs = read_reset_args(request.reset)
@@ -106,12 +102,10 @@ class CallServer:
         fill_result(response, session_id, result)
 
     async def _state(self, request: pb.StateRequest, response: pb.StateResponse) -> None:
-        """Read the state."""
         response.state_json = await self._sessions.state(request.session_id)
         response.session_id = request.session_id
 
     async def _call_tool(self, request: pb.CallToolRequest, response: pb.CallToolResponse) -> None:
-        """Call a tool."""
         arguments = read_object(request.arguments_json, "arguments_json")
         response.result_json = await self._sessions.call_tool(
             request.session_id, request.name, arguments
@@ -143,15 +137,15 @@ class CallServer:
         write: Write,
         connection: Connection,
     ) -> None:
-        response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
-        self._sessions.attach(sessions_called(calls), connection)
+        response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
+        self._sessions.attach(called_sessions(calls), connection)
         turn = _Turn()
         for call in calls:
             if turn.is_over():
                 await turn.next()
-            if num_bytes > MAX_BATCH_BYTES or num_answers >= _ENOUGH_ANSWERS:
+            if num_bytes > MAX_BATCH_BYTES or num_replies >= _ENOUGH_REPLIES:
                 await write(response)
-                response, num_bytes, num_answers = pb.ReplyBatch(), 0, 0
+                response, num_bytes, num_replies = pb.ReplyBatch(), 0, 0
             reply = response.replies.add()
             reply.call_id = call.call_id
             if call.HasField("step") and not call.HasField("trace"):
@@ -160,11 +154,11 @@ class CallServer:
             elif call.HasField("step_many") and not call.HasField("trace"):
                 await _step_many_now(immediate, call.step_many, reply, turn)
                 num_bytes += reply.ByteSize()
-                num_answers += len(call.step_many.steps)
+                num_replies += len(call.step_many.steps)
             else:
                 await self._answer(call, reply, connection)
                 num_bytes += reply.ByteSize()
-            num_answers += 1
+            num_replies += 1
         await write(response)
 
     async def _serve_concurrently(
@@ -174,8 +168,8 @@ class CallServer:
         tasks: set[asyncio.Task[None]] = set()
         writing = asyncio.create_task(replies.write_forever())
         try:
-            async for batch in checked(batches):
-                self._sessions.attach(sessions_called(batch.calls), connection)
+            async for batch in check_batches(batches):
+                self._sessions.attach(called_sessions(batch.calls), connection)
                 for call in batch.calls:
                     await backlog.wait_for_room()
                     await replies.wait_for_room()
@@ -238,7 +232,7 @@ class CallServer:
                         ErrorCode.UNKNOWN_TYPE,
                     )
         except Exception as error:  # noqa: BLE001 - one call's failure must not end the stream
-            fill_failure(reply, error, session_of(call))
+            fill_failure(reply, error, call_session_id(call))
 
     async def _end(self, call: pb.Call, reply: pb.Reply, connection: Connection) -> None:
         if call.HasField("close"):
@@ -248,7 +242,7 @@ class CallServer:
         reply.close.SetInParent()
 
     async def _step_many(self, request: pb.StepManyRequest, response: pb.StepManyResponse) -> None:
-        check_number("steps in one call", len(request.steps))
+        check_num_calls("steps in one call", len(request.steps))
         steps = [self._step_or_error(step, response.replies.add()) for step in request.steps]
         await asyncio.gather(*steps)
 
@@ -262,7 +256,7 @@ class CallServer:
 def _step_now(
     immediate: ImmediateCalls, request: pb.StepRequest, reply: pb.Reply | pb.StepReply
 ) -> EncodedResult | None:
-    """What the reply is filled with; None where that is an error."""
+    """Take a step, write it into the reply, and return the result, or None after an error."""
     session_id, kind = request.session_id, request.WhichOneof("action")
     try:
         if kind == "reset":
@@ -282,7 +276,7 @@ async def _step_many_now(
     immediate: ImmediateCalls, request: pb.StepManyRequest, reply: pb.Reply, turn: _Turn
 ) -> None:
     try:
-        check_number("steps in one call", len(request.steps))
+        check_num_calls("steps in one call", len(request.steps))
     except InvalidCallError as error:
         fill_failure(reply, error, "")
         return
@@ -294,28 +288,28 @@ async def _step_many_now(
 
 
 class _Turn:
-    """A stretch of work on the event loop, after which everybody else has theirs."""
+    """A limited stretch of work, after which the event loop can run other tasks."""
 
     def __init__(self) -> None:
         self._ends_s = time.monotonic() + _TURN_S
 
     def is_over(self) -> bool:
-        """True when it has lasted for long enough."""
+        """Return True after the time limit."""
         return time.monotonic() >= self._ends_s
 
     async def next(self) -> None:
-        """Let the others run, and begin another."""
+        """Let other tasks run, and start the next turn."""
         await asyncio.sleep(0)
         self._ends_s = time.monotonic() + _TURN_S
 
 
 def fill_failure(reply: pb.Reply | pb.StepReply, error: Exception, session_id: str) -> None:
-    """Let a reply say what went wrong, in the place of whatever it was half filled with."""
+    """Write an error into a reply, which replaces an incomplete result."""
     fill_error(reply.error, to_env_error(error), session_id)
 
 
-def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
-    """The ids of the sessions that exist already and are called, not to let go of them."""
+def called_sessions(calls: Iterable[pb.Call]) -> Iterator[str]:
+    """Yield the ids of existing sessions that the calls use, without those they detach from."""
     for call in calls:
         kind = call.WhichOneof("call")
         if kind == "step":
@@ -323,4 +317,4 @@ def sessions_called(calls: Iterable[pb.Call]) -> Iterator[str]:
         elif kind == "step_many":
             yield from (step.session_id for step in call.step_many.steps)
         elif kind not in ("open", "detach"):
-            yield session_of(call)
+            yield call_session_id(call)

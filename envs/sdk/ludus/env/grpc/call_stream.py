@@ -1,14 +1,13 @@
-"""The calling half of a call stream: to a server over gRPC, to a worker over a pipe.
+"""The caller's side of a call stream, to a server over gRPC or to a worker over a pipe.
 
     step, reset, ... --append--> outgoing batch --writer task--> stream
     stream --reader task--> the call's future --> the waiting coroutine
 
-Everything that is called before the writer gets its turn travels in one batch: all calls
-of one event-loop tick, and all that gather while an earlier batch is being written, cut where
-the other side would not take more at once. A call that is too large is refused before it is in
-a batch: it must not end the stream under the others. A call costs a future and no task. When
-the stream breaks, every call in flight fails with ConnectionLostError, and so does every later
-one.
+All calls that are made before the writer runs share one batch: the calls of one turn of the event
+loop, and the calls that are made while the previous batch is being written. A batch is split at the
+limits of the other side. A call that is too large is refused before it enters a batch, because it
+would end the stream and fail the other calls. A call needs a future and no task. When the stream
+breaks, all pending and later calls fail with ConnectionLostError.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from ludus.proto.errors import CallTimeoutError, InvalidCallError, LudusError, S
 
 
 class StreamBrokenError(LudusError):
-    """The stream ended; the message says why."""
+    """The stream ended; the message contains the reason."""
 
 
 class ConnectionLostError(SessionLostError):
-    """The stream ended under a call; the session may live on at the other side."""
+    """The stream ended during a call; the session may still exist on the other side."""
 
 
 class Duplex(Protocol):
-    """A stream of batches both ways."""
+    """A stream of batches in both directions."""
 
     async def write(self, batch: pb.CallBatch) -> None:
         """Send a batch.
@@ -46,22 +45,22 @@ class Duplex(Protocol):
         """
 
     def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """The batches of replies; raises StreamBrokenError."""
+        """Yield the batches of replies; raises StreamBrokenError."""
 
     def cancel(self) -> None:
         """End the stream."""
 
 
 class CallStream:
-    """One duplex stream: its writer, its reader, and the calls in flight.
+    """A duplex stream with its writer task, its reader task and its pending calls.
 
     Args:
-        duplex: what carries the batches.
-        peer: the other side, for messages.
-        timeout_s: for one call; its future then fails, the stream continues.
-        max_call_bytes: what the other side takes; a larger call is refused.
-        max_calls_per_batch: fewer than the other side takes; 0 leaves it at that.
-        on_broken: told once why the stream ended.
+        duplex: stream of batches.
+        peer: name of the other side, for messages.
+        timeout_s: time limit of one call. Then the call's future fails and the stream continues.
+        max_call_bytes: maximum size of one call; a larger call is refused.
+        max_calls_per_batch: maximum number of calls in a batch. 0 is the limit of the other side.
+        on_broken: called once with the reason when the stream ends.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class CallStream:
         on_broken: Callable[[str], None] | None = None,
     ) -> None:
         self.broken: str | None = None
-        """Why the stream ended; None while it lives."""
+        """Message with the reason why the stream ended; None while the stream is alive."""
         self.num_batches_sent = 0
         self._duplex = duplex
         self._peer = peer
@@ -85,8 +84,8 @@ class CallStream:
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
-        self._in_flight: dict[int, tuple[asyncio.Future[pb.Reply], float]] = {}
-        """Future and deadline by call id; in order of the deadlines."""
+        self._pending: dict[int, tuple[asyncio.Future[pb.Reply], float]] = {}
+        """Future and deadline by call id, ordered by deadline."""
         self._expiry: asyncio.TimerHandle | None = None
         self._full_batches: list[pb.CallBatch] = []
         self._batch = pb.CallBatch()
@@ -98,18 +97,17 @@ class CallStream:
         )
 
     def begin(self, fill: Callable[[pb.Call], None]) -> asyncio.Future[pb.Reply]:
-        """The future of the reply to a call, which `fill` writes at once.
+        """Add a call, which `fill` writes immediately, and return the future of its reply.
 
         Raises:
-            InvalidCallError: the call cannot be written, or is larger than the other side takes;
-                nothing was sent.
+            InvalidCallError: the call cannot be encoded or is too large; nothing was sent.
         """
         if self.broken is not None:
             raise ConnectionLostError(self.broken)
         call_id = next(self._call_ids)
         self._add(fill, call_id)
         future: asyncio.Future[pb.Reply] = self._loop.create_future()
-        self._in_flight[call_id] = (future, self._loop.time() + self._timeout_s)
+        self._pending[call_id] = (future, self._loop.time() + self._timeout_s)
         if self._expiry is None:
             self._expiry = self._loop.call_later(self._timeout_s, self._expire)
         self._wake.set()
@@ -126,7 +124,7 @@ class CallStream:
             num_bytes = call.ByteSize()
             if num_bytes > self._max_call_bytes:
                 raise InvalidCallError(
-                    f"expected a call of at most {self._max_call_bytes} bytes to {self._peer}, got"
+                    f"a call to {self._peer} must have at most {self._max_call_bytes} bytes, got"
                     f" {num_bytes}; send less in one call"
                 )
         except UnicodeEncodeError as error:
@@ -144,27 +142,27 @@ class CallStream:
         self._batch_bytes += num_bytes
 
     def send_close(self, session_id: str) -> asyncio.Future[pb.Reply]:
-        """The future of the answer to a close, which nobody has to wait for."""
+        """Send a close, and return the future of the reply, which need not be awaited."""
 
         def fill(call: pb.Call) -> None:
             call.close.session_id = session_id
 
-        return self.unawaited(self.begin(fill))
+        return self.ignore_failure(self.begin(fill))
 
-    def unawaited(self, future: asyncio.Future[pb.Reply]) -> asyncio.Future[pb.Reply]:
-        """The future, whose failure nobody has to look at."""
+    def ignore_failure(self, future: asyncio.Future[pb.Reply]) -> asyncio.Future[pb.Reply]:
+        """Return the future, and suppress asyncio's warning if its error is never retrieved."""
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 
     def close_opened(self, reply: pb.Reply) -> None:
-        """Free the sessions in a reply whose caller has given up."""
-        opened = [reply.open] if reply.HasField("open") else reply.open_group.sessions
-        for one in opened:
+        """Close the sessions in a reply whose caller was cancelled."""
+        responses = [reply.open] if reply.HasField("open") else reply.open_group.sessions
+        for opened in responses:
             if self.broken is None:
-                self.send_close(one.session_id)
+                self.send_close(opened.session_id)
 
     async def close(self) -> None:
-        """End the stream; the server closes its sessions."""
+        """End the stream, so that the server closes the stream's sessions."""
         self._break("the client was closed")
         self._duplex.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,7 +178,7 @@ class CallStream:
                     self.num_batches_sent += 1
                     await self._duplex.write(batch)
         except (StreamBrokenError, asyncio.InvalidStateError):
-            pass  # the reader sees the end of the stream too, and says why
+            pass  # the reader sees the end of the stream too, and reports the reason
 
     async def _read_forever(self) -> None:
         try:
@@ -195,7 +193,7 @@ class CallStream:
             raise
 
     def _settle(self, reply: pb.Reply) -> None:
-        future, _ = self._in_flight.pop(reply.call_id, _NO_CALL)
+        future, _ = self._pending.pop(reply.call_id, _NO_CALL)
         if future is None or future.done():
             self.close_opened(reply)
         elif reply.HasField("error"):
@@ -206,17 +204,17 @@ class CallStream:
     def _expire(self) -> None:
         self._expiry = None
         now_s = self._loop.time()
-        while self._in_flight:
-            call_id, (future, deadline_s) = next(iter(self._in_flight.items()))
+        while self._pending:
+            call_id, (future, deadline_s) = next(iter(self._pending.items()))
             if deadline_s > now_s:
                 self._expiry = self._loop.call_at(deadline_s, self._expire)
                 return
-            del self._in_flight[call_id]
+            del self._pending[call_id]
             if not future.done():
                 future.set_exception(
                     CallTimeoutError(
-                        f"expected an answer from {self._peer} within {self._timeout_s:g} s,"
-                        " got none; the session is dropped"
+                        f"{self._peer} did not respond within {self._timeout_s:g} s; the session"
+                        " is closed"
                     )
                 )
 
@@ -226,8 +224,8 @@ class CallStream:
         self.broken = f"session lost: {reason}; open a new one"
         if self._expiry is not None:
             self._expiry.cancel()
-        in_flight, self._in_flight = self._in_flight, {}
-        for future, _ in in_flight.values():
+        pending, self._pending = self._pending, {}
+        for future, _ in pending.values():
             if not future.done():
                 future.set_exception(ConnectionLostError(self.broken))
         self._tasks[0].cancel()

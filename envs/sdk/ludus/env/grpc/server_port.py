@@ -1,9 +1,9 @@
-"""The calling side of a server's gRPC port, the same for clients and gateways.
+"""The caller's side of a server's gRPC port, for clients and gateways.
 
-    ServerPort --Connect--> a stream of batches, once the server has accepted it
-               --Describe, Status--> answers
+    ServerPort --Connect--> a stream of batches, after the server has accepted it
+               --Describe, Status--> responses
 
-What gRPC says of a failure becomes an EnvError here and nowhere else.
+This module alone converts gRPC failures to EnvErrors.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ ResultT = TypeVar("ResultT")
 ChannelOptions: TypeAlias = tuple[tuple[str, int | str], ...]
 
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
-"""What gRPC itself says of a connection that broke; INTERNAL when it broke under a message."""
+"""Status codes of gRPC for a broken connection; INTERNAL if it broke during a message."""
 _CONNECTING_TIMEOUT_S = 5.0
-"""A connection with TLS takes four round trips; where nobody answers, another may be answered."""
+"""Time limit of one connection attempt. With TLS, an attempt takes four round trips."""
 
 
 def channel_options(keepalive_s: float, keepalive_timeout_s: float) -> ChannelOptions:
-    """How whoever calls a server reaches it.
+    """Return the options of a channel to a server.
 
     Args:
-        keepalive_s: a connection that is silent for so long is asked for a sign of life.
-        keepalive_timeout_s: how long that may take.
+        keepalive_s: time without traffic after which the connection is probed.
+        keepalive_timeout_s: time limit for the response to the probe.
     """
     timeout_ms = round(keepalive_timeout_s * 1000)
     return (
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # else a dead server's backoff outlives its client
+        # A shared pool would apply the backoff after a dead server to later clients.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        # gRPC takes this for the time that a connection may take to be made, and begins another
-        # after it: with less, a client far away, or one on a busy machine, never gets one.
+        # gRPC also uses this value as the time limit of a connection attempt. With a lower value,
+        # a distant client or a client on a busy machine never connects.
         ("grpc.min_reconnect_backoff_ms", round(_CONNECTING_TIMEOUT_S * 1000)),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        # A bandwidth probe that got no answer would keep the keepalive waiting for a minute.
+        # Without this limit, a bandwidth probe without a response delays the keepalive by a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),
     )
 
 
 def server_name_options(server_name: str | None) -> ChannelOptions:
-    """Options that look for another name in a TLS server's certificate than the address's host."""
+    """Return options that expect another name in a TLS certificate than the address's host."""
     if not server_name:
         return ()
     return (
@@ -75,19 +76,19 @@ def server_name_options(server_name: str | None) -> ChannelOptions:
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, options: ChannelOptions
 ) -> grpc.aio.Channel:
-    """A channel to host:port; without credentials it speaks no TLS."""
+    """Open a channel to host:port, which uses no TLS if there are no credentials."""
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 class ServerPort:
-    """A channel to a server or a gateway, and what can be asked of it.
+    """A channel to a server or a gateway, with its calls.
 
     Args:
-        peer: its address, for messages.
-        metadata: goes with every call.
-        timeout_s: for one call.
+        peer: address of the server, for messages.
+        metadata: metadata of every call.
+        timeout_s: time limit of one call.
     """
 
     def __init__(
@@ -103,53 +104,53 @@ class ServerPort:
         self._metadata = metadata
         self._timeout_s = timeout_s
 
-    async def connect(self, patience_s: float) -> GrpcDuplex:
-        """A stream that the server has accepted.
+    async def connect(self, timeout_s: float) -> GrpcDuplex:
+        """Open a stream and return it after the server has accepted it.
 
         Raises:
-            UnavailableError: it did not answer within `patience_s`.
+            UnavailableError: the server did not respond within `timeout_s`.
             AuthenticationError: the token is missing or wrong.
         """
         call = self._stub.Connect(metadata=self._metadata)
         try:
-            async with asyncio.timeout(patience_s):
-                await _accepted(call)
+            async with asyncio.timeout(timeout_s):
+                await _wait_until_accepted(call)
         except TimeoutError:
             call.cancel()
             raise UnavailableError(
-                f"expected an environment server at {self._peer}, got no answer within"
-                f" {patience_s:.3g} s; check the address and that the server runs"
+                f"the environment server at {self._peer} did not respond within"
+                f" {timeout_s:.3g} s; check the address and that the server runs"
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise self._typed(error) from error
+            raise self._convert_error(error) from error
         except asyncio.CancelledError:
             call.cancel()
             raise
         return GrpcDuplex(call)
 
     async def describe(self) -> EnvironmentDescription:
-        """What the server says of its environment."""
-        return read_description(await self._ask(self._stub.Describe, pb.DescribeRequest()))
+        """Return the server's description of its environment."""
+        return read_description(await self._call(self._stub.Describe, pb.DescribeRequest()))
 
     async def status(self) -> pb.StatusResponse:
-        """How full the server is."""
-        return await self._ask(self._stub.Status, pb.StatusRequest())
+        """Return the server's load."""
+        return await self._call(self._stub.Status, pb.StatusRequest())
 
     async def close(self) -> None:
-        """End all its streams and the connection."""
+        """Close the connection and all its streams."""
         await self._channel.close()
 
-    async def _ask(self, method: Callable[..., Awaitable[ResultT]], request: Any) -> ResultT:
+    async def _call(self, method: Callable[..., Awaitable[ResultT]], request: Any) -> ResultT:
         metadata = self._metadata
         if is_traced():
             metadata = (*metadata, *trace_headers().items())
         try:
             return await method(request, metadata=metadata, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise self._typed(error) from error
+            raise self._convert_error(error) from error
 
-    def _typed(self, error: grpc.aio.AioRpcError) -> EnvError:
-        """What the status stands for; the server's own code has precedence."""
+    def _convert_error(self, error: grpc.aio.AioRpcError) -> EnvError:
+        """Return the error for a status. The server's error code has precedence."""
         status, details = error.code(), error.details() or ""
         metadata = dict(error.trailing_metadata() or ())
         if "ludus-code" in metadata:
@@ -159,15 +160,13 @@ class ServerPort:
         if status is grpc.StatusCode.UNAUTHENTICATED:
             return AuthenticationError(details)
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return CallTimeoutError(
-                f"expected an answer from {self._peer} within {self._timeout_s:g} s, got none"
-            )
+            return CallTimeoutError(f"{self._peer} did not respond within {self._timeout_s:g} s")
         if status in _BROKEN:
             return UnavailableError(
-                f"expected an environment server at {self._peer}, could not reach it: {details};"
-                " check the address and that the server runs"
+                f"could not reach an environment server at {self._peer}: {details}; check the"
+                " address and that the server runs"
             )
-        return EnvError(f"{self._peer} answered {status.name}: {details}")
+        return EnvError(f"{self._peer} returned status {status.name}: {details}")
 
 
 class GrpcDuplex:
@@ -184,7 +183,7 @@ class GrpcDuplex:
             raise StreamBrokenError(error.details() or "") from None
 
     async def __aiter__(self) -> AsyncIterator[pb.ReplyBatch]:
-        """The batches of replies."""
+        """Yield the batches of replies."""
         try:
             async for batch in self._call:
                 yield batch
@@ -196,13 +195,13 @@ class GrpcDuplex:
         self._call.cancel()
 
 
-async def _accepted(call: Any) -> None:
-    """Wait for the server to accept the stream; raises AioRpcError when it refuses."""
+async def _wait_until_accepted(call: Any) -> None:
+    """Wait until the server accepts the stream; raises AioRpcError if the server refuses it."""
     await call.wait_for_connection()
     metadata = await call.initial_metadata()
     if CONNECTED_KEY in dict(metadata):
         return
-    # A refusal without metadata of its own looks like a connection at first.
+    # A refusal without initial metadata first looks like a connection.
     status = await call.code()
     raise grpc.aio.AioRpcError(
         status, metadata, await call.trailing_metadata(), await call.details()

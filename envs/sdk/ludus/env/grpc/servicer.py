@@ -1,4 +1,4 @@
-"""The gRPC wire of a server: env.proto over `Sessions`."""
+"""The gRPC wire of a server, which serves env.proto from `Sessions`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class EnvServicer(env_pb2_grpc.EnvServiceServicer):
-    """Every rpc of env.proto's EnvService, served from one `Sessions`."""
+    """The EnvService of env.proto, served from one `Sessions`."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -38,21 +38,21 @@ class EnvServicer(env_pb2_grpc.EnvServiceServicer):
     async def Connect(self, request_iterator: Any, context: Context) -> None:
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         try:
-            batches = parsed_batches(request_iterator)
+            batches = parse_batches(request_iterator)
             await self._calls.serve(batches, context.write, Connection())
         except EnvError as error:
             await abort(context, error)
 
 
 class UnparsedStreams(grpc.aio.ServerInterceptor):
-    """Leaves what comes on streams as bytes, for `parsed_batches`."""
+    """An interceptor that passes the messages of streams as bytes, for `parse_batches`."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The same handler, without what would parse its requests."""
+        """Return the handler without its request parser."""
         handler = await continuation(handler_call_details)
         if handler is None or not (handler.request_streaming and handler.response_streaming):
             return handler
@@ -61,19 +61,19 @@ class UnparsedStreams(grpc.aio.ServerInterceptor):
         )
 
 
-async def parsed_batches(
+async def parse_batches(
     messages: AsyncIterable[bytes | pb.CallBatch],
 ) -> AsyncIterator[pb.CallBatch]:
-    """The batches of calls in the messages of a stream, where it has not parsed them itself.
+    """Yield the batches of calls in a stream, and parse the messages that are still bytes.
 
     Raises:
-        InvalidCallError: a message is none, or holds far too much; it is not parsed then.
+        InvalidCallError: a message is malformed, or has far too many fields to be parsed.
     """
     async for message in messages:
-        yield message if isinstance(message, pb.CallBatch) else _parsed(message)
+        yield message if isinstance(message, pb.CallBatch) else _parse(message)
 
 
-def _parsed(message: bytes) -> pb.CallBatch:
+def _parse(message: bytes) -> pb.CallBatch:
     try:
         check_fields(pb.CallBatch, message, MAX_CALL_FIELDS)
         batch: pb.CallBatch = pb.CallBatch.FromString(message)
@@ -83,7 +83,7 @@ def _parsed(message: bytes) -> pb.CallBatch:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every call whose metadata lacks `authorization: Bearer <token>`."""
+    """An interceptor that refuses calls without `authorization: Bearer <token>`."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -93,11 +93,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The real handler, or one of the same shape that refuses."""
+        """Return the handler, or a handler of the same kind that refuses the call."""
         handler = await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
-        given = metadata.get("authorization", "")
-        if handler is None or is_authorized(given, self._token):
+        authorization = metadata.get("authorization", "")
+        if handler is None or is_authorized(authorization, self._token):
             return handler
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(_refuse)
@@ -109,7 +109,7 @@ async def _refuse(request: Any, context: Context) -> NoReturn:
 
 
 def status_message(server_id: str, load: Load) -> pb.StatusResponse:
-    """How full a server is, as it travels."""
+    """Return the message for a server's load."""
     return pb.StatusResponse(
         server_id=server_id,
         num_sessions=load.num_sessions,
@@ -120,7 +120,7 @@ def status_message(server_id: str, load: Load) -> pb.StatusResponse:
 
 
 async def abort(context: Context, error: EnvError) -> NoReturn:
-    """End the rpc with the error's status; code and retry-after travel as metadata."""
+    """End the rpc with the error's status, and send the code and retry-after as metadata."""
     status = STATUS_OF_CODE[error.code].grpc
     metadata = [("ludus-code", str(error.code))]
     if error.retry_after_s > 0:

@@ -1,1 +1,1 @@
-"""The HTTP wire: OpenEnv's endpoints and WebSocket, health and metrics."""
+"""The HTTP wire: OpenEnv's endpoints and WebSocket, health checks and metrics."""

@@ -1,11 +1,11 @@
-"""The HTTP wire of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and health.
+"""The HTTP wire of a server or gateway: OpenEnv's endpoints, `/ws`, `/mcp`, and health checks.
 
-    request --RequireToken--> route --Sessions--> answer
+    request --RequireToken--> route --Sessions--> response
                                 |
                                 +-- EnvError --> {"detail": {"message", "code", ...}}
 
-Which session a request acts on says `asgi/sessions.py`. Bodies are JSON, at most 16 MiB, and whole
-within 30 s.
+`asgi/sessions.py` selects the session of a request. Bodies are JSON, have at most 16 MiB, and must
+be complete within 30 s.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from ludus.env.messages.openenv import (
     StepRequest,
     action_json,
     error_data,
-    faults,
     ludus_metadata,
     observation_payload,
     reset_args,
+    validation_faults,
 )
 from ludus.env.messages.status import STATUS_OF_CODE
 from ludus.env.security.tokens import RefuseForeignOrigins, RequireToken
@@ -57,7 +57,7 @@ from ludus.env.types import JsonObject
 from ludus.proto.errors import EnvError, ErrorCode, to_env_error
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
-"""Health checks carry no token."""
+"""Paths of health checks, which need no token."""
 LEGACY_HTTP_VARIABLE = "OPENENV_LEGACY_HTTP"
 _FALSE_WORDS = frozenset({"", "0", "false", "no", "off"})
 
@@ -69,25 +69,26 @@ def build_app(
     mcp_key: bytes | None = None,
     unused_timeout_s: float = UNUSED_TIMEOUT_S,
 ) -> FastAPI:
-    """The ASGI application; with a token, every path but the health checks asks for it.
+    """Build the ASGI application of a server or gateway.
 
     Args:
-        mcp_key: signs MCP session ids; replicas that share sessions share it.
+        token: bearer token that all paths except the health checks require.
+        mcp_key: key for signing MCP session ids. Replicas that share sessions need the same key.
         unused_timeout_s: how long a session from `/reset` waits for its first call.
     """
     app = FastAPI(title=sessions.description.name, version="1.0.0")
     app.router.route_class = _BoundedRoute
     sockets = SessionSockets(sessions.events)
-    spare = EvictableSessions(sessions)
-    mcp = McpServer(sessions, sockets, spare, mcp_key)
+    evictable = EvictableSessions(sessions)
+    mcp = McpServer(sessions, sockets, evictable, mcp_key)
     legacy = os.environ.get(LEGACY_HTTP_VARIABLE, "").lower() not in _FALSE_WORDS
-    http = HttpSessions(sessions, spare, unused_timeout_s=unused_timeout_s, legacy=legacy)
+    http = HttpSessions(sessions, evictable, unused_timeout_s=unused_timeout_s, legacy=legacy)
     _add_description_routes(app, sessions)
     _add_episode_routes(app, sessions, http, mcp)
     add_mcp_routes(app, mcp)
     app.router.routes.extend(health_routes(sessions))
     app.router.routes[:0] = [
-        WebSocketRoute("/ws", WebSocketWire(sessions, sockets, spare, mcp)),
+        WebSocketRoute("/ws", WebSocketWire(sessions, sockets, evictable, mcp)),
         WebSocketRoute("/mcp", McpSocket(mcp, sessions, sockets)),
     ]
     answer_error = _error_handler(sessions)
@@ -139,31 +140,30 @@ def _add_episode_routes(
     ) -> Response:
         data = body.model_dump(exclude_unset=True) if body else {}
         args = reset_args(data, sessions.description, lenient=True)
-        opened = await http.reset(_named(request), args)
-        assert opened.first is not None, "it was reset"
+        opened = await http.reset(_named_session_id(request), args)
+        assert opened.first is not None, "the session was reset"
         return _observation(opened.first, session_headers(request, opened))
 
     @app.post("/step")
     async def step(request: Request, body: StepRequest) -> Response:
-        action, named = body.given_action, _named(request)
+        action, session_id = body.parsed_action, _named_session_id(request)
         if mcp.understands(action):
-            session_id = http.use(named)
-            return _json(await mcp.step(session_id, action))
-        result = await http.step(named, action_json(action), body.timeout_s or 0.0)
+            return _json(await mcp.step(http.use(session_id), action))
+        result = await http.step(session_id, action_json(action), body.timeout_s or 0.0)
         return _observation(result)
 
     @app.get("/state")
     async def state(request: Request) -> Response:
-        return _json(await http.state(_named(request)))
+        return _json(await http.state(_named_session_id(request)))
 
     @app.post("/close")
     @app.delete("/session")
     async def close(request: Request) -> Response:
-        closed = await http.close(_named(request))
+        closed = await http.close(_named_session_id(request))
         return _json(orjson.dumps({"closed": closed}), forget_header(request))
 
 
-def _named(request: Request) -> str | None:
+def _named_session_id(request: Request) -> str | None:
     return named_session(request.headers, request.cookies)
 
 
@@ -179,7 +179,7 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
     async def handle(request: Request, error: Exception) -> Response:
         error = to_env_error(error)
         if isinstance(error.__cause__, ValidationError):
-            detail: Any = faults(error.__cause__)
+            detail: Any = validation_faults(error.__cause__)
         else:
             detail = error_data(error, sessions, upstream=False)
         headers = {}
@@ -193,20 +193,20 @@ def _error_handler(sessions: Sessions) -> Callable[[Request, Exception], Awaitab
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "registered for it only"
-    found = list(error.errors())
+    assert isinstance(error, RequestValidationError), "the handler is registered for this type"
+    faults = list(error.errors())
     try:
-        body = orjson.dumps({"detail": found}, default=str)
-    except TypeError:  # nested too deep to be shown
+        body = orjson.dumps({"detail": faults}, default=str)
+    except TypeError:  # the input is nested too deeply
         body = b""
     if not body or len(body) > MAX_FAULTS_BYTES:
-        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in found[:20]]
+        plain = [{key: fault[key] for key in ("type", "loc", "msg")} for fault in faults[:20]]
         body = orjson.dumps({"detail": plain}, default=str)
     return Response(body, 422, media_type="application/json")
 
 
 class _ContinueTrace:
-    """ASGI middleware that serves a call within the caller's span and request id."""
+    """ASGI middleware that serves a call with the caller's trace span and request id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -220,7 +220,7 @@ class _ContinueTrace:
 
 
 class _BoundedRequest(Request):
-    """A request whose body is bounded JSON: no NaN, no lone surrogates, no deep nesting."""
+    """A request with limited JSON: no NaN, no lone surrogates, and limited size and nesting."""
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -228,10 +228,10 @@ class _BoundedRequest(Request):
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     self._body = await self._read()
             except TimeoutError:
-                raise _refused_body(
+                raise _body_error(
                     408,
                     ErrorCode.TIMEOUT,
-                    f"expected the whole body within {BODY_TIMEOUT_S:g} s, got a part of it",
+                    f"the body was not complete within {BODY_TIMEOUT_S:g} s",
                 ) from None
         return self._body
 
@@ -240,10 +240,10 @@ class _BoundedRequest(Request):
         async for chunk in self.stream():
             num_bytes += len(chunk)
             if num_bytes > MAX_MESSAGE_BYTES:
-                raise _refused_body(
+                raise _body_error(
                     413,
                     ErrorCode.VALIDATION_ERROR,
-                    f"expected a body of at most {MAX_MESSAGE_BYTES} bytes",
+                    f"a body must have at most {MAX_MESSAGE_BYTES} bytes",
                 )
             chunks.append(chunk)
         return b"".join(chunks)
@@ -252,8 +252,8 @@ class _BoundedRequest(Request):
         return orjson.loads(await self.body())
 
 
-def _refused_body(status: int, code: ErrorCode, message: str) -> HTTPException:
-    """The answer after which the connection ends: what is left of the body is not waited for."""
+def _body_error(status: int, code: ErrorCode, message: str) -> HTTPException:
+    """Return the error for a refused body. It closes the connection instead of reading the rest."""
     return HTTPException(status, {"message": message, "code": str(code)}, {"connection": "close"})
 
 

@@ -1,13 +1,13 @@
-"""What Kubernetes and Prometheus ask a server: alive, ready, drain, metrics.
+"""The endpoints for Kubernetes and Prometheus: liveness, readiness, draining and metrics.
 
-    kubelet ----> /healthz             yes, while the event loop runs
-                  /readyz              yes, or 503 and why no session can be served
-    preStop ----> /drain               no new sessions from now on; ?wait=S waits for the old
-    Prometheus -> /metrics             what was counted, workers, and the load
+    kubelet ----> /healthz             200 while the event loop runs
+                  /readyz              200, or 503 with the reason why no session can be served
+    preStop ----> /drain               refuses new sessions; ?wait=S waits for open sessions
+    Prometheus -> /metrics             counters, workers and load
 
-A draining server stays ready: its open sessions still need its address. With a token the
-main port gives `/drain` and `/metrics` to its holders only; `build_admin_app` serves all four
-without one, for a port that only the cluster reaches.
+A draining server stays ready, because its open sessions still need its address. If the server has a
+token, `/drain` and `/metrics` on the main port require the token. `build_admin_app` serves all four
+endpoints without a token, for a port that is only reachable inside the cluster.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ _DRAIN_POLL_S = 0.1
 
 
 def build_admin_app(sessions: Sessions) -> Starlette:
-    """An ASGI application of these routes alone; it asks for no token."""
-    # A preStop hook can send nothing but GET.
+    """Build an ASGI application with these routes, which requires no token."""
+    # A preStop hook can only send GET.
     return Starlette(routes=health_routes(sessions, drain_methods=("GET", "POST")))
 
 
 def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) -> list[Route]:
-    """The routes; a server is ready as soon as it listens, until nothing can be served any more.
+    """Return the routes. A server is ready while it listens and can serve sessions.
 
     Args:
-        drain_methods: a GET that changes something can be asked for by any page in a browser.
+        drain_methods: HTTP methods of `/drain`. GET is unsafe on a port that a browser can reach,
+            because any web page can send it.
     """
     registry = CollectorRegistry()
     registry.register(SessionCollector(sessions))
 
-    async def is_well(request: Request) -> Response:
+    async def healthz(request: Request) -> Response:
         return _json({"status": "ok"})
 
-    async def is_ready(request: Request) -> Response:
+    async def readyz(request: Request) -> Response:
         trouble = sessions.trouble
         return _json({"status": trouble}, 503) if trouble else _json({"status": "ok"})
 
-    async def drain_now(request: Request) -> Response:
-        wait_s = _wait_of(request)
+    async def drain(request: Request) -> Response:
+        wait_s = _read_wait_s(request)
         if wait_s is None:
-            message = f"expected wait to be 0 to {MAX_DRAIN_WAIT_S:g} seconds"
+            message = f"wait must be 0 to {MAX_DRAIN_WAIT_S:g} seconds"
             return _json({"detail": {"message": message, "code": "VALIDATION_ERROR"}}, 422)
         sessions.drain()
         deadline_s = time.monotonic() + wait_s
@@ -86,53 +87,53 @@ def health_routes(sessions: Sessions, drain_methods: Sequence[str] = ("POST",)) 
         return Response(encode(registry), media_type=content_type)
 
     return [
-        Route("/healthz", is_well, include_in_schema=False),
-        Route("/readyz", is_ready, include_in_schema=False),
-        Route("/drain", drain_now, methods=list(drain_methods), include_in_schema=False),
+        Route("/healthz", healthz, include_in_schema=False),
+        Route("/readyz", readyz, include_in_schema=False),
+        Route("/drain", drain, methods=list(drain_methods), include_in_schema=False),
         Route("/metrics", metrics, include_in_schema=False),
     ]
 
 
 class SessionCollector(Collector):
-    """Reads load and counts when metrics are asked for; every series exists from the start."""
+    """A collector that reads load and counts on request. All series exist from the start."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._name = sessions.description.name
 
     def describe(self) -> list[Metric]:
-        """No metrics: registering must not read the sessions."""
+        """Return no metrics, because the registration must not read the sessions."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they stand."""
+        """Yield the current metrics."""
         load = self._sessions.load
         gauge = self._gauge
-        yield gauge(EnvServerMetric.SESSIONS, "Sessions that are open.", load.num_sessions)
+        yield gauge(EnvServerMetric.SESSIONS, "Open sessions.", load.num_sessions)
         yield gauge(
-            EnvServerMetric.SESSION_CAPACITY, "Sessions it holds at most.", load.max_sessions
+            EnvServerMetric.SESSION_CAPACITY, "Maximum number of sessions.", load.max_sessions
         )
         yield gauge(
             EnvServerMetric.OPENS_WAITING, "Opens that wait for a session.", load.num_waiting
         )
         yield gauge(
-            EnvServerMetric.DRAINING, "1 while no new sessions are taken.", load.is_draining
+            EnvServerMetric.DRAINING, "1 while the server refuses new sessions.", load.is_draining
         )
         counts, workers = self._sessions.counts, self._sessions.workers
         if counts is not None:
-            yield from self._counted(counts)
+            yield from self._collect_counts(counts)
         if workers is not None:
-            text = "Worker processes that live."
+            text = "Running worker processes."
             yield gauge(EnvServerMetric.WORKERS, text, workers.num_workers)
             text = "Worker processes that died or were killed."
             yield self._counter(EnvServerMetric.WORKER_ENDS, text, "", {"": workers.num_ends})
             yield self._layers(workers.layers)
 
-    def _counted(self, counts: SessionCounts) -> Iterator[Metric]:
+    def _collect_counts(self, counts: SessionCounts) -> Iterator[Metric]:
         for metric, text, value in (
-            (EnvServerMetric.OPENS, "Sessions that were opened.", counts.num_opened),
-            (EnvServerMetric.RESETS, "Episodes that were started.", counts.num_resets),
-            (EnvServerMetric.STEPS, "Steps that were answered.", counts.num_steps),
+            (EnvServerMetric.OPENS, "Opened sessions.", counts.num_opened),
+            (EnvServerMetric.RESETS, "Started episodes.", counts.num_resets),
+            (EnvServerMetric.STEPS, "Completed steps.", counts.num_steps),
         ):
             yield self._counter(metric, text, "", {"": value})
         errors: dict[str, int] = {str(code): n for code, n in counts.num_errors.items()}
@@ -142,7 +143,7 @@ class SessionCollector(Collector):
         cumulative = accumulate(counts.num_steps_by_bucket)
         bounds = [*(str(bound) for bound in STEP_BUCKETS_S), "+Inf"]
         histogram = HistogramMetricFamily(
-            EnvServerMetric.STEP_DURATION, "From call to answer of a step.", labels=["env"]
+            EnvServerMetric.STEP_DURATION, "Time from a step's call to its result.", labels=["env"]
         )
         histogram.add_metric(
             [self._name], list(zip(bounds, cumulative, strict=True)), counts.step_seconds
@@ -150,10 +151,10 @@ class SessionCollector(Collector):
         yield histogram
 
     def _layers(self, layers: Mapping[Layer, bool]) -> Metric:
-        text = "1 where this layer of the workers' sandbox is in force."
+        text = "1 if this layer of the workers' sandbox is active."
         family = GaugeMetricFamily(EnvServerMetric.SANDBOX_LAYER, text, labels=["env", "layer"])
-        for layer, is_in_force in layers.items():
-            family.add_metric([self._name, layer], is_in_force)
+        for layer, is_active in layers.items():
+            family.add_metric([self._name, layer], is_active)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
@@ -168,11 +169,10 @@ class SessionCollector(Collector):
         return family
 
 
-def _wait_of(request: Request) -> float | None:
-    """How long `?wait=` asks to wait; None where that is no bounded time."""
-    given = request.query_params.get("wait", "0")
+def _read_wait_s(request: Request) -> float | None:
+    """Return the seconds in `?wait=`, or None if the value is invalid."""
     try:
-        wait_s = float(given)
+        wait_s = float(request.query_params.get("wait", "0"))
     except ValueError:
         return None
     return wait_s if 0 <= wait_s <= MAX_DRAIN_WAIT_S else None

@@ -1,17 +1,16 @@
-"""OpenEnv's WebSocket `/ws`: one connection is one session, one reply per message.
+"""OpenEnv's WebSocket `/ws`: one session per connection, one reply per message.
 
     frame --> plain step or reset? --> environment on this loop? --> frame, without a task
                 |  no                    |  no
                 +--> strict message models --> Sessions ------> frame
 
-A frame is sent only as the reply to a message, because upstream clients take any frame for
-their reply; the one exception is the refusal of a connection, which OpenEnv sends first.
-When its session ends while the socket is open, the close frame says why.
-`/ws?session_id=<id>` serves a session that exists already and leaves it behind; `?ludus=1`
-asks for our extras, and `&text=0` for them without the text view.
+The server sends a frame only as the reply to a message, because upstream clients treat every frame
+as their reply. The only exception is the refusal of a connection, which OpenEnv sends first. When a
+session ends while its socket is open, the close frame contains the reason.
+`/ws?session_id=<id>` serves an existing session and does not close it at the end. `?ludus=1`
+requests the extensions of Ludus, and `&text=0` leaves out the text view.
 
-Who waits for whom: a connection is accepted at once and then waits for a free session; a
-client that leaves meanwhile stops waiting.
+A connection is accepted immediately and then waits for a free session until the client disconnects.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ludus.env.asgi.sessions import EvictableSessions
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGone
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGoneError
 from ludus.env.encoding import EncodedResult, ResetArgs
 from ludus.env.mcp.server import McpCaller, McpServer
 from ludus.env.messages.openenv import (
@@ -70,63 +69,67 @@ _LUDUS_MESSAGE_TYPES = _MESSAGE_TYPES | {"step": LudusStepMessage}
 
 
 class WebSocketWire:
-    """The ASGI application behind `/ws`."""
+    """The ASGI application of `/ws`."""
 
     def __init__(
-        self, sessions: Sessions, sockets: SessionSockets, spare: EvictableSessions, mcp: McpServer
+        self,
+        sessions: Sessions,
+        sockets: SessionSockets,
+        evictable: EvictableSessions,
+        mcp: McpServer,
     ) -> None:
         self._sessions = sessions
         self._sockets = sockets
-        self._spare = spare
+        self._evictable = evictable
         self._mcp = mcp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the connection until it ends, then free its session or leave it behind."""
+        """Serve the connection until it ends, then close its session unless it existed before."""
         query = parse_qs(scope["query_string"].decode("latin-1"))
         upstream = query.get("ludus") != ["1"]
         with_text = not upstream and query.get("text") != ["0"]
-        wanted = query.get("session_id", [""])[0]
+        existing_id = query.get("session_id", [""])[0]
         socket = AsgiSocket(scope, receive, send)
         connection = Connection()
         if socket.direct is not None:
-            socket.direct.when_gone(lambda: self._sessions.release(connection))
+            socket.direct.set_close_callback(lambda: self._sessions.release(connection))
         try:
             await socket.accept()
             try:
                 opened = (
-                    Opened(wanted, None)
-                    if wanted
+                    Opened(existing_id, None)
+                    if existing_id
                     else await self._open(socket, connection, with_text)
                 )
-                conversation = _Conversation(socket, self._sessions, self._mcp, opened, upstream)
-                await self._serve(conversation, opened.session_id, is_guest=bool(wanted))
+                server = _WebSocketServer(socket, self._sessions, self._mcp, opened, upstream)
+                await self._serve(server, opened.session_id, is_guest=bool(existing_id))
             except EnvError as error:
                 data = error_data(error, self._sessions, upstream=upstream)
                 await socket.send(frame("error", data))
             await socket.close()
-        except SocketGone:
+        except SocketGoneError:
             return
         finally:
             socket.abandon()
             self._sessions.release(connection)
 
     async def _open(self, socket: AsgiSocket, connection: Connection, with_text: bool) -> Opened:
-        return await socket.unless_gone(
+        return await socket.run_while_connected(
             self._sessions.open(OpenArgs(with_text=with_text), connection)
         )
 
-    async def _serve(self, conversation: _Conversation, session_id: str, *, is_guest: bool) -> None:
-        """Serve the conversation; a guest leaves the session behind, which was there before it."""
+    async def _serve(self, server: _WebSocketServer, session_id: str, *, is_guest: bool) -> None:
+        """Serve the connection; a guest does not close the session at the end."""
         if is_guest:
             await self._check_exists(session_id)
-        if not self._sockets.claim(session_id, conversation):
+        if not self._sockets.claim(session_id, server):
             raise SessionLostError(
                 f"Session {session_id} already has an attached WebSocket", ErrorCode.SESSION_ERROR
             )
         try:
-            await conversation.serve()
+            await server.serve()
         finally:
-            must_close = self._sockets.leave(session_id) or not is_guest
+            must_close = self._sockets.remove(session_id) or not is_guest
             if must_close:
                 await self._sessions.close(session_id)
 
@@ -135,13 +138,13 @@ class WebSocketWire:
             await self._sessions.state(session_id)
         except (SessionLostError, AuthenticationError):
             raise SessionLostError(
-                f"Unknown session_id: {_shown(session_id)}", ErrorCode.SESSION_ERROR
+                f"Unknown session_id: {_shorten(session_id)}", ErrorCode.SESSION_ERROR
             ) from None
-        self._spare.used(session_id)
+        self._evictable.mark_used(session_id)
 
 
-class _Conversation:
-    """The conversation on one socket."""
+class _WebSocketServer:
+    """The server's side of one connection and its session."""
 
     def __init__(
         self,
@@ -160,21 +163,22 @@ class _Conversation:
         self._message_types = _MESSAGE_TYPES if upstream else _LUDUS_MESSAGE_TYPES
         self._is_answering = False
         self._is_over = False
-        self._ended: SessionTombstone | None = None
+        self._tombstone: SessionTombstone | None = None
         self._closing: asyncio.Task[None] | None = None
         direct, immediate = socket.direct, sessions.immediate
         if direct is not None and immediate is not None:
             self._immediate = immediate
-            direct.answer_directly(_within_this_context(self._answer_now))
+            direct.set_direct_handler(_run_in_current_context(self._answer_now))
 
-    def session_ended(self, why: SessionTombstone) -> None:
-        """Close the socket, after the reply to a call that still runs."""
-        self._ended = why
+    def on_session_end(self, tombstone: SessionTombstone) -> None:
+        """Close the socket, after the reply to a pending call."""
+        self._tombstone = tombstone
         if not self._is_answering:
-            self._closing = asyncio.get_running_loop().create_task(self._socket.close_for(why))
+            closing = self._socket.close_with_reason(tombstone)
+            self._closing = asyncio.get_running_loop().create_task(closing)
 
     async def serve(self) -> None:
-        """Answer frames until the client or the session is done."""
+        """Answer frames until the client disconnects or the session ends."""
         while True:
             text = await self._receive()
             if text is None:
@@ -184,14 +188,14 @@ class _Conversation:
             if reply is not None:
                 await self._socket.send(reply)
             self._is_answering = False
-            if self._ended is not None:
-                await self._socket.close_for(self._ended)
+            if self._tombstone is not None:
+                await self._socket.close_with_reason(self._tombstone)
                 return
             if reply is None or self._is_over:
                 return
 
     async def _receive(self) -> str | None:
-        """The next frame; None after one that ends the conversation."""
+        """Return the next frame, or None after a frame that ends the connection."""
         try:
             return await self._socket.receive()
         except SessionLostError as error:
@@ -199,24 +203,24 @@ class _Conversation:
             return None
 
     async def _answer(self, text: str) -> bytes | None:
-        """The reply; None ends the conversation."""
+        """Return the reply, or None to end the connection."""
         try:
-            return await self._reply_to(_read(text))
+            return await self._reply_to(_parse(text))
         except SessionLostError as error:
             self._is_over = True
             return frame("error", self._error_data(error))
         except ValidationError as error:
             return frame("error", validation_error_data(error))
-        except Exception as error:  # noqa: BLE001 - the socket and its session live on
+        except Exception as error:  # noqa: BLE001 - the socket and its session must survive
             return frame("error", self._error_data(to_env_error(error)))
 
     def _answer_now(self, text: bytes) -> bytes | None:
-        """The reply to a step or reset that takes no wait; None for whatever takes more."""
+        """Return the reply to a step or reset without a wait, or None if the message needs one."""
         try:
             return self._reply_now(orjson.loads(text))
         except (SessionLostError, orjson.JSONDecodeError):
             return None
-        except Exception as error:  # noqa: BLE001 - the socket and its session live on
+        except Exception as error:  # noqa: BLE001 - the socket and its session must survive
             return frame("error", self._error_data(to_env_error(error)))
 
     def _reply_now(self, message: Any) -> bytes | None:
@@ -225,7 +229,7 @@ class _Conversation:
             args = _plain_reset(message)
             if args is None:
                 return None
-            return self._first(self._immediate.reset_now(self._session_id, args))
+            return self._first_frame(self._immediate.reset_now(self._session_id, args))
         action, step_index = plain
         if isinstance(action, str):
             result = self._immediate.step_now(self._session_id, action, step_index)
@@ -234,7 +238,7 @@ class _Conversation:
         else:
             encoded = action_json(action)
             result = self._immediate.step_now(self._session_id, encoded, step_index)
-        return self._observation(result)
+        return self._result_frame(result)
 
     async def _reply_to(self, raw: JsonObject) -> bytes | None:
         plain = _plain_step(raw, self._upstream)
@@ -243,7 +247,8 @@ class _Conversation:
         kind = raw.get("type", "")
         message_type = self._message_types.get(kind) if isinstance(kind, str) else None
         if message_type is None:
-            raise InvalidCallError(f"Unknown message type: {_shown(kind)}", ErrorCode.UNKNOWN_TYPE)
+            text = f"Unknown message type: {_shorten(kind)}"
+            raise InvalidCallError(text, ErrorCode.UNKNOWN_TYPE)
         message = message_type.model_validate(raw)
         match message:
             case StepMessage():
@@ -252,7 +257,7 @@ class _Conversation:
                 return await self._ludus_step(message)
             case ResetMessage():
                 args = reset_args(message.data, self._sessions.description, lenient=self._upstream)
-                return self._first(await self._sessions.reset(self._session_id, args))
+                return self._first_frame(await self._sessions.reset(self._session_id, args))
             case StateMessage():
                 state = await self._sessions.state(self._session_id)
                 return frame("state", orjson.Fragment(state))
@@ -264,28 +269,28 @@ class _Conversation:
     async def _step(self, action: JsonObject | str, step_index: int) -> bytes:
         if isinstance(action, str):
             step = self._sessions.step(self._session_id, action, step_index)
-            return self._observation(await step)
+            return self._result_frame(await step)
         if self._mcp.understands(action):
             data = await self._mcp.step(self._session_id, action)
             return frame("observation", orjson.Fragment(data))
         step = self._sessions.step(self._session_id, action_json(action), step_index)
-        return self._observation(await step)
+        return self._result_frame(await step)
 
     async def _ludus_step(self, message: LudusStepMessage) -> bytes:
         if (message.text is None) == (message.data is None):
-            raise InvalidCallError("expected data or text in a step, got both or neither")
+            raise InvalidCallError("a step needs either data or text, got both or neither")
         if message.data is not None:
             return await self._step(message.data, message.step_index)
-        assert message.text is not None, "one of the two is there"
+        assert message.text is not None, "the message has either data or text"
         return await self._step(message.text, message.step_index)
 
-    def _first(self, result: EncodedResult) -> bytes:
+    def _first_frame(self, result: EncodedResult) -> bytes:
         if self._upstream or not self._tools_session_id:
-            return self._observation(result)
+            return self._result_frame(result)
         payload = ludus_payload(result) | {"tools_session_id": self._tools_session_id}
         return frame("observation", payload)
 
-    def _observation(self, result: EncodedResult) -> bytes:
+    def _result_frame(self, result: EncodedResult) -> bytes:
         if self._upstream:
             return observation_frame(result)
         return frame("observation", ludus_payload(result))
@@ -294,7 +299,7 @@ class _Conversation:
         return error_data(error, self._sessions, upstream=self._upstream)
 
 
-def _read(text: str) -> JsonObject:
+def _parse(text: str) -> JsonObject:
     try:
         message = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -307,7 +312,7 @@ def _read(text: str) -> JsonObject:
 
 
 def _plain_step(message: Any, upstream: bool) -> tuple[JsonObject | str, int] | None:
-    """Action or text, and number, of a step that has exactly the keys it needs, else None."""
+    """Return the action or text and the number of a step without other keys; otherwise None."""
     if type(message) is not dict or message.get("type") != "step":
         return None
     action: JsonObject | str | None = message.get("data")
@@ -324,7 +329,7 @@ def _plain_step(message: Any, upstream: bool) -> tuple[JsonObject | str, int] | 
 
 
 def _plain_reset(message: Any) -> ResetArgs | None:
-    """The arguments of a reset that gives a seed and nothing else, else None."""
+    """Return the arguments of a reset with only a seed; otherwise None."""
     if type(message) is not dict or len(message) != 2 or message.get("type") != "reset":
         return None
     data = message.get("data")
@@ -334,16 +339,16 @@ def _plain_reset(message: Any) -> ResetArgs | None:
     return ResetArgs(seed) if type(seed) is int and seed >= 0 else None
 
 
-def _within_this_context(
+def _run_in_current_context(
     handler: Callable[[bytes], bytes | None],
 ) -> Callable[[bytes], bytes | None]:
-    """The handler, which runs with the caller's span and request id, if there are any."""
+    """Return a handler that runs with the current trace span and request id, if there are any."""
     if not is_traced():
         return handler
     context = contextvars.copy_context()
     return lambda text: context.run(handler, text)
 
 
-def _shown(given: Any) -> str:
-    shown = str(given)
-    return shown if len(shown) <= _MAX_SHOWN_CHARS else f"{shown[:_MAX_SHOWN_CHARS]}..."
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

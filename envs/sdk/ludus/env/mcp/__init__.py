@@ -1,1 +1,1 @@
-"""The MCP wire: any environment as tools, over HTTP and WebSocket."""
+"""The MCP wire, which offers any environment as tools over HTTP and WebSocket."""

@@ -1,8 +1,8 @@
-"""MCP's wires: `POST /mcp` with JSON responses, and bare JSON-RPC frames on `WS /mcp`.
+"""The MCP endpoints: `POST /mcp` with JSON responses, and JSON-RPC frames on `WS /mcp`.
 
-A `POST` without `Mcp-Session-Id` is OpenEnv's: always answered with status 200. One with it
-is MCP's streamable HTTP: a session that is gone is answered with 404. This server never
-speaks first, so `GET /mcp`, which would listen for that, is not allowed.
+A `POST` without `Mcp-Session-Id` follows OpenEnv and always gets status 200. A `POST` with the
+header follows MCP's streamable HTTP and gets status 404 if its session has ended. The server never
+sends requests, so `GET /mcp`, which would listen for them, is not allowed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGone
+from ludus.env.asgi.socket import AsgiSocket, SessionSockets, SocketGoneError
 from ludus.env.mcp.server import (
     INVALID_REQUEST,
     McpCaller,
@@ -41,32 +41,32 @@ def add_mcp_routes(app: FastAPI, mcp: McpServer) -> None:
             return _json(parse_error(error))
         ticket = request.headers.get(TICKET_HEADER)
         try:
-            caller = mcp.caller_of(ticket) if ticket else McpCaller()
+            caller = mcp.read_ticket(ticket) if ticket else McpCaller()
         except SessionLostError as error:
-            return _json(_gone(error.message), 404)
+            return _json(_invalid_request(error.message), 404)
         response = await mcp.answer(body, caller)
         if response is None:
             return Response(status_code=202)
         if ticket:
-            return _json(response, 404 if _says_gone(response) else 200)
+            return _json(response, 404 if _is_session_lost(response) else 200)
         if caller.may_play and caller.session_id is not None:
-            return _json(response, headers={TICKET_HEADER: mcp.ticket_of(caller.session_id)})
+            return _json(response, headers={TICKET_HEADER: mcp.make_ticket(caller.session_id)})
         return _json(response)
 
     @app.delete("/mcp")
     async def end(request: Request) -> Response:
         ticket = request.headers.get(TICKET_HEADER)
         if not ticket:
-            return _json(_gone("expected an Mcp-Session-Id header, got none"), 400)
+            return _json(_invalid_request("expected an Mcp-Session-Id header, got none"), 400)
         try:
-            await mcp.end(mcp.caller_of(ticket))
+            await mcp.end(mcp.read_ticket(ticket))
         except SessionLostError as error:
-            return _json(_gone(error.message), 404)
+            return _json(_invalid_request(error.message), 404)
         return Response(status_code=204)
 
 
 class McpSocket:
-    """The ASGI application behind `WS /mcp`; its session is opened by the first need of one."""
+    """The ASGI application of `WS /mcp`. The first call that needs a session opens it."""
 
     def __init__(self, mcp: McpServer, sessions: Sessions, sockets: SessionSockets) -> None:
         self._mcp = mcp
@@ -74,28 +74,28 @@ class McpSocket:
         self._sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the connection until it ends, then free its session."""
+        """Serve the connection until it ends, then close its session."""
         socket = AsgiSocket(scope, receive, send)
         connection = Connection()
         caller = McpCaller(is_managed=True, connection=connection)
         if socket.direct is not None:
-            socket.direct.when_gone(lambda: self._sessions.release(connection))
-        conversation = _Conversation(socket, self._mcp, caller, self._sockets)
+            socket.direct.set_close_callback(lambda: self._sessions.release(connection))
+        server = _McpSocketServer(socket, self._mcp, caller, self._sockets)
         try:
             await socket.accept()
-            await conversation.serve()
+            await server.serve()
             await socket.close()
-        except SocketGone:
+        except SocketGoneError:
             return
         finally:
             socket.abandon()
             if caller.session_id is not None:
-                self._sockets.leave(caller.session_id)
+                self._sockets.remove(caller.session_id)
             self._sessions.release(connection)
 
 
-class _Conversation:
-    """The conversation on one socket."""
+class _McpSocketServer:
+    """The server's side of one connection."""
 
     def __init__(
         self, socket: AsgiSocket, mcp: McpServer, caller: McpCaller, sockets: SessionSockets
@@ -106,17 +106,18 @@ class _Conversation:
         self._sockets = sockets
         self._closing: asyncio.Task[None] | None = None
 
-    def session_ended(self, why: SessionTombstone) -> None:
+    def on_session_end(self, tombstone: SessionTombstone) -> None:
         """Close the socket."""
-        self._closing = asyncio.get_running_loop().create_task(self._socket.close_for(why))
+        closing = self._socket.close_with_reason(tombstone)
+        self._closing = asyncio.get_running_loop().create_task(closing)
 
     async def serve(self) -> None:
-        """Answer frames until one is nothing this protocol knows."""
+        """Answer frames until a frame violates the protocol."""
         while True:
             try:
                 text = await self._socket.receive()
             except SessionLostError as error:
-                await self._socket.send(orjson.dumps(_gone(error.message)))
+                await self._socket.send(orjson.dumps(_invalid_request(error.message)))
                 return
             response = await self._answer(text)
             if response is not None:
@@ -134,11 +135,11 @@ class _Conversation:
                 self._sockets.claim(self._caller.session_id, self)
 
 
-def _gone(message: str) -> dict[str, Any]:
+def _invalid_request(message: str) -> dict[str, Any]:
     return error_response(None, McpError(INVALID_REQUEST, message))
 
 
-def _says_gone(response: dict[str, Any]) -> bool:
+def _is_session_lost(response: dict[str, Any]) -> bool:
     data = response.get("error", {}).get("data")
     return isinstance(data, dict) and data.get("code") == ErrorCode.SESSION_LOST
 

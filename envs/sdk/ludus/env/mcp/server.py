@@ -1,12 +1,12 @@
-"""MCP (JSON-RPC 2.0) over sessions: any environment can be played from any MCP client.
+"""The MCP server (JSON-RPC 2.0), through which any MCP client can use any environment.
 
-    initialize ---------------> a session of the client's own: play tools + environment's tools
-    openenv/session/create ---> a session of OpenEnv's:        environment's tools
-    tools/call without either -> a fresh environment for the one call
+    initialize ---------------> a session of the client: play tools + environment's tools
+    openenv/session/create ---> a session of OpenEnv:    environment's tools
+    tools/call without either -> a new environment for this call
 
-The play tools (`start_episode`, `take_action`, `get_state`) are for clients that began by
-`initialize` alone: code that a policy runs inside a training session must not reset it.
-The wires are in `mcp/routes.py` and `http/websocket.py`; tools in `mcp/tools.py`.
+Only clients that called `initialize` get the play tools (`start_episode`, `take_action`,
+`get_state`), because code that a policy runs inside a training session must not reset the session.
+The endpoints are in `mcp/routes.py` and `http/websocket.py`, and the tools in `mcp/tools.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludus.env.asgi.socket import SessionSockets
 from ludus.env.mcp.tools import (
     call_environment_tool,
     is_tool_action,
-    listed_tools,
+    list_tools,
     play,
     play_tools,
     step_with_tools,
@@ -53,25 +53,25 @@ INTERNAL_ERROR = -32603
 SERVER_ERROR = -32000
 _MAX_SHOWN_CHARS = 200
 _INSTRUCTIONS = (
-    "Call start_episode, then take_action until the result says done. Results hold what the"
-    " player sees."
+    "Call start_episode, then take_action until the result contains done: true. Results contain"
+    " the observations of the player."
 )
 
 
 @dataclass(slots=True)
 class McpCaller:
-    """On whose behalf a call is made."""
+    """The client that makes a call, and its session."""
 
     session_id: str | None = None
-    """The session that calls act on; None is a fresh one for each call."""
+    """Session that calls use. None means a new session for each call."""
     tools_session_id: str = ""
-    """The id that calls its tools and does nothing else; empty where it has none."""
+    """Id that can only call the session's tools; empty if there is no such id."""
     may_play: bool = False
-    """True where the client itself began the session by `initialize`."""
+    """True if the client started the session by `initialize`."""
     is_managed: bool = False
-    """True where the session belongs to the connection, which alone ends it."""
+    """True if the session belongs to the connection, and only the connection may close it."""
     connection: Connection | None = None
-    """A connection that opens its session with the first call that needs one."""
+    """Connection whose session is opened by the first call that needs one."""
 
 
 class McpError(Exception):
@@ -85,22 +85,22 @@ class McpError(Exception):
 
 
 class McpServer:
-    """Answers JSON-RPC requests.
+    """A server of JSON-RPC requests.
 
     Args:
-        key: signs the ids of sessions that clients may play in; None draws one.
+        key: key for signing the ids of sessions that clients may play in. Default: a random key.
     """
 
     def __init__(
         self,
         sessions: Sessions,
         sockets: SessionSockets,
-        spare: EvictableSessions,
+        evictable: EvictableSessions,
         key: bytes | None = None,
     ) -> None:
         self._sessions = sessions
         self._sockets = sockets
-        self._spare = spare
+        self._evictable = evictable
         self._key = key or secrets.token_bytes(32)
         self._methods: dict[str, Callable[[JsonObject, McpCaller], Awaitable[JsonObject]]] = {
             "initialize": self._initialize,
@@ -114,7 +114,7 @@ class McpServer:
     # -- calls -------------------------------------------------------------------------
 
     async def answer(self, request: Any, caller: McpCaller) -> JsonObject | None:
-        """The JSON-RPC response; None where none is due, as for notifications."""
+        """Return the JSON-RPC response, or None for notifications and responses."""
         request_id = None
         try:
             if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
@@ -124,7 +124,7 @@ class McpServer:
             request_id = _request_id(request)
             method = request.get("method")
             if method is None and ("result" in request or "error" in request):
-                return None  # a response; this server asks nothing
+                return None  # a response, although this server sends no requests
             if not isinstance(method, str):
                 raise McpError(INVALID_REQUEST, "Invalid request: expected a method")
             if method.startswith("notifications/") and "id" not in request:
@@ -134,26 +134,26 @@ class McpServer:
                 raise McpError(INVALID_PARAMS, "Params must be an object")
             call = self._methods.get(method)
             if call is None:
-                raise McpError(METHOD_NOT_FOUND, f"Method not found: {_shown(method)}")
+                raise McpError(METHOD_NOT_FOUND, f"Method not found: {_shorten(method)}")
             return {"jsonrpc": "2.0", "id": request_id, "result": await call(params, caller)}
         except McpError as error:
             return error_response(request_id, error)
-        except Exception as error:  # noqa: BLE001 - every request is answered in JSON-RPC
-            return error_response(request_id, self._error_of(to_env_error(error)))
+        except Exception as error:  # noqa: BLE001 - every request needs a JSON-RPC response
+            return error_response(request_id, self._convert_error(to_env_error(error)))
 
     async def reply(self, request: JsonObject, caller: McpCaller) -> JsonObject:
-        """The same where every request gets a reply, as on `/ws`."""
+        """Return the JSON-RPC response, or an empty one on wires where every request needs one."""
         response = await self.answer(request, caller)
         return response or {"jsonrpc": "2.0", "id": None, "result": {}}
 
     def understands(self, action: JsonObject) -> bool:
-        """True when a step's action is OpenEnv's for tools."""
+        """Return True if a step's action is OpenEnv's action for tools."""
         return (
             "type" in action and bool(self._sessions.description.tools) and is_tool_action(action)
         )
 
     async def step(self, session_id: str | None, action: JsonObject) -> bytes:
-        """The payload of a step whose action is OpenEnv's for tools, as JSON."""
+        """Take a step with OpenEnv's action for tools, and return the payload as JSON."""
         if session_id is not None or action["type"] == "list_tools":
             return await step_with_tools(self._sessions, session_id or "", action)
         async with fresh_session(self._sessions) as fresh:
@@ -161,27 +161,26 @@ class McpServer:
 
     # -- session ids of clients that may play ------------------------------------------
 
-    def ticket_of(self, session_id: str) -> str:
-        """The `Mcp-Session-Id` of a session in which the client may play."""
+    def make_ticket(self, session_id: str) -> str:
+        """Return the `Mcp-Session-Id` of a session in which the client may play."""
         digest = hmac.digest(self._key, session_id.encode(), "sha256")
         return f"{session_id}.{base64.urlsafe_b64encode(digest[:16]).decode().rstrip('=')}"
 
-    def caller_of(self, ticket: str) -> McpCaller:
-        """Who holds the ticket.
+    def read_ticket(self, ticket: str) -> McpCaller:
+        """Return the caller with an `Mcp-Session-Id`.
 
         Raises:
-            SessionLostError: nobody was given it here.
+            SessionLostError: this server did not issue the id.
         """
         session_id = ticket.rpartition(".")[0]
-        if not hmac.compare_digest(self.ticket_of(session_id).encode(), ticket.encode()):
+        if not hmac.compare_digest(self.make_ticket(session_id).encode(), ticket.encode()):
             raise SessionLostError(
-                "expected the Mcp-Session-Id that initialize returned, got another one;"
-                " initialize again"
+                "the Mcp-Session-Id is not an id that initialize returned; initialize again"
             )
         return McpCaller(session_id, may_play=True)
 
     async def end(self, caller: McpCaller) -> None:
-        """End the caller's session."""
+        """Close the caller's session."""
         if caller.session_id is not None:
             await self._sessions.close(caller.session_id)
 
@@ -192,11 +191,11 @@ class McpServer:
             caller.may_play = True
             if caller.connection is None:
                 caller.session_id = (await self._sessions.open(OpenArgs())).session_id
-                self._spare.add(caller.session_id)
-        asked = params.get("protocolVersion")
+                self._evictable.add(caller.session_id)
+        version = params.get("protocolVersion")
         description = self._sessions.description
         result: JsonObject = {
-            "protocolVersion": asked if asked in PROTOCOL_VERSIONS else PROTOCOL_VERSIONS[-1],
+            "protocolVersion": version if version in PROTOCOL_VERSIONS else PROTOCOL_VERSIONS[-1],
             "capabilities": {"tools": {"listChanged": False}},
             "serverInfo": {"name": description.name, "version": description.version},
         }
@@ -212,7 +211,7 @@ class McpServer:
         tools = [*description.tools, *(play_tools(description) if caller.may_play else ())]
         if not tools:
             raise McpError(INTERNAL_ERROR, "Environment does not support MCP")
-        return {"tools": listed_tools(tools)}
+        return {"tools": list_tools(tools)}
 
     async def _call_tool(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         name, arguments = params.get("name"), params.get("arguments")
@@ -221,13 +220,13 @@ class McpServer:
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
-            raise McpError(INVALID_PARAMS, "expected 'arguments' to be an object")
+            raise McpError(INVALID_PARAMS, "'arguments' must be an object")
         description = self._sessions.description
-        is_own = any(tool.name == name for tool in description.tools)
+        is_environment_tool = any(tool.name == name for tool in description.tools)
         is_play = caller.may_play and any(t.name == name for t in play_tools(description))
-        if not is_own and not is_play:
+        if not is_environment_tool and not is_play:
             raise self._unknown_tool(name, caller)
-        call = call_environment_tool if is_own else play
+        call = call_environment_tool if is_environment_tool else play
         session_id = await self._session_for(params, caller)
         if session_id is not None:
             return await call(self._sessions, session_id, name, arguments)
@@ -237,8 +236,8 @@ class McpServer:
     async def _create_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         if caller.session_id is None and caller.connection is None:
             opened = await self._sessions.open(OpenArgs(with_text=False))
-            return _created(opened.session_id, opened.tools_session_id)
-        return _created(await self._own_session(caller), caller.tools_session_id)
+            return _session_ids(opened.session_id, opened.tools_session_id)
+        return _session_ids(await self._caller_session(caller), caller.tools_session_id)
 
     async def _close_session(self, params: JsonObject, caller: McpCaller) -> JsonObject:
         session_id = params.get("session_id")
@@ -257,18 +256,18 @@ class McpServer:
     # -- sessions ----------------------------------------------------------------------
 
     async def _session_for(self, params: JsonObject, caller: McpCaller) -> str | None:
-        """The session a tool is called in; None for one that is opened for the one call."""
+        """Return the session for a tool call, or None for a new session."""
         if caller.session_id is not None:
-            self._spare.used(caller.session_id)
+            self._evictable.mark_used(caller.session_id)
             return caller.session_id
         if caller.connection is not None:
-            return await self._own_session(caller)
-        named = params.get("session_id")
-        if named and not isinstance(named, str):
-            raise McpError(INVALID_PARAMS, "expected 'session_id' to be a string")
-        return named or None
+            return await self._caller_session(caller)
+        session_id = params.get("session_id")
+        if session_id and not isinstance(session_id, str):
+            raise McpError(INVALID_PARAMS, "'session_id' must be a string")
+        return session_id or None
 
-    async def _own_session(self, caller: McpCaller) -> str:
+    async def _caller_session(self, caller: McpCaller) -> str:
         if caller.session_id is None:
             opened = await self._sessions.open(OpenArgs(), caller.connection)
             caller.session_id, caller.tools_session_id = opened.session_id, opened.tools_session_id
@@ -278,18 +277,18 @@ class McpServer:
         try:
             await self._sessions.state(session_id)
         except (SessionLostError, AuthenticationError):
-            raise McpError(INVALID_PARAMS, f"Unknown session_id: {_shown(session_id)}") from None
+            raise McpError(INVALID_PARAMS, f"Unknown session_id: {_shorten(session_id)}") from None
 
     # -- errors ------------------------------------------------------------------------
 
     def _unknown_tool(self, name: str, caller: McpCaller) -> McpError:
         if caller.may_play:
-            return McpError(INVALID_PARAMS, f"Unknown tool: {_shown(name)!r}")
+            return McpError(INVALID_PARAMS, f"Unknown tool: {_shorten(name)!r}")
         if not self._sessions.description.tools:
             return McpError(INTERNAL_ERROR, "Environment does not support MCP")
-        return McpError(INTERNAL_ERROR, f"Unknown tool: {_shown(name)!r}")
+        return McpError(INTERNAL_ERROR, f"Unknown tool: {_shorten(name)!r}")
 
-    def _error_of(self, error: EnvError) -> McpError:
+    def _convert_error(self, error: EnvError) -> McpError:
         data = error_data(error, self._sessions, upstream=True)
         message = data.pop("message")
         if error.retry_after_s > 0:
@@ -303,18 +302,18 @@ class McpServer:
 
 
 def error_response(request_id: Any, error: McpError) -> JsonObject:
-    """The JSON-RPC response that says what went wrong."""
-    said = {"code": error.code, "message": error.message, "data": error.data}
-    return {"jsonrpc": "2.0", "id": request_id, "error": said}
+    """Return the JSON-RPC response for an error."""
+    content = {"code": error.code, "message": error.message, "data": error.data}
+    return {"jsonrpc": "2.0", "id": request_id, "error": content}
 
 
 def parse_error(error: orjson.JSONDecodeError) -> JsonObject:
-    """The response to what is no JSON."""
+    """Return the JSON-RPC response for malformed JSON."""
     return error_response(None, McpError(PARSE_ERROR, f"Parse error: {error}"))
 
 
-def _created(session_id: str, tools_session_id: str) -> JsonObject:
-    """What creating a session returns: upstream's key, and an id that an agent may be given."""
+def _session_ids(session_id: str, tools_session_id: str) -> JsonObject:
+    """Return the result of creating a session: OpenEnv's key, and the id for an agent."""
     return {"session_id": session_id} | (
         {"tools_session_id": tools_session_id} if tools_session_id else {}
     )
@@ -328,5 +327,5 @@ def _request_id(request: JsonObject) -> Any:
     return request_id
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -1,7 +1,7 @@
-"""Tools as MCP and OpenEnv's tool actions show them: the environment's own, and for playing.
+"""Tools for MCP and for OpenEnv's tool actions: the environment's tools and the play tools.
 
-Both spellings of every key are sent (`inputSchema` and `input_schema`, ...): MCP and the
-versions of OpenEnv's clients each read their own.
+Each key is sent in two spellings (`inputSchema` and `input_schema`, ...), because MCP and the
+versions of OpenEnv's clients use different ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TOOL_ACTIONS = {
 
 
 def play_tools(description: EnvironmentDescription) -> list[Tool]:
-    """The tools that play an environment; one of the environment's own names hides them."""
-    seed = {"type": "integer", "minimum": 0, "description": "fixes all randomness"}
+    """Return the play tools, without those whose name the environment uses for its own tool."""
+    seed = {"type": "integer", "minimum": 0, "description": "Seed of all randomness."}
     tools = [
         Tool(
             START_EPISODE,
@@ -43,21 +43,21 @@ def play_tools(description: EnvironmentDescription) -> list[Tool]:
         ),
         Tool(
             TAKE_ACTION,
-            f"Takes an action in {description.name} and returns what it led to.",
+            f"Takes an action in {description.name} and returns the next observation.",
             {"type": "object", **description.action_schema},
         ),
         Tool(
             GET_STATE,
-            "Returns where the episode stands.",
+            "Returns the state of the episode.",
             {"type": "object", "properties": {}, "additionalProperties": False},
         ),
     ]
-    own_names = {tool.name for tool in description.tools}
-    return [tool for tool in tools if tool.name not in own_names]
+    hidden = {tool.name for tool in description.tools}
+    return [tool for tool in tools if tool.name not in hidden]
 
 
-def listed_tools(tools: Iterable[Tool]) -> list[JsonObject]:
-    """The tools as MCP lists them."""
+def list_tools(tools: Iterable[Tool]) -> list[JsonObject]:
+    """Return the tools in MCP's format."""
     return [
         {
             "name": tool.name,
@@ -70,10 +70,10 @@ def listed_tools(tools: Iterable[Tool]) -> list[JsonObject]:
 
 
 async def play(sessions: Sessions, session_id: str, name: str, arguments: JsonObject) -> JsonObject:
-    """The result of a play tool; what the player did wrong is a result too.
+    """Call a play tool. An error of the player is a result too.
 
     Raises:
-        InfrastructureError: the session is gone, or cannot be reached.
+        InfrastructureError: the session has ended or cannot be reached.
     """
     try:
         if name == GET_STATE:
@@ -86,16 +86,16 @@ async def play(sessions: Sessions, session_id: str, name: str, arguments: JsonOb
         raise
     except EnvError as error:
         return _failed_result(error)
-    return _tool_result(_played_json(result), _shown_messages(result))
+    return _tool_result(_result_json(result), _text_messages(result))
 
 
 async def call_environment_tool(
     sessions: Sessions, session_id: str, name: str, arguments: JsonObject
 ) -> JsonObject:
-    """The result of a tool of the environment; its failure is a result too.
+    """Call a tool of the environment. A failure of the tool is a result too.
 
     Raises:
-        InfrastructureError: the session is gone, or cannot be reached.
+        InfrastructureError: the session has ended or cannot be reached.
     """
     try:
         plain_json(arguments, "arguments")
@@ -107,24 +107,24 @@ async def call_environment_tool(
 
 
 def is_tool_action(action: JsonObject) -> bool:
-    """True when an action has the shape of OpenEnv's actions for tools."""
+    """Return True if an action has the keys of OpenEnv's actions for tools."""
     kind = action.get("type")
     return isinstance(kind, str) and action.keys() <= _TOOL_ACTIONS.get(kind, frozenset())
 
 
 async def step_with_tools(sessions: Sessions, session_id: str, action: JsonObject) -> bytes:
-    """The payload of a step with such an action, as JSON.
+    """Take a step with OpenEnv's action for tools, and return the payload as JSON.
 
     Raises:
-        SessionLostError: the session is gone.
+        SessionLostError: the session has ended.
     """
     tools = sessions.description.tools
     if action["type"] == "list_tools":
-        return _payload({"tools": listed_tools(tools)})
+        return _payload({"tools": list_tools(tools)})
     name, arguments = action.get("tool_name"), action.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise InvalidCallError(
-            "expected tool_name to be a string and arguments to be an object in a call_tool action"
+            "tool_name must be a string and arguments an object in a call_tool action"
         )
     if all(tool.name != name for tool in tools):
         return _payload(_failed_call(name, "tool_not_found", f"Unknown tool: {name!r}"))
@@ -157,35 +157,35 @@ def _start_args(arguments: JsonObject) -> ResetArgs:
     is_seed = seed is None or (type(seed) is int and 0 <= seed <= MAX_SEED)
     if not is_seed or arguments.keys() - {"seed"}:
         raise InvalidCallError(
-            f"expected no argument but a seed from 0 to {MAX_SEED}, got {sorted(arguments)}"
+            f"the only argument can be a seed from 0 to {MAX_SEED}, got {sorted(arguments)}"
         )
     return ResetArgs(seed)
 
 
-def _played_json(result: EncodedResult) -> bytes:
+def _result_json(result: EncodedResult) -> bytes:
     payload = ludus_payload(result)
-    payload.pop("tensors", None)  # arrays are nothing for a language model
+    payload.pop("tensors", None)  # a language model cannot use arrays
     return orjson.dumps(payload)
 
 
-def _shown_messages(result: EncodedResult) -> list[str]:
+def _text_messages(result: EncodedResult) -> list[str]:
     if result.text is None:
         return []
     messages = orjson.loads(result.text.messages_json)
     return [str(message.get("content", "")) for message in messages]
 
 
-def _tool_result(result_json: bytes, shown: list[str]) -> JsonObject:
-    """A result in both spellings: what the player is shown first, then all of it.
+def _tool_result(result_json: bytes, messages: list[str]) -> JsonObject:
+    """Return a result in both spellings, with the player's messages first.
 
-    A result that is but a `result` stands for that: FastMCP, by which OpenEnv's tools are written,
-    wraps what is no object so, and its clients take it out again.
+    If `result` is the only key, its value is the data. FastMCP, the library of OpenEnv's tools,
+    wraps values other than objects in this way, and its clients unwrap them.
     """
     structured: Any = orjson.Fragment(result_json)
     returned = orjson.loads(result_json) if result_json.startswith(_WRAPPED) else {}
     data = returned["result"] if returned.keys() == {"result"} else structured
-    said = data if isinstance(data, str) else result_json.decode()
-    content = [{"type": "text", "text": text} for text in [*shown, said]]
+    data_text = data if isinstance(data, str) else result_json.decode()
+    content = [{"type": "text", "text": text} for text in [*messages, data_text]]
     return {
         "content": content,
         "structuredContent": structured,

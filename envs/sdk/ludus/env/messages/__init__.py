@@ -1,1 +1,1 @@
-"""Between the types of the environment plane and what travels: protobuf and OpenEnv JSON."""
+"""Conversion between the types of the SDK and their protobuf messages or OpenEnv JSON."""

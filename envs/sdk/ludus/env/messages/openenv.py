@@ -1,7 +1,7 @@
-"""OpenEnv's JSON messages, as its upstream clients of 0.2 to 0.10 send and expect them.
+"""OpenEnv's JSON messages, for the upstream clients of versions 0.2 to 0.10.
 
-Our own clients ask for extras (`/ws?ludus=1`). They stand beside `observation`, never
-inside it: typed upstream clients refuse unknown keys there.
+Clients of Ludus request extensions (`/ws?ludus=1`). The extensions are keys next to `observation`
+and never inside it, because typed upstream clients reject unknown keys there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ludus.env.types import EnvironmentDescription, JsonObject, TaskSet
 from ludus.proto.errors import EnvError, ErrorCode, clear_tracebacks, error_message
 
 MAX_FAULTS_BYTES = 65_536
-"""Beyond this a refusal leaves out the input that it refuses."""
+"""Size of validation errors above which the rejected input is left out."""
 
 
 class ResetRequest(BaseModel):
-    """The arguments of a reset; further keys go to the environment if it takes them."""
+    """The arguments of a reset. Other keys are options of the environment."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class ResetRequest(BaseModel):
 
 
 class StepRequest(BaseModel):
-    """The body of `POST /step`; without `action`, the other keys are the action (0.1)."""
+    """The body of `POST /step`. Without `action`, the other keys are the action (OpenEnv 0.1)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -42,7 +42,7 @@ class StepRequest(BaseModel):
     request_id: str | None = Field(default=None, max_length=255)
 
     @property
-    def given_action(self) -> JsonObject:
+    def parsed_action(self) -> JsonObject:
         """The action, in either form."""
         if "action" in self.model_fields_set:
             return self.action
@@ -54,14 +54,14 @@ class _Envelope(BaseModel):
 
 
 class ResetMessage(_Envelope):
-    """Starts an episode."""
+    """A request to start an episode."""
 
     type: Literal["reset"]
     data: JsonObject = Field(default_factory=dict)
 
 
 class StepMessage(_Envelope):
-    """Takes an action; `data` is the action itself."""
+    """A request to take the action in `data`."""
 
     type: Literal["step"]
     data: JsonObject
@@ -77,13 +77,13 @@ class LudusStepMessage(_Envelope):
 
 
 class StateMessage(_Envelope):
-    """Asks for the state."""
+    """A request for the state."""
 
     type: Literal["state"]
 
 
 class CloseMessage(_Envelope):
-    """Ends the session."""
+    """A request to close the session."""
 
     type: Literal["close"]
 
@@ -98,10 +98,10 @@ class McpMessage(_Envelope):
 def reset_args(
     data: JsonObject, description: EnvironmentDescription, *, lenient: bool
 ) -> ResetArgs:
-    """The arguments of a reset.
+    """Read the arguments of a reset.
 
     Args:
-        lenient: drops what the environment does not take, as upstream servers do.
+        lenient: ignore options that the environment does not accept, like upstream servers.
 
     Raises:
         ValidationError: seed or episode_id is malformed.
@@ -116,24 +116,24 @@ def reset_args(
 
 
 def action_json(action: JsonObject) -> bytes:
-    """The action as it travels on.
+    """Encode an action.
 
     Raises:
-        InvalidCallError: it is nested deeper than any action is.
+        InvalidCallError: the action is nested too deeply.
     """
     return plain_json(action, "an action")
 
 
 def observation_frame(result: EncodedResult) -> bytes:
-    """The WebSocket frame for upstream clients, put together without a dictionary: the hot path."""
+    """Return the WebSocket frame for upstream clients, without a dictionary on this hot path."""
     reward = result.reward
     tail = b',"done":true' if result.terminated or result.truncated else b',"done":false'
-    if metadata_json := _metadata_of(result):
+    if metadata_json := _encode_metadata(result):
         tail += b',"metadata":' + metadata_json
     return b"".join(
         (
             b'{"type":"observation","data":{"observation":',
-            _whole_observation(result),
+            _insert_tensors(result),
             b',"reward":',
             b"null" if reward is None else orjson.dumps(reward),
             tail,
@@ -143,12 +143,12 @@ def observation_frame(result: EncodedResult) -> bytes:
 
 
 def observation_payload(result: EncodedResult) -> JsonObject:
-    """What upstream clients get for a reset or step; holds JSON fragments."""
-    return _payload(result, _whole_observation(result))
+    """Return the payload of a reset or step for upstream clients; it contains JSON fragments."""
+    return _payload(result, _insert_tensors(result))
 
 
 def ludus_payload(result: EncodedResult) -> JsonObject:
-    """The upstream payload and beside it all that OpenEnv has no key for."""
+    """Return the payload of a reset or step with the extensions of Ludus."""
     payload = _payload(result, result.observation_json)
     payload["terminated"] = result.terminated
     payload["truncated"] = result.truncated
@@ -168,11 +168,11 @@ def ludus_payload(result: EncodedResult) -> JsonObject:
 
 
 def upstream_metadata(data: JsonObject) -> JsonObject:
-    """The metadata in an upstream server's payload, wherever it put it."""
+    """Return the metadata in an upstream server's payload, or in the payload's observation."""
     observation = data.get("observation")
     inner = observation.get("metadata") if isinstance(observation, dict) else None
-    found = data.get("metadata") or inner
-    return found if isinstance(found, dict) else {}
+    metadata = data.get("metadata") or inner
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
@@ -181,37 +181,37 @@ def _payload(result: EncodedResult, observation_json: bytes) -> JsonObject:
         "reward": result.reward,
         "done": result.terminated or result.truncated,
     }
-    if metadata_json := _metadata_of(result):
+    if metadata_json := _encode_metadata(result):
         payload["metadata"] = orjson.Fragment(metadata_json)
     return payload
 
 
-def _whole_observation(result: EncodedResult) -> bytes:
-    """The observation; arrays that travel beside it elsewhere are in it, in place of a null."""
+def _insert_tensors(result: EncodedResult) -> bytes:
+    """Return the observation, with its separate arrays inserted where it contains a null."""
     if not result.tensors:
         return result.observation_json
     observation = orjson.loads(result.observation_json)
     for path, array in result.tensors.items():
         *parents, last = path.split(".")
-        place: Any = observation
+        parent: Any = observation
         for name in parents:
-            place = _part(place, name)
-        if isinstance(place, dict) and last in place and place[last] is None:
-            place[last] = _array_json(array)
-        elif isinstance(place, list) and last.isdecimal() and _part(place, last) is None:
-            place[int(last)] = _array_json(array)
+            parent = _get_child(parent, name)
+        if isinstance(parent, dict) and last in parent and parent[last] is None:
+            parent[last] = _array_json(array)
+        elif isinstance(parent, list) and last.isdecimal() and _get_child(parent, last) is None:
+            parent[int(last)] = _array_json(array)
     return orjson.dumps(observation)
 
 
-def _part(place: Any, name: str) -> Any:
-    if isinstance(place, dict):
-        return place.get(name)
-    is_index = isinstance(place, list) and name.isdecimal() and int(name) < len(place)
-    return place[int(name)] if is_index else ()
+def _get_child(parent: Any, name: str) -> Any:
+    if isinstance(parent, dict):
+        return parent.get(name)
+    is_index = isinstance(parent, list) and name.isdecimal() and int(name) < len(parent)
+    return parent[int(name)] if is_index else ()
 
 
 def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
-    """The arrays that a payload's `tensors` hold."""
+    """Return the arrays in a payload's `tensors` by name."""
     return {
         tensor["name"]: np.frombuffer(
             base64.b64decode(tensor["data"]), np.dtype(tensor["dtype"]).newbyteorder("<")
@@ -221,7 +221,7 @@ def read_tensors_json(tensors: list[JsonObject]) -> dict[str, np.ndarray]:
 
 
 def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
-    """What /metadata says beside OpenEnv's own keys; its presence advertises the extras."""
+    """Return the `ludus` value of /metadata. Its presence shows that the extensions exist."""
     reset_options = description.reset_options
     return {
         "has_text_view": description.has_text_view,
@@ -238,7 +238,7 @@ def ludus_metadata(description: EnvironmentDescription) -> JsonObject:
 
 
 def read_tasks(metadata: JsonObject) -> TaskSet | None:
-    """The tasks that the extras of /metadata tell of; None where they tell of none."""
+    """Read the tasks in the `ludus` value of /metadata, or return None if it has none."""
     tasks = metadata.get("tasks")
     if tasks is None:
         return None
@@ -246,14 +246,14 @@ def read_tasks(metadata: JsonObject) -> TaskSet | None:
 
 
 def frame(kind: str, data: Any) -> bytes:
-    """A server's WebSocket frame."""
+    """Return a server's WebSocket frame."""
     return orjson.dumps({"type": kind, "data": data})
 
 
 def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonObject:
-    """The `data` of an error frame; upstream clients get OpenEnv's own words.
+    """Return the `data` of an error frame, and release the error's traceback.
 
-    The error, which is told by that, lets go of its traceback.
+    Upstream clients get OpenEnv's messages.
     """
     clear_tracebacks(error)
     data: JsonObject = {"message": error.message, "code": str(error.code)}
@@ -268,34 +268,35 @@ def error_data(error: EnvError, sessions: Sessions, *, upstream: bool) -> JsonOb
         if upstream:
             data["message"] = f"Environment factory '{name}' failed to create instance."
     elif isinstance(cause, ValidationError):
-        data |= validation_error_data(cause) if upstream else {"errors": faults(cause)}
+        data |= validation_error_data(cause) if upstream else {"errors": validation_faults(cause)}
     elif error.code is ErrorCode.EXECUTION_ERROR and upstream and cause is not None:
         data["message"] = error_message(cause)
     return data
 
 
 def validation_error_data(error: ValidationError) -> JsonObject:
-    """The `data` of the error frame for a message that does not fit its schema."""
+    """Return the `data` of the error frame for a message that violates its schema."""
     return {
         "message": "Invalid message",
         "code": str(ErrorCode.VALIDATION_ERROR),
-        "errors": faults(error),
+        "errors": validation_faults(error),
     }
 
 
-def faults(error: ValidationError) -> list[JsonObject]:
-    """Pydantic's faults as plain JSON values; large input is not sent back."""
+def validation_faults(error: ValidationError) -> list[JsonObject]:
+    """Return pydantic's list of faults as JSON values, without large input."""
     try:
-        shown = error.json()
-    except ValueError:  # the input is nested too deep to be shown
-        shown = ""
-    if not shown or len(shown) > MAX_FAULTS_BYTES:
-        shown = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
-    return orjson.loads(shown)
+        text = error.json()
+    except ValueError:  # the input is nested too deeply
+        text = ""
+    if not text or len(text) > MAX_FAULTS_BYTES:
+        text = orjson.dumps(error.errors(include_input=False, include_context=False)[:20]).decode()
+    faults: list[JsonObject] = orjson.loads(text)
+    return faults
 
 
-def _metadata_of(result: EncodedResult) -> bytes:
-    """The metadata as JSON, with the success where there is one; empty when there is neither."""
+def _encode_metadata(result: EncodedResult) -> bytes:
+    """Return the metadata and the success as JSON; empty if there is neither."""
     if result.success is None:
         return result.metadata_json
     metadata = orjson.loads(result.metadata_json) if result.metadata_json else {}

@@ -1,4 +1,4 @@
-"""Between the types of the environment plane and the messages of env.proto, both ways."""
+"""Conversion between the types of the SDK and the messages of env.proto."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ludus.proto.errors import (
 )
 
 CONNECTED_KEY = "ludus-connected"
-"""In the first metadata of a Connect stream: the server has accepted it."""
+"""Key in the initial metadata of a Connect stream that the server has accepted."""
 ENVIRONMENT_KEY = "ludus-env"
-"""Metadata that choose an environment at a gateway."""
+"""Metadata key that selects an environment at a gateway."""
 
 
 def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) -> None:
-    """Write the result into a message in place, which saves protobuf a copy."""
+    """Write a result into a message in place, which avoids a copy."""
     message.session_id = session_id
     message.step_index = result.step_index
     message.observation_json = result.observation_json
@@ -53,7 +53,7 @@ def fill_result(message: pb.StepResult, session_id: str, result: EncodedResult) 
 
 
 def read_encoded(message: pb.StepResult) -> EncodedResult:
-    """The result as it left the environment, for whoever passes it on."""
+    """Read a result without decoding its JSON, so that it can be forwarded."""
     text = message.text if message.HasField("text") else None
     return EncodedResult(
         step_index=message.step_index,
@@ -69,8 +69,8 @@ def read_encoded(message: pb.StepResult) -> EncodedResult:
     )
 
 
-def session_of(call: pb.Call) -> str:
-    """The id of the session that a call names; empty where it names none."""
+def call_session_id(call: pb.Call) -> str:
+    """Return the id of the session that a call uses; empty if it uses none or several."""
     kind = call.WhichOneof("call")
     if kind is None or kind in ("open_group", "step_many"):
         return ""
@@ -90,10 +90,10 @@ def fill_open_args(message: pb.OpenRequest, args: OpenArgs) -> None:
 
 
 def read_open_args(message: pb.OpenRequest) -> OpenArgs:
-    """The arguments of an open.
+    """Read the arguments of an open.
 
     Raises:
-        InvalidCallError: they are malformed.
+        InvalidCallError: the arguments are malformed.
     """
     return OpenArgs(
         reset=read_reset_args(message.reset) if message.HasField("reset") else None,
@@ -113,7 +113,7 @@ def fill_opened(message: pb.OpenResponse, opened: Opened) -> None:
 
 
 def read_opened(message: pb.OpenResponse) -> Opened:
-    """The new session that a message tells of."""
+    """Read a new session."""
     first = read_encoded(message.first) if message.HasField("first") else None
     return Opened(message.session_id, first, message.tools_session_id)
 
@@ -129,46 +129,46 @@ def fill_reset_args(message: pb.ResetArgs, args: ResetArgs) -> None:
 
 
 def read_reset_args(message: pb.ResetArgs) -> ResetArgs:
-    """The arguments of a reset.
+    """Read the arguments of a reset.
 
     Raises:
-        InvalidCallError: `options_json` is no JSON object, or nested too deep.
+        InvalidCallError: `options_json` is not a JSON object, or it is nested too deeply.
     """
     options = read_object(message.options_json, "options_json")
     seed = message.seed if message.HasField("seed") else None
     return ResetArgs(seed, message.episode_id, options)
 
 
-def read_object(text: bytes, what: str) -> JsonObject:
-    """The JSON object in a field of a call; an empty field is an empty object.
+def read_object(text: bytes, field: str) -> JsonObject:
+    """Read the JSON object in a field of a call; an empty field is an empty object.
 
     Raises:
-        InvalidCallError: it is none, or nested too deep to travel on.
+        InvalidCallError: the value is not a JSON object, or it is nested too deeply.
     """
     if not text:
         return {}
     try:
-        found = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidCallError(
-            f"expected {what} to be a JSON object: {error}", ErrorCode.INVALID_JSON
+            f"{field} must be a JSON object: {error}", ErrorCode.INVALID_JSON
         ) from error
-    if not isinstance(found, dict):
-        raise InvalidCallError(f"expected {what} to be a JSON object, got {found!r:.200}")
-    plain_json(found, what)
-    return found
+    if not isinstance(value, dict):
+        raise InvalidCallError(f"{field} must be a JSON object, got {value!r:.200}")
+    plain_json(value, field)
+    return value
 
 
 def read_action(message: pb.StepRequest) -> bytes | str:
-    """The action: bytes are JSON, a str is text.
+    """Read an action. Bytes are JSON; a str is text.
 
     Raises:
-        InvalidCallError: the request holds no action, or tensors.
+        InvalidCallError: the request has no action, or it has tensors.
     """
     if message.tensors:
         raise InvalidCallError(
-            f"expected an action of JSON or text, got {len(message.tensors)} tensors beside it;"
-            " put the values into action_json"
+            f"an action must be JSON or text, got {len(message.tensors)} tensors; put the values"
+            " into action_json"
         )
     kind = message.WhichOneof("action")
     if kind is None:
@@ -177,7 +177,7 @@ def read_action(message: pb.StepRequest) -> bytes | str:
 
 
 def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
-    """Write an error into a message in place; told by that, it lets go of its traceback."""
+    """Write an error into a message in place, and release the error's traceback."""
     clear_tracebacks(error)
     message.code = error.code
     message.message = error.message
@@ -186,12 +186,12 @@ def fill_error(message: pb.Error, error: EnvError, session_id: str) -> None:
 
 
 def read_error(message: pb.Error) -> EnvError:
-    """The exception that an error message stands for."""
+    """Return the exception for an error message."""
     return error_from_wire(message.code, message.message, message.retry_after_s)
 
 
 def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse:
-    """The description as a message."""
+    """Convert a description to a message."""
     return pb.DescribeResponse(
         name=description.name,
         description=description.description,
@@ -209,13 +209,13 @@ def describe_message(description: EnvironmentDescription) -> pb.DescribeResponse
         server_id=description.server_id,
         linger_s=description.linger_s,
         idle_timeout_s=description.idle_timeout_s,
-        tasks=_tasks_message(description.tasks),
+        tasks=_task_set_message(description.tasks),
         takes_any_text=description.takes_any_text,
     )
 
 
 def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
-    """The description that a message holds."""
+    """Read a description."""
     return EnvironmentDescription(
         name=message.name,
         description=message.description,
@@ -232,16 +232,16 @@ def read_description(message: pb.DescribeResponse) -> EnvironmentDescription:
         server_id=message.server_id,
         linger_s=message.linger_s,
         idle_timeout_s=message.idle_timeout_s,
-        tasks=_read_tasks(message.tasks) if message.HasField("tasks") else None,
+        tasks=_read_task_set(message.tasks) if message.HasField("tasks") else None,
         takes_any_text=message.takes_any_text,
     )
 
 
-def _tasks_message(tasks: TaskSet | None) -> pb.TaskSet | None:
+def _task_set_message(tasks: TaskSet | None) -> pb.TaskSet | None:
     return None if tasks is None else pb.TaskSet(**asdict(tasks))
 
 
-def _read_tasks(message: pb.TaskSet) -> TaskSet:
+def _read_task_set(message: pb.TaskSet) -> TaskSet:
     return TaskSet(message.num_tasks, message.num_test_tasks, tuple(message.columns))
 
 
@@ -258,7 +258,7 @@ def fill_tensors(messages: Any, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_tensors(messages: Iterable[pb.Tensor]) -> dict[str, np.ndarray]:
-    """The arrays by name; they share the message's memory and are read-only."""
+    """Return the arrays by name. They share the message's memory and are read-only."""
     return {tensor.name: _read_tensor(tensor) for tensor in messages}
 
 

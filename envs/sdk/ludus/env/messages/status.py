@@ -1,4 +1,4 @@
-"""The status with which each wire answers an error, by its code; docs/errors.md says the same."""
+"""The gRPC and HTTP status of each error code; docs/errors.md contains the same table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ludus.proto.errors import ErrorCode
 
 
 class Status(NamedTuple):
-    """One error on two wires."""
+    """The statuses of one error code."""
 
     grpc: StatusCode
     http: int

@@ -1,7 +1,7 @@
-"""How many fields a protobuf message holds, counted before it is parsed.
+"""A limit on the number of fields in a protobuf message, checked before the message is parsed.
 
-An embedded message of two bytes takes a hundred in memory: sixteen megabytes of them would take
-most of a gigabyte, and a second of the event loop, before anybody could refuse them.
+An embedded message of two bytes takes a hundred bytes in memory. 16 MB of such messages would take
+almost 1 GB, and a second of the event loop, before the server could refuse them.
 """
 
 from __future__ import annotations
@@ -10,69 +10,71 @@ from typing import Any
 
 _MAX_VARINT_BITS = 63
 _SMALL_BYTES = 256 * 1024
-"""What cannot hold enough to matter."""
+"""Size up to which a message cannot contain enough fields to matter."""
 
 
-def check_fields(kind: Any, data: bytes, limit: int) -> None:
-    """Refuse what would take far more memory than it has bytes.
+def check_fields(message_type: Any, data: bytes, limit: int) -> None:
+    """Check that an encoded message does not need far more memory than its size.
 
     Args:
-        kind: the message's class.
-        limit: fields of it and of the messages in it.
+        message_type: class of the message.
+        limit: maximum number of fields in the message and its embedded messages.
 
     Raises:
-        ValueError: there are more, or it is no such message.
+        ValueError: the message has more fields, or is malformed.
     """
     if len(data) <= _SMALL_BYTES:
         return
     num_fields = 0
-    waiting = [(0, len(data), kind.DESCRIPTOR)]
+    pending = [(0, len(data), message_type.DESCRIPTOR)]
+    """Offset, end and type of each message that is still to be scanned."""
     try:
-        while waiting:
-            at, end, of = waiting.pop()
-            fields = of.fields_by_number
-            while at < end:
+        while pending:
+            offset, end, descriptor = pending.pop()
+            fields = descriptor.fields_by_number
+            while offset < end:
                 num_fields += 1
                 if num_fields > limit:
                     raise ValueError(f"expected at most {limit} fields in one message, got more")
-                at = _skip(data, at, fields, waiting)
+                offset = _skip_field(data, offset, fields, pending)
     except IndexError:
-        raise ValueError(f"expected a {kind.__name__}, got what ends in the middle") from None
+        raise ValueError(f"got an incomplete {message_type.__name__}") from None
 
 
-def _skip(data: bytes, at: int, fields: Any, waiting: list[tuple[int, int, Any]]) -> int:
-    """Where the next field begins; an embedded message is left to be looked at.
+def _skip_field(data: bytes, offset: int, fields: Any, pending: list[tuple[int, int, Any]]) -> int:
+    """Return the offset of the next field, and add an embedded message to `pending`.
 
     https://protobuf.dev/programming-guides/encoding/#structure
     """
-    tag, at = _read_varint(data, at)
+    tag, offset = _read_varint(data, offset)
     match tag & 7:
         case 2:
-            size, at = _read_varint(data, at)
+            size, offset = _read_varint(data, offset)
             field = fields.get(tag >> 3)
             if field is not None and field.message_type is not None:
-                waiting.append((at, min(at + size, len(data)), field.message_type))
-            return at + size
+                pending.append((offset, min(offset + size, len(data)), field.message_type))
+            return offset + size
         case 0:
-            return _read_varint(data, at)[1]
+            return _read_varint(data, offset)[1]
         case 1:
-            return at + 8
+            return offset + 8
         case 5:
-            return at + 4
-    raise ValueError("expected no groups of fields, got one")
+            return offset + 4
+    raise ValueError("groups of fields are not supported")
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    byte = data[at]
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the number at the offset and the offset after it."""
+    byte = data[offset]
     if byte < 0x80:
-        return byte, at + 1
+        return byte, offset + 1
     value, shift = byte & 0x7F, 7
     while True:
-        at += 1
-        byte = data[at]
+        offset += 1
+        byte = data[offset]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at + 1
+            return value, offset + 1
         shift += 7
         if shift > _MAX_VARINT_BITS:
-            raise ValueError("expected a number of at most 64 bits, got a longer one")
+            raise ValueError("a number must have at most 64 bits")

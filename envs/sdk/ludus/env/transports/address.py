@@ -72,17 +72,17 @@ def parse_address(address: str) -> ServerAddress:
     try:
         parts = urlsplit(address)
     except ValueError:
-        raise _malformed(address, "a host and a port") from None
+        raise _malformed_error(address, "a host and a port") from None
     userinfo, _, authority = parts.netloc.rpartition("@")
     if parts.scheme not in (*GRPC_SCHEMES, *HTTP_SCHEMES) or not authority:
-        raise _malformed(address, "a scheme out of grpc, grpcs, http, https, ws, wss")
+        raise _malformed_error(address, "a scheme out of grpc, grpcs, http, https, ws, wss")
     if parts.query or parts.fragment:
-        raise _malformed(address, "no query and no fragment")
+        raise _malformed_error(address, "no query and no fragment")
     path = parts.path.rstrip("/")
     if parts.scheme in HTTP_SCHEMES:
         path = path.removesuffix("/ws")
     elif path.count("/") > 1:
-        raise _malformed(address, "at most one name after the port")
+        raise _malformed_error(address, "at most one name after the port")
     return ServerAddress(parts.scheme, authority, path, _basic_credentials(userinfo))
 
 
@@ -94,7 +94,7 @@ def _basic_credentials(userinfo: str) -> str | None:
     return f"Basic {base64.b64encode(plain.encode()).decode()}"
 
 
-def _malformed(address: str, expected: str) -> ConfigError:
+def _malformed_error(address: str, expected: str) -> ConfigError:
     scheme, separator, rest = address.rpartition("://")
     without_credentials = f"{scheme}{separator}{rest.rpartition('@')[2]}"
     return ConfigError(

@@ -47,8 +47,8 @@ class ConnectOptions:
     connect_timeout_s: float = 10.0
     """Time limit for the first response of the server."""
     reconnect_timeout_s: float = 60.0
-    """How long `open`, and the calls of sessions that outlive a broken connection, wait for a
-    server that became unavailable."""
+    """Time for which `open`, and the calls of sessions that outlive a broken connection, wait for an
+    unavailable server."""
     ca_file: str | None = None
     """PEM file of the authorities that may sign a TLS server's certificate. Default: the
     system's authorities."""

@@ -272,7 +272,7 @@ class ServerLink:
             def fill(call: pb.Call) -> None:
                 call.detach.session_id = session_id
 
-            stream.unawaited(stream.begin(fill))
+            stream.ignore_failure(stream.begin(fill))
 
     async def close(self, reason: str) -> None:
         """End the connection; the server keeps its sessions for their linger."""

@@ -17,7 +17,7 @@ import grpc
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
-from ludus.env.asgi.socket import close_text
+from ludus.env.asgi.socket import cut_close_reason
 from ludus.env.grpc.servicer import abort
 from ludus.proto.errors import EnvError
 from ludus.services.gateway.tenancy.access import Access
@@ -111,7 +111,7 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
 async def _close(send: Send, error: EnvError) -> None:
     """Close a WebSocket and say why; one that closes by itself meanwhile is no error."""
     with contextlib.suppress(OSError, RuntimeError):
-        reason = close_text(error.message)
+        reason = cut_close_reason(error.message)
         await send({"type": "websocket.close", "code": _REVOKED, "reason": reason})
 
 

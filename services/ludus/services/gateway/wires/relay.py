@@ -14,10 +14,10 @@ import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
-from ludus.env.grpc.backlog import Backlog, ReplyWriter, Write, check_number, checked
+from ludus.env.grpc.backlog import Backlog, ReplyWriter, Write, check_batches, check_num_calls
 from ludus.env.grpc.call_server import CallServer
 from ludus.env.grpc.call_stream import CallStream, ConnectionLostError
-from ludus.env.messages.protobuf import fill_error, session_of
+from ludus.env.messages.protobuf import call_session_id, fill_error
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, ErrorCode, InvalidCallError
@@ -109,7 +109,7 @@ class CallRelay:
                 await self._sessions.detach(call.detach.session_id, connection)
                 reply.close.SetInParent()
             case "step_many":
-                check_number("steps in one call", len(call.step_many.steps))
+                check_num_calls("steps in one call", len(call.step_many.steps))
                 self.count("step", len(call.step_many.steps))
                 reply = await self._step_many.step_many(call, connection)
             case "step" | "reset" | "state" | "call_tool":
@@ -147,7 +147,7 @@ class _Conversation:
     async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         writing = asyncio.create_task(self._replies.write_forever())
         try:
-            async for batch in checked(batches):
+            async for batch in check_batches(batches):
                 for call in batch.calls:
                     await self._backlog.wait_for_room()
                     await self._replies.wait_for_room()
@@ -223,7 +223,7 @@ class _Conversation:
         try:
             reply = await self._relay.answer(call, kind, self._connection)
         except EnvError as error:
-            self._refuse(call, session_of(call), error)
+            self._refuse(call, call_session_id(call), error)
             return
         finally:
             self._backlog.remove(num_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludus.env.grpc.servicer import Context, abort, parsed_batches, status_message
+from ludus.env.grpc.servicer import Context, abort, parse_batches, status_message
 from ludus.env.messages.protobuf import CONNECTED_KEY, ENVIRONMENT_KEY, describe_message
 from ludus.env.sessions.interface import Connection
 from ludus.proto.env.v1 import env_pb2 as pb
@@ -51,7 +51,7 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         connection = Connection()
         try:
-            await relay.serve(parsed_batches(request_iterator), context.write, connection)
+            await relay.serve(parse_batches(request_iterator), context.write, connection)
         except EnvError as error:
             await abort(context, error)
 
