@@ -242,7 +242,7 @@ def test_fields_are_counted_as_they_are_nested(name):
 def test_what_is_no_message_is_refused_as_such():
     padding = b"\0" * 300_000
     for message in (embedded(1, padding)[:-1], embedded(1, b"\x80" * 300_000), b"\x0b" + padding):
-        with pytest.raises(ValueError, match="incomplete|64 bits|groups"):
+        with pytest.raises(ValueError, match=r"incomplete|64 bits|groups"):
             check_fields(pb.CallBatch, message, MANY * 10)
             pb.CallBatch.FromString(message)
 
