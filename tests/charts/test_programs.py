@@ -34,7 +34,7 @@ def feature(name: str) -> Rendered:
 
 def gateway_config(release: Rendered) -> GatewayConfig:
     """What a gateway of the release reads."""
-    return GatewayConfig.of(tomllib.loads(release.gateway_toml))
+    return GatewayConfig.parse(tomllib.loads(release.gateway_toml))
 
 
 def container(found: Object) -> dict[str, Any]:
@@ -169,7 +169,7 @@ async def test_a_gateway_runs_with_what_the_chart_gives_it(monkeypatch: pytest.M
     for name in variables(container(release.one("Deployment", "-gateway"))):
         monkeypatch.setenv(name, "0123456789abcdef" * 2)
     free = {"host": "127.0.0.1", "port": 0, "grpc_port": 0, "admin_port": 0}
-    config = GatewayConfig.of(tomllib.loads(release.gateway_toml) | free)
+    config = GatewayConfig.parse(tomllib.loads(release.gateway_toml) | free)
     async with FakeKubernetes() as cluster:
         for lease in release.of_kind("Lease"):
             metadata = {**lease["metadata"], "namespace": CPU.namespace}

@@ -14,10 +14,10 @@ import httpx
 from ludus.env.client import AsyncEnvClient, ConnectOptions
 from ludus.env.serving.server import EnvServer, ServerOptions
 from ludus.services.gateway.config import GatewayConfig
-from ludus.services.gateway.fleet.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions.sessions import GatewaySessions
-from ludus.services.gateway.tenancy.callers import ANYONE, enter_tenant
+from ludus.services.gateway.tenancy.callers import ANONYMOUS, set_current_tenant
 from tests.env.counting_env import CountingEnv, ThreadedCountingEnv
 from tests.env.served import server_process
 
@@ -43,7 +43,7 @@ def config_of(*addresses: str, **fields: Any) -> GatewayConfig:
         "session_key_env": KEY_VARIABLE,
         **fields,
     }
-    return GatewayConfig.of(raw)
+    return GatewayConfig.parse(raw)
 
 
 def gateway_to(*servers: Any, **fields: Any) -> Gateway:
@@ -54,16 +54,16 @@ def gateway_to(*servers: Any, **fields: Any) -> Gateway:
 class ListedServers:
     """A source that the test decides over."""
 
-    def __init__(self, *endpoints: Endpoint) -> None:
+    def __init__(self, *endpoints: ServerEndpoint) -> None:
         self._endpoints = list(endpoints)
-        self._publish: Callable[[list[Endpoint]], None] | None = None
+        self._publish: Callable[[list[ServerEndpoint]], None] | None = None
 
-    async def watch(self, publish: Callable[[list[Endpoint]], None]) -> None:
+    async def watch(self, publish: Callable[[list[ServerEndpoint]], None]) -> None:
         self._publish = publish
         publish(self._endpoints)
         await asyncio.Event().wait()
 
-    def list(self, *endpoints: Endpoint) -> None:
+    def list(self, *endpoints: ServerEndpoint) -> None:
         """The list from now on."""
         assert self._publish is not None, "it is not watched yet"
         self._publish(list(endpoints))
@@ -72,9 +72,9 @@ class ListedServers:
         pass
 
 
-def endpoint_of(server: Any, **fields: Any) -> Endpoint:
+def endpoint_of(server: Any, **fields: Any) -> ServerEndpoint:
     """A running server as its source sees it."""
-    return Endpoint(server.grpc_address, server.grpc_address, server.http_address, **fields)
+    return ServerEndpoint(server.grpc_address, server.grpc_address, server.http_address, **fields)
 
 
 @asynccontextmanager
@@ -114,7 +114,7 @@ def http_of(gateway: Gateway) -> httpx.AsyncClient:
 
 def sessions_of(gateway: Gateway) -> GatewaySessions:
     """A gateway's sessions for the test itself, which from now on is anybody to them."""
-    enter_tenant(ANYONE)
+    set_current_tenant(ANONYMOUS)
     return gateway.environments[NAME]
 
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.proto.errors import AuthenticationError
-from ludus.services.gateway.tenancy.access import Access, AuthFailure
+from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
 from ludus.services.gateway.tenancy.callers import current_tenant
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
 from ludus.services.gateway.wires.http_app import build_gateway_app
@@ -32,7 +32,7 @@ ADMIN = "adm1n-adm1n-adm1n-adm1n"
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> Access:
+def access(tmp_path: Path) -> TenantAccess:
     path = tmp_path / "tenants.toml"
     path.write_text(
         "".join(
@@ -45,7 +45,7 @@ def access(tmp_path: Path) -> Access:
             )
         )
     )
-    return Access.from_file(path)
+    return TenantAccess.from_file(path)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -89,7 +89,7 @@ def build_app() -> FastAPI:
 
 
 @pytest.fixture
-async def port(access: Access) -> AsyncIterator[int]:
+async def port(access: TenantAccess) -> AsyncIterator[int]:
     async with serving(Authenticate(build_app(), access)) as port:
         yield port
 
@@ -168,7 +168,7 @@ async def test_a_websocket_is_accepted_with_a_token_and_denied_without(port: int
 
 
 async def test_an_open_gateway_serves_everybody() -> None:
-    app = Authenticate(build_app(), Access.open())
+    app = Authenticate(build_app(), TenantAccess.open())
     async with (
         serving(app) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
@@ -195,7 +195,7 @@ async def test_a_wire_without_a_check_of_tokens_serves_nobody() -> None:
         current_tenant()
 
 
-async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: Access) -> None:
+async def test_a_prefix_of_a_proxy_does_not_hide_which_path_it_is(access: TenantAccess) -> None:
     served: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -240,7 +240,7 @@ class Service(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def grpc_channel(access: Access) -> AsyncIterator[grpc.aio.Channel]:
+async def grpc_channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(interceptors=[AuthenticateCalls(access)])
     server.add_generic_rpc_handlers((Service(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -253,7 +253,7 @@ async def grpc_channel(access: Access) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @pytest.fixture
-async def channel(access: Access) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(access: TenantAccess) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc_channel(access) as channel:
         yield channel
 
@@ -302,7 +302,7 @@ async def test_grpc_leaves_unknown_methods_alone(channel: grpc.aio.Channel) -> N
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_grpc_reports_every_refusal(channel: grpc.aio.Channel, access: Access) -> None:
+async def test_grpc_reports_every_refusal(channel: grpc.aio.Channel, access: TenantAccess) -> None:
     seen: list[AuthFailure] = []
     access.on_failure = seen.append
     for authorization in ("Bearer wrong", None, "nonsense", f"Bearer {ADMIN[::-1]}"):
@@ -320,7 +320,7 @@ async def test_calls_side_by_side_do_not_see_each_others_tenant(channel: grpc.ai
 
 
 async def test_no_token_reaches_a_log_at_any_level(
-    access: Access, caplog: pytest.LogCaptureFixture
+    access: TenantAccess, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = "wr0ng-wr0ng-wr0ng-wr0ng"
     basic = base64.b64encode(f"alice:{ALICE}".encode()).decode()
@@ -360,7 +360,7 @@ async def raw_exchange(port: int, head: str) -> None:
 
 # -- garbage ---------------------------------------------------------------------------------
 
-ONE_TENANT = Access.single(ALICE)
+ONE_TENANT = TenantAccess.from_token(ALICE)
 Headers = st.lists(
     st.tuples(
         st.sampled_from([b"authorization", b"host", b"cookie"]),

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ludus.services.gateway.kubernetes.deletion_cost import (
     ANNOTATION,
     CostOptions,
-    DeletionCost,
-    bucket_of,
+    DeletionCostWriter,
+    choose_bucket,
 )
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import NAMESPACE, client_of
@@ -27,7 +27,7 @@ class Bench:
     """Pods with loads, a leader, and a clock that a test sets."""
 
     cluster: FakeKubernetes
-    costs: DeletionCost = field(init=False)
+    costs: DeletionCostWriter = field(init=False)
     loads: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_leader: bool = True
     now_s: float = 0.0
@@ -52,7 +52,7 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     async with FakeKubernetes() as cluster, client_of(cluster) as api:
         bench = Bench(cluster)
-        bench.costs = DeletionCost(
+        bench.costs = DeletionCostWriter(
             api,
             NAMESPACE,
             lambda: bench.loads,
@@ -74,15 +74,15 @@ async def bench() -> AsyncIterator[Bench]:
 def test_a_bucket_is_the_use_rounded_up_to_a_quarter(
     num_sessions: int, capacity: int, bucket: int
 ) -> None:
-    assert bucket_of(num_sessions, capacity) == bucket
+    assert choose_bucket(num_sessions, capacity) == bucket
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_more_sessions_never_cost_less(num_sessions: int, capacity: int) -> None:
-    bucket = bucket_of(num_sessions, capacity)
+    bucket = choose_bucket(num_sessions, capacity)
     assert bucket in (0, 25, 50, 75, 100)
     assert (bucket == 0) == (num_sessions == 0)
-    assert bucket_of(num_sessions + 1, capacity) >= bucket
+    assert choose_bucket(num_sessions + 1, capacity) >= bucket
 
 
 async def test_pods_get_the_bucket_of_their_load_beside_their_other_annotations(
@@ -189,8 +189,8 @@ async def test_pods_with_the_most_to_lose_are_written_first(bench: Bench) -> Non
 async def test_writes_are_spread_over_time() -> None:
     async with FakeKubernetes() as cluster, client_of(cluster) as api:
         loads = {f"pod{number}": (1, 2) for number in range(10)}
-        options = CostOptions(max_patches_per_s=50.0, sweep_s=0.01)
-        costs = DeletionCost(api, NAMESPACE, lambda: loads, lambda: True, options=options)
+        options = CostOptions(max_patches_per_s=50.0, sweep_interval_s=0.01)
+        costs = DeletionCostWriter(api, NAMESPACE, lambda: loads, lambda: True, options=options)
         began_s = time.monotonic()
         running = asyncio.create_task(costs.run())
         await eventually(lambda: cluster.num_requests("patch") == 10)

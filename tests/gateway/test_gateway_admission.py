@@ -368,7 +368,7 @@ async def test_a_session_counts_as_idle_when_its_own_server_ends_it():
             num_patient = patient.core.load.num_sessions
             assert 0 < num_patient < 10
             for one in opened:
-                sessions._tracked.get(one.session_id).used_s -= 700
+                sessions.tracked.get(one.session_id).last_used_s -= 700
             await eventually(lambda: gateway.num_sessions < 10)
             assert gateway.num_sessions == num_patient
 
@@ -378,12 +378,12 @@ async def test_where_the_server_does_not_say_when_it_ends_idle_sessions_the_gate
     async with served(1, sessions=limits) as (gateway, _):
         sessions = sessions_of(gateway)
         kept, idle = [await sessions.open(SEEDED) for _ in range(2)]
-        link = sessions._tracked.get(kept.session_id).link
+        link = sessions.tracked.get(kept.session_id).link
         link.description = dataclasses.replace(link.description, idle_timeout_s=0.0)
-        sessions._tracked.get(kept.session_id).used_s -= 700
-        sessions._tracked.get(idle.session_id).used_s -= 1100
+        sessions.tracked.get(kept.session_id).last_used_s -= 700
+        sessions.tracked.get(idle.session_id).last_used_s -= 1100
         await eventually(lambda: gateway.num_sessions < 2)
-        assert sessions._tracked.get(kept.session_id) is not None
+        assert sessions.tracked.get(kept.session_id) is not None
 
 
 @pytest.mark.parametrize("wire", ["grpc", "step_many", "http"])
@@ -403,8 +403,8 @@ async def test_a_session_whose_call_takes_longer_than_the_idle_limit_is_not_idle
             call = asyncio.ensure_future(session.step({"add": 98}))
         await eventually(lambda: gate.num_entered)
         await sessions.open(SEEDED)
-        for tracked in sessions._tracked._by_id.values():
-            tracked.used_s -= 10_000
+        for tracked in sessions.tracked:
+            tracked.last_used_s -= 10_000
         await eventually(lambda: gateway.num_sessions == 1)
         gate.open()
         await call

@@ -55,7 +55,7 @@ async def test_pods_are_routed_to_drained_and_ranked_for_deletion():
             opened = [await sessions.open(SEEDED) for _ in range(8)]
             on_a = [s for s in opened if s.session_id.split("~")[1] == id_of("a")]
             assert 0 < len(on_a) < 8
-            loads.update(sessions.fleet.loads_of_pods())
+            loads.update(sessions.fleet.pod_loads())
             assert set(loads) == {"a", "b"}
             await eventually(lambda: ANNOTATION in str(cluster.get(*pods, "a")))
 

@@ -181,7 +181,7 @@ async def test_without_servers_opens_wait_for_one_and_say_what_is_missing(monkey
     monkeypatch.setattr(admission, "MIN_DESCRIBE_S", 0.3)
     sessions = {"queue_timeout_s": 0.3}
     async with Gateway(config_of("grpc://127.0.0.1:1", sessions=sessions)) as gateway:
-        with pytest.raises(CapacityError, match="found none"):
+        with pytest.raises(CapacityError, match="accepts sessions"):
             await sessions_of(gateway).open(OpenArgs(ResetArgs()))
         async with httpx.AsyncClient(timeout=60) as http:
             answer = await http.get(f"{gateway.http_address}/envs/{NAME}/metadata", timeout=30)

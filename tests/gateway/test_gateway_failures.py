@@ -10,7 +10,7 @@ import pytest
 from ludus.env.encoding import ResetArgs
 from ludus.env.sessions.interface import Connection, OpenArgs
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
-from ludus.services.gateway.fleet.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 from ludus.services.gateway.gateway import Gateway
 from ludus.services.gateway.sessions import tracked
 from tests.env.polling import eventually, turns_of_the_loop
@@ -127,13 +127,13 @@ async def test_a_session_on_a_restarted_server_waits_for_a_gateway_that_found_it
     port = int(first.grpc_address.rpartition(":")[2])
     async with gateway_to(first) as quick, gateway_to(first) as slow:
         (link,) = sessions_of(slow).fleet.links
-        connect, may_connect = link._connect, asyncio.Event()
+        connect, may_connect = link.connect, asyncio.Event()
 
         async def connect_later() -> None:
             await may_connect.wait()
             await connect()
 
-        monkeypatch.setattr(link, "_connect", connect_later)
+        monkeypatch.setattr(link, "connect", connect_later)
         await first.stop()
         async with env_server(grpc_port=port):
             opened = await sessions_of(quick).open(SEEDED)
@@ -160,12 +160,12 @@ async def test_sessions_that_nobody_calls_are_counted_when_their_server_is_lost(
         opened = [await sessions.open(SEEDED) for _ in range(10)]
         num_kept = kept.core.load.num_sessions
         assert 0 < num_kept < 10
-        sessions._tracked._sweep_each_s = 0.1
+        sessions.tracked.sweep_interval_s = 0.1
         await first.stop()
         async with env_server(grpc_port=port) if comes_back else contextlib.nullcontext():
             await eventually(lambda: gateway.num_sessions == num_kept)
             assert await num_lost(gateway) == 10 - num_kept
-        assert f"{10 - num_kept} sessions lost: server" in caplog.text
+        assert f"lost {10 - num_kept} sessions: server" in caplog.text
         assert opened
 
 
@@ -218,7 +218,7 @@ async def test_an_unnumbered_step_is_never_sent_twice():
 async def test_a_silent_client_keeps_its_session_when_only_the_gateways_link_broke(monkeypatch):
     async with env_server() as server:
         cable = Cable(server.grpc_address)
-        monkeypatch.setattr(tracked, "_MAX_SWEEP_S", 0.1)
+        monkeypatch.setattr(tracked, "MAX_SWEEP_INTERVAL_S", 0.1)
         async with (
             cable.plugged_in() as address,
             Gateway(config_of(address)) as gateway,
@@ -279,10 +279,10 @@ async def test_a_silent_server_gets_no_new_sessions(tmp_path):
         other = env_server()
         async with other, gateway_to(frozen, other, servers=servers) as gateway:
             sessions = sessions_of(gateway)
-            link = sessions.fleet.link_at(frozen.grpc_address)
+            link = sessions.fleet.find_link_by_key(frozen.grpc_address)
             frozen.process.send_signal(signal.SIGSTOP)
             try:
-                await eventually(lambda: not link.takes_sessions)
+                await eventually(lambda: not link.accepts_sessions)
                 for _ in range(5):
                     await sessions.open(SEEDED)
             finally:
@@ -298,9 +298,9 @@ async def test_servers_with_another_key_are_a_clear_error_and_good_ones_are_used
 
             async def poll(size: int) -> None:  # as happens to come between two attempts
                 for link in fleet.links:
-                    await link._poll()
+                    await link.poll()
 
-            monkeypatch.setattr(sessions_of(gateway)._opener, "_make_room", poll)
+            monkeypatch.setattr(sessions_of(gateway).opener, "make_room", poll)
             with pytest.raises(UnavailableError, match="session key"):
                 await sessions_of(gateway).open(SEEDED)
         async with gateway_to(wrong, keyless, right) as gateway:
@@ -324,7 +324,7 @@ async def test_a_server_that_is_taken_off_the_list_and_comes_back_is_used_again(
 
 async def test_an_address_where_nothing_listens_does_not_keep_a_gateway_from_starting():
     async with env_server() as server:
-        nothing = Endpoint("nothing", "grpc://127.0.0.1:1", "")
+        nothing = ServerEndpoint("nothing", "grpc://127.0.0.1:1", "")
         source = ListedServers(nothing, endpoint_of(server))
         async with Gateway(config_of("grpc://127.0.0.1:1"), {NAME: source}) as gateway:
             assert await sessions_of(gateway).open(SEEDED)

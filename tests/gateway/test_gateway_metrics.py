@@ -26,9 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ludus.proto.errors import ErrorCode
 from ludus.proto.metrics import GatewayMetric
-from ludus.services.gateway.tenancy.access import Access, AuthFailure
+from ludus.services.gateway.tenancy.access import AuthFailure, TenantAccess
 from ludus.services.gateway.tenancy.callers import EnvironmentLoad
-from ludus.services.gateway.tenancy.metrics import Call, GatewayMetrics, OpenOutcome
+from ludus.services.gateway.tenancy.metrics import CallKind, GatewayMetrics, OpenOutcome
 
 PROMETHEUS = os.environ.get("PROMETHEUS_BINARY") or shutil.which("prometheus") or ""
 PROMTOOL = os.environ.get("PROMTOOL_BINARY") or shutil.which("promtool") or ""
@@ -56,17 +56,17 @@ def busy() -> GatewayMetrics:
         EnvironmentLoad("not-configured", 9, 9, 9, 9, 9),
     ]
     metrics = GatewayMetrics(["blackjack", "chess"], lambda: loads)
-    metrics.opened("blackjack", 1, 0.2)
-    metrics.opened("blackjack", 8, 1.5)
-    metrics.refused("blackjack", ErrorCode.CAPACITY_REACHED, 8)
-    metrics.refused("blackjack", str(ErrorCode.RATE_LIMITED))
-    metrics.refused("blackjack", ErrorCode.FACTORY_ERROR, seconds=4.0)
-    metrics.called("blackjack", "step", "OK", 0.003, 256)
-    metrics.called("blackjack", "step", ErrorCode.ILLEGAL_ACTION, 0.001)
-    metrics.called("blackjack", Call.STEP, ErrorCode.RATE_LIMITED, 0.0001, 16)
-    metrics.waited("blackjack", 0.05)
-    metrics.lost("blackjack", 5)
-    metrics.auth_failed(AuthFailure.UNKNOWN)
+    metrics.count_opened("blackjack", 1, 0.2)
+    metrics.count_opened("blackjack", 8, 1.5)
+    metrics.count_refused("blackjack", ErrorCode.CAPACITY_REACHED, 8)
+    metrics.count_refused("blackjack", str(ErrorCode.RATE_LIMITED))
+    metrics.count_refused("blackjack", ErrorCode.FACTORY_ERROR, seconds=4.0)
+    metrics.count_calls("blackjack", "step", "OK", 0.003, 256)
+    metrics.count_calls("blackjack", "step", ErrorCode.ILLEGAL_ACTION, 0.001)
+    metrics.count_calls("blackjack", CallKind.STEP, ErrorCode.RATE_LIMITED, 0.0001, 16)
+    metrics.record_wait("blackjack", 0.05)
+    metrics.count_lost("blackjack", 5)
+    metrics.count_auth_failure(AuthFailure.UNKNOWN)
     return metrics
 
 
@@ -137,7 +137,7 @@ async def test_a_scrape_is_consistent_while_calls_are_counted() -> None:
     metrics = busy()
     rendering = asyncio.create_task(metrics.render())
     while not rendering.done():
-        metrics.called("chess", "step", "OK", 0.5, 1)
+        metrics.count_calls("chess", "step", "OK", 0.5, 1)
         await asyncio.sleep(0)
     for family in text_string_to_metric_families(rendering.result()[0].decode()):
         by_name = {
@@ -154,8 +154,8 @@ async def test_a_scrape_is_consistent_while_calls_are_counted() -> None:
 
 def test_refused_calls_reach_the_metrics() -> None:
     metrics = GatewayMetrics(["chess"])
-    access = Access.single("0123456789abcdef0123")
-    access.on_failure = metrics.auth_failed
+    access = TenantAccess.from_token("0123456789abcdef0123")
+    access.on_failure = metrics.count_auth_failure
     for authorization in ([], ["Bearer wrong"], ["nonsense"]):
         with pytest.raises(Exception, match="expected a token"):
             access.authenticate(*authorization)
@@ -171,7 +171,7 @@ def test_counting_steps_takes_a_few_calls_however_many_they_are() -> None:
         seen: list[str] = []
         sys.setprofile(lambda frame, event, arg: seen.append(event))
         try:
-            metrics.called("chess", "step", "OK", 0.003, num_steps)
+            metrics.count_calls("chess", "step", "OK", 0.003, num_steps)
         finally:
             sys.setprofile(None)
         return sum(event in ("call", "c_call") for event in seen)

@@ -110,12 +110,12 @@ async def test_a_changed_tenants_file_holds_for_streams_that_are_open(
     await session.step({"add": 1})
     write_tenants(tmp_path / "tenants.toml", bob="max_sessions = 1")
     clock.now_s += 1.0
-    with pytest.raises(AuthenticationError, match="'alice', which was removed"):
+    with pytest.raises(AuthenticationError, match="'alice' was removed"):
         await session.step({"add": 1})
-    with pytest.raises(AuthenticationError, match="'alice', which was removed"):
+    with pytest.raises(AuthenticationError, match="'alice' was removed"):
         await alice.open(seed=1)
     await other.step({"add": 1})
-    with pytest.raises(RateLimitError, match="at most 1 sessions"):
+    with pytest.raises(RateLimitError, match="may have at most 1"):
         await bob.open(seed=1)
     await alice.close()
     await bob.close()
@@ -134,12 +134,12 @@ async def test_refused_steps_are_counted_on_every_wire_and_no_secret_is(
     ):
         session, _ = await client.open(seed=1)
         await session.step({"add": 1})
-        with pytest.raises(RateLimitError, match="steps a second"):
+        with pytest.raises(RateLimitError, match="steps per second"):
             await session.step({"add": 1})
         outcomes = await client.step_many([(session, {"add": 1})])
         assert isinstance(outcomes[0], RateLimitError)
         for call in (session.reset(), session.state(), session.call_tool("any", {})):
-            with pytest.raises(RateLimitError, match="steps a second"):
+            with pytest.raises(RateLimitError, match="steps per second"):
                 await call
         refused = await http.post(
             f"/envs/{NAME}/step",

@@ -28,7 +28,7 @@ def config_of(**fields) -> GatewayConfig:
         **fields,
     }
     servers = {"poll_interval_s": 0.1, "retry_within_s": 60.0, "unreachable_after_s": 60.0}
-    return GatewayConfig.of({"environments": {NAME: environment}, "port": 0, "servers": servers})
+    return GatewayConfig.parse({"environments": {NAME: environment}, "port": 0, "servers": servers})
 
 
 def is_alive(pid: int) -> bool:
@@ -81,7 +81,7 @@ async def test_scaling_up_adds_room_and_scaling_down_lets_the_emptiest_finish():
 
 
 async def test_a_package_that_cannot_be_built_ends_the_start_with_its_own_message(monkeypatch):
-    monkeypatch.setattr("ludus.services.gateway.gateway._SETTLE_TIMEOUT_S", 120.0)
+    monkeypatch.setattr("ludus.services.gateway.gateway.SETTLE_TIMEOUT_S", 120.0)
     with pytest.raises(UserError, match="nogame"):
         await Gateway(config_of(options={"game": "nogame"})).start()
 
@@ -100,7 +100,7 @@ async def test_its_servers_get_none_of_its_own_secrets(tmp_path, monkeypatch):
     tenants.write_text('[[tenants]]\nname = "team-a"\ntoken_env = "TEAM_A_TOKEN"\n')
     raw = config_of(target="tests.env.code_env:CodeEnv", options={}).model_dump()
     raw["servers"]["token_env"] = "FLEET_TOKEN"
-    async with Gateway(GatewayConfig.of({**raw, "tenants_file": tenants})) as gateway:
+    async with Gateway(GatewayConfig.parse({**raw, "tenants_file": tenants})) as gateway:
         address, token = gateway.grpc_address, held["TEAM_A_TOKEN"]
         client = await AsyncEnvClient.connect(address, ConnectOptions(token=token))
         session, _ = await client.open()

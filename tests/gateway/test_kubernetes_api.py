@@ -22,9 +22,9 @@ from ludus.proto.errors import ClusterError, ConfigError
 from ludus.services.kubernetes import api as kubernetes_api
 from ludus.services.kubernetes.access import (
     ApiAccess,
-    in_cluster_access,
-    kubeconfig_access,
     load_access,
+    load_kubeconfig_access,
+    load_pod_access,
 )
 from ludus.services.kubernetes.api import EventType, KubernetesApi, resource_path
 from tests.env.polling import eventually
@@ -64,7 +64,7 @@ def environment_of(cluster: FakeKubernetes) -> dict[str, str]:
 
 
 def in_pod(cluster: FakeKubernetes, account: Path) -> KubernetesApi:
-    return KubernetesApi(lambda: in_cluster_access(account, environment_of(cluster)))
+    return KubernetesApi(lambda: load_pod_access(account, environment_of(cluster)))
 
 
 async def test_a_pod_is_let_in_with_its_service_account(
@@ -119,7 +119,7 @@ async def test_credentials_appear_in_no_error_log_or_repr(
     cluster: FakeKubernetes, account: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    access = in_cluster_access(account, environment_of(cluster))
+    access = load_pod_access(account, environment_of(cluster))
     said = [repr(access)]
     cluster.tokens = {"another"}
     async with in_pod(cluster, account) as api:
@@ -146,7 +146,7 @@ async def test_a_redirect_does_not_carry_the_token_elsewhere() -> None:
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     api = KubernetesApi(lambda: ApiAccess(url, lambda: f"Bearer {SECRET}"))
     async with FakeKubernetes() as elsewhere, api:
-        with pytest.raises(ClusterError, match="got 307"):
+        with pytest.raises(ClusterError, match=r"refused GET .*307"):
             await api.read(PODS)
         assert elsewhere.requests == []
     await runner.cleanup()
@@ -175,7 +175,7 @@ async def test_a_kubeconfig_lets_in_from_outside(cluster: FakeKubernetes, accoun
     config = write_kubeconfig(account / "config", cluster, ca_file, {"token": SECRET})
     async with KubernetesApi(lambda: load_access(config)) as api:
         assert (await api.read(PODS))["items"] == []
-    assert SECRET not in repr(kubeconfig_access(config))
+    assert SECRET not in repr(load_kubeconfig_access(config))
 
 
 async def test_a_kubeconfigs_plugin_is_asked_again_when_its_token_is_refused(
@@ -195,7 +195,7 @@ async def test_a_kubeconfigs_plugin_is_asked_again_when_its_token_is_refused(
     answer_with(SECRET)
     user = {"exec": {"apiVersion": version, "command": str(plugin), "interactiveMode": "Never"}}
     config = write_kubeconfig(account / "config", cluster, account / "ca.crt", user)
-    async with KubernetesApi(lambda: kubeconfig_access(config)) as api:
+    async with KubernetesApi(lambda: load_kubeconfig_access(config)) as api:
         await api.read(PODS)
         cluster.tokens = {"fresh"}
         answer_with("fresh")
@@ -208,21 +208,21 @@ def test_a_pod_without_a_service_account_says_what_to_set(account: Path, missing
     (account / missing).unlink()
     environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
-        in_cluster_access(account, environ)
+        load_pod_access(account, environ)
 
 
 def test_a_kubeconfig_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kubectl config get-contexts"):
-        kubeconfig_access(tmp_path / "none")
+        load_kubeconfig_access(tmp_path / "none")
     (tmp_path / "broken").write_text("{{{ token: sec.ret.token")
-    with pytest.raises(ConfigError, match="got ParserError") as caught:
-        kubeconfig_access(tmp_path / "broken")
+    with pytest.raises(ConfigError, match=": ParserError") as caught:
+        load_kubeconfig_access(tmp_path / "broken")
     assert caught.value.__cause__ is None
 
 
 def test_an_ipv6_api_server_is_bracketed(account: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
-    assert in_cluster_access(account, environ).url == "https://[fd00::1]:443"
+    assert load_pod_access(account, environ).url == "https://[fd00::1]:443"
 
 
 def test_names_cannot_leave_their_place_in_a_path() -> None:
@@ -244,15 +244,15 @@ async def test_a_refusal_says_what_was_refused_and_how_long_to_wait() -> None:
 async def test_an_answer_or_event_beyond_all_bounds_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kubernetes_api, "_MAX_ANSWER_BYTES", 2_000)
-    monkeypatch.setattr(kubernetes_api, "_MAX_EVENT_BYTES", 2_000)
+    monkeypatch.setattr(kubernetes_api, "MAX_RESPONSE_BYTES", 2_000)
+    monkeypatch.setattr(kubernetes_api, "MAX_EVENT_BYTES", 2_000)
     path = resource_path("discovery.k8s.io/v1", NAMESPACE, "endpointslices")
     async with FakeKubernetes() as cluster, client_of(cluster) as api:
         version = (await api.read(path))["metadata"]["resourceVersion"]
         cluster.put(endpoint_slice("s1", *(member(f"pod-{n}") for n in range(500))))
-        with pytest.raises(ClusterError, match="at most 2000 bytes"):
+        with pytest.raises(ClusterError, match="larger than 2000 bytes"):
             await api.read(path)
-        with pytest.raises(ClusterError, match="events of at most 2000 bytes"):
+        with pytest.raises(ClusterError, match=r"watch event .* larger than 2000"):
             async with aclosing(api.watch(path, version=version, timeout_s=60)) as events:
                 await anext(events)
 

@@ -13,12 +13,12 @@ import pytest
 
 from ludus.env.security.session_ids import SessionKey, pod_server_id
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.fleet.endpoints import Endpoint, Sequence
-from ludus.services.gateway.kubernetes.following import FollowOptions
+from ludus.services.gateway.fleet.endpoints import Sequence, ServerEndpoint
+from ludus.services.gateway.kubernetes.follower import FollowOptions
 from ludus.services.gateway.kubernetes.source import (
     EndpointSliceSource,
-    merged,
-    slice_endpoints,
+    merge_slices,
+    parse_slice,
 )
 from tests.env.polling import eventually
 from tests.gateway.cluster_objects import (
@@ -38,11 +38,11 @@ IMPATIENT = FollowOptions(first_retry_s=0.01, max_retry_s=0.05)
 class Seen:
     """What a source published."""
 
-    lists: list[Sequence[Endpoint]] = field(default_factory=list)
+    lists: list[Sequence[ServerEndpoint]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     @property
-    def last(self) -> dict[str, Endpoint]:
+    def last(self) -> dict[str, ServerEndpoint]:
         return {endpoint.pod_name: endpoint for endpoint in self.lists[-1]}
 
     async def until(self, *pods: str) -> None:
@@ -79,7 +79,7 @@ async def test_a_pod_is_published_with_its_addresses_and_its_name_in_session_ids
     cluster.put(endpoint_slice("s1", member("a", "10.0.0.7")))
     async with following(cluster) as seen:
         await seen.until("a")
-    assert seen.last["a"] == Endpoint(
+    assert seen.last["a"] == ServerEndpoint(
         key=id_of("a"),
         grpc_address="grpc://10.0.0.7:18000",
         http_address="http://10.0.0.7:8000",
@@ -134,12 +134,12 @@ def test_conditions_say_who_takes_new_sessions_and_who_keeps_theirs(
     conditions: dict[str, bool | None], is_ready: bool, is_terminating: bool
 ) -> None:
     found = endpoint_slice("s1", member("a", **conditions))
-    (endpoint,) = slice_endpoints(found).endpoints
+    (endpoint,) = parse_slice(found).endpoints
     assert (endpoint.is_ready, endpoint.is_terminating) == (is_ready, is_terminating)
 
 
-def both(*objects: dict[str, object]) -> dict[str, Endpoint]:
-    return merged(slice_endpoints(one) for one in objects)
+def both(*objects: dict[str, object]) -> dict[str, ServerEndpoint]:
+    return merge_slices(parse_slice(one) for one in objects)
 
 
 def versioned(found: dict[str, object], version: int) -> dict[str, object]:
@@ -199,7 +199,7 @@ def test_ports_are_found_by_name_or_as_a_server_chooses_them(
     ports: dict[str, int], http: int | None, grpc: int
 ) -> None:
     found = endpoint_slice("s1", member("a"), ports=ports)
-    (endpoint,) = slice_endpoints(found).endpoints
+    (endpoint,) = parse_slice(found).endpoints
     assert endpoint.http_address == (f"http://10.0.0.1:{http}" if http else "")
     assert endpoint.grpc_address == f"grpc://10.0.0.1:{grpc}"
 
@@ -207,7 +207,7 @@ def test_ports_are_found_by_name_or_as_a_server_chooses_them(
 def test_a_port_is_found_by_the_protocol_that_it_speaks() -> None:
     found = endpoint_slice("s1", member("a"), ports={"metrics": 9090, "play": 90})
     found["ports"][1]["appProtocol"] = "kubernetes.io/h2c"
-    (endpoint,) = slice_endpoints(found).endpoints
+    (endpoint,) = parse_slice(found).endpoints
     assert endpoint.grpc_address == "grpc://10.0.0.1:90"
 
 
@@ -216,7 +216,7 @@ def test_ports_that_cannot_be_the_servers_are_an_error_that_names_them(
     ports: dict[str, int],
 ) -> None:
     with pytest.raises(ConfigError, match="a port named 'grpc' or 'http'"):
-        slice_endpoints(endpoint_slice("s1", member("a"), ports=ports))
+        parse_slice(endpoint_slice("s1", member("a"), ports=ports))
 
 
 async def test_a_service_with_wrong_ports_is_an_error_at_the_start(
@@ -241,7 +241,7 @@ async def test_a_slice_that_becomes_unreadable_keeps_its_last_readable_state(
             cluster.expire_watches()
         cluster.put(endpoint_slice("s2", member("b")))
         await seen.until("a", "b")
-    assert "name the Service's ports so" in caplog.text
+    assert "rename the Service's ports" in caplog.text
 
 
 async def test_a_cut_watch_continues_where_it_was_without_a_new_list(
@@ -334,7 +334,7 @@ async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_ret
 
     async with client_of(cluster) as api:
         source = EndpointSliceSource(api, NAMESPACE, "blackjack", IMPATIENT, sleep)
-        seen: list[Sequence[Endpoint]] = []
+        seen: list[Sequence[ServerEndpoint]] = []
         watching = asyncio.create_task(source.watch(seen.append))
         await eventually(lambda: num_tries > 3)
         await cluster.come_up()
@@ -345,7 +345,7 @@ async def test_an_api_server_that_does_not_answer_is_told_once_and_so_is_its_ret
     assert (warning.levelname, info.levelname) == ("WARNING", "INFO")
     for part in (cluster.url, "ConnectionRefusedError", "networkPolicy.apiServer"):
         assert part in warning.getMessage()
-    assert "answers again" in info.getMessage()
+    assert "responds again" in info.getMessage()
 
 
 async def test_an_outage_keeps_the_last_list_and_ends_by_itself(cluster: FakeKubernetes) -> None:
@@ -475,7 +475,7 @@ def test_one_change_among_2000_pods_reads_one_slice_and_each_pod_once() -> None:
         versioned(endpoint_slice(f"s{part}", *map(member, names)), part)
         for part, names in enumerate(pods)
     ]
-    read = [slice_endpoints(one) for one in slices]
+    read = [parse_slice(one) for one in slices]
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -484,8 +484,8 @@ def test_one_change_among_2000_pods_reads_one_slice_and_each_pod_once() -> None:
 
     sys.setprofile(count)
     try:
-        read[7] = slice_endpoints(slices[7])
-        found = merged(read)
+        read[7] = parse_slice(slices[7])
+        found = merge_slices(read)
     finally:
         sys.setprofile(None)
     assert len(found) == 2000

@@ -145,5 +145,5 @@ def test_a_certificate_without_its_key_is_refused_before_anything_connects() -> 
     with pytest.raises(ConfigError, match="together"):
         EnvClient.connect("grpcs://127.0.0.1:1", ConnectOptions(cert_file="c.pem"))
     environments = {NAME: {"addresses": ["grpcs://127.0.0.1:1"]}}
-    with pytest.raises(ConfigError, match="need each other"):
-        GatewayConfig.of({"environments": environments, "servers": {"key_file": "k.pem"}})
+    with pytest.raises(ConfigError, match="both or neither"):
+        GatewayConfig.parse({"environments": environments, "servers": {"key_file": "k.pem"}})

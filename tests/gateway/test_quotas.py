@@ -23,102 +23,102 @@ def quotas(clock: Clock) -> Quotas:
 
 def test_sessions_are_taken_all_or_none_and_given_back(quotas: Quotas) -> None:
     alice = tenant(max_sessions=4)
-    quotas.opening(alice, 3)
-    with pytest.raises(RateLimitError, match=r"at most 4 sessions.*got 2 more beside 3") as caught:
-        quotas.opening(alice, 2)
+    quotas.reserve(alice, 3)
+    with pytest.raises(RateLimitError, match=r"2 more sessions, has 3 .*at most 4") as caught:
+        quotas.reserve(alice, 2)
     assert caught.value.retry_after_s > 0
     assert quotas.num_sessions(alice) == 3
-    quotas.opening(alice)
-    quotas.closed(alice, 2)
-    quotas.opening(alice, 2)
+    quotas.reserve(alice)
+    quotas.release(alice, 2)
+    quotas.reserve(alice, 2)
     assert quotas.num_sessions(alice) == 4
 
 
 def test_a_group_larger_than_the_quota_is_not_told_to_come_again(quotas: Quotas) -> None:
-    with pytest.raises(InvalidCallError, match=r"at most 4 sessions .*got 5 at once"):
-        quotas.opening(tenant(max_sessions=4), 5)
+    with pytest.raises(InvalidCallError, match=r"5 sessions together .*at most 4"):
+        quotas.reserve(tenant(max_sessions=4), 5)
 
 
 def test_tenants_do_not_use_up_each_others_quota(quotas: Quotas) -> None:
-    quotas.opening(tenant("alice", max_sessions=1))
-    quotas.opening(tenant("bob", max_sessions=1))
+    quotas.reserve(tenant("alice", max_sessions=1))
+    quotas.reserve(tenant("bob", max_sessions=1))
     with pytest.raises(RateLimitError):
-        quotas.opening(tenant("bob", max_sessions=1))
+        quotas.reserve(tenant("bob", max_sessions=1))
 
 
 def test_sessions_are_counted_before_there_is_a_limit(quotas: Quotas) -> None:
-    quotas.opening(tenant(), 5)
+    quotas.reserve(tenant(), 5)
     with pytest.raises(RateLimitError):
-        quotas.opening(tenant(max_sessions=5))
+        quotas.reserve(tenant(max_sessions=5))
 
 
 def test_closing_too_often_gives_nothing_away(quotas: Quotas) -> None:
     alice = tenant(max_sessions=1)
-    quotas.closed(alice, 7)
-    quotas.opening(alice)
-    quotas.closed(alice, 7)
-    quotas.opening(alice)
+    quotas.release(alice, 7)
+    quotas.reserve(alice)
+    quotas.release(alice, 7)
+    quotas.reserve(alice)
     with pytest.raises(RateLimitError):
-        quotas.opening(alice)
+        quotas.reserve(alice)
 
 
 def test_opens_come_at_their_rate_after_a_burst_of_one_second(quotas: Quotas, clock: Clock) -> None:
     alice = tenant(opens_per_s=4)
     for _ in range(4):
-        quotas.opening(alice)
-    with pytest.raises(RateLimitError, match="at most 4 opens a second") as caught:
-        quotas.opening(alice)
+        quotas.reserve(alice)
+    with pytest.raises(RateLimitError, match="limit of 4 opens per second") as caught:
+        quotas.reserve(alice)
     assert caught.value.retry_after_s == pytest.approx(0.25)
     clock.now_s += 0.25
-    quotas.opening(alice)
+    quotas.reserve(alice)
     assert quotas.num_sessions(alice) == 5
 
 
 def test_a_refused_open_takes_nothing(quotas: Quotas) -> None:
     alice = tenant(max_sessions=1, opens_per_s=2)
-    quotas.opening(alice)
+    quotas.reserve(alice)
     for _ in range(5):
-        with pytest.raises(RateLimitError, match="sessions at a time"):
-            quotas.opening(alice)
-    quotas.closed(alice)
-    quotas.opening(alice)  # the second token of this second is still there
+        with pytest.raises(RateLimitError, match="requested 1 more sessions"):
+            quotas.reserve(alice)
+    quotas.release(alice)
+    quotas.reserve(alice)  # the second token of this second is still there
 
 
 def test_a_rate_below_one_still_lets_one_pass(quotas: Quotas, clock: Clock) -> None:
     alice = tenant(opens_per_s=0.1)
-    quotas.opening(alice)
+    quotas.reserve(alice)
     with pytest.raises(RateLimitError) as caught:
-        quotas.opening(alice)
+        quotas.reserve(alice)
     assert caught.value.retry_after_s == pytest.approx(10.0)
     clock.now_s += 10.0
-    quotas.opening(alice)
+    quotas.reserve(alice)
 
 
 def test_a_batch_larger_than_the_burst_passes_and_is_paid_for_afterwards(
     quotas: Quotas, clock: Clock
 ) -> None:
     alice = tenant(steps_per_s=100)
-    quotas.stepping(alice, 256)
+    quotas.count_steps(alice, 256)
     with pytest.raises(RateLimitError) as caught:
-        quotas.stepping(alice)
+        quotas.count_steps(alice)
     assert caught.value.retry_after_s == pytest.approx(1.57)
     clock.now_s += 1.57
-    quotas.stepping(alice)
+    quotas.count_steps(alice)
 
 
 def test_an_empty_batch_and_a_tenant_without_limits_are_free(quotas: Quotas) -> None:
-    quotas.stepping(tenant(steps_per_s=1), 0)
-    quotas.stepping(tenant(), 10**9)
-    assert quotas._usage == {}
+    quotas.count_steps(tenant(steps_per_s=1), 0)
+    quotas.count_steps(tenant(), 10**9)
+    assert quotas.num_tenants == 0
 
 
 def test_tenants_that_left_are_forgotten(quotas: Quotas, clock: Clock) -> None:
     keeps = tenant("keeps", max_sessions=1)
-    quotas.opening(keeps)
+    quotas.reserve(keeps)
     for number in range(5000):
-        quotas.stepping(tenant(f"t{number}", steps_per_s=5))
+        quotas.count_steps(tenant(f"t{number}", steps_per_s=5))
         clock.now_s += 1.0
-    assert len(quotas._usage) <= 1024
+    assert quotas.num_tenants <= 1024
     assert quotas.num_sessions(keeps) == 1
 
 
@@ -133,16 +133,16 @@ def test_a_connection_that_is_older_than_the_tenants_file_gets_what_holds_now(
         return present[old.name]
 
     quotas, old = Quotas(clock, renew), tenant()
-    quotas.opening(old, 2)
-    quotas.stepping(old, 5)
-    for refused in (quotas.opening, quotas.stepping):
+    quotas.reserve(old, 2)
+    quotas.count_steps(old, 5)
+    for refused in (quotas.reserve, quotas.count_steps):
         with pytest.raises(RateLimitError):
             refused(old)
     present.clear()
-    for refused in (quotas.opening, quotas.stepping):
+    for refused in (quotas.reserve, quotas.count_steps):
         with pytest.raises(AuthenticationError):
             refused(old)
-    quotas.closed(old, 2)
+    quotas.release(old, 2)
     assert quotas.num_sessions(old) == 0
 
 
@@ -160,10 +160,10 @@ def test_nobody_steps_faster_than_the_rate_whatever_the_batches(
     for pause_s, num_steps in batches:
         clock.now_s += pause_s
         try:
-            quotas.stepping(alice, num_steps)
+            quotas.count_steps(alice, num_steps)
         except RateLimitError as error:
             clock.now_s += error.retry_after_s
-            quotas.stepping(alice, num_steps)  # waiting as told is enough
+            quotas.count_steps(alice, num_steps)  # waiting as told is enough
         taken, last = taken + num_steps, num_steps
     burst = max(1.0, rate_per_s)
     allowed = (clock.now_s - started_s) * rate_per_s + burst + last

@@ -8,7 +8,7 @@ from ludus.env.sessions.interface import OpenArgs
 from ludus.proto.errors import CapacityError, EnvError, InvalidCallError, RateLimitError
 from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.gateway import Gateway
-from ludus.services.gateway.tenancy.callers import enter_tenant
+from ludus.services.gateway.tenancy.callers import set_current_tenant
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 from tests.env.polling import eventually
 from tests.gateway.gateways import NAME, client_of, num_sessions, served, sessions_of
@@ -30,7 +30,7 @@ async def passers_by(gateway: Gateway, num: int) -> None:
 async def test_an_open_beyond_the_quota_evicts_nobody():
     async with served(server_options={"max_sessions": 3}) as (gateway, servers):
         sessions = sessions_of(gateway)
-        enter_tenant(Tenant("tight", limits=TenantLimits(max_sessions=1)))
+        set_current_tenant(Tenant("tight", limits=TenantLimits(max_sessions=1)))
         await sessions.open(SEEDED)
         await passers_by(gateway, 2)
         with pytest.raises(RateLimitError):
@@ -58,8 +58,8 @@ async def test_an_open_evicts_nobody_while_the_servers_are_silent_and_not_full(m
     async with served(server_options={"max_sessions": 3}, sessions=limits) as (gateway, servers):
         sessions = sessions_of(gateway)
         await passers_by(gateway, 1)
-        monkeypatch.setattr(ServerLink, "takes_sessions", False)
-        with pytest.raises(CapacityError, match="none"):
+        monkeypatch.setattr(ServerLink, "accepts_sessions", False)
+        with pytest.raises(CapacityError, match="accepts sessions"):
             await sessions.open(SEEDED)
         assert num_sessions(servers) == gateway.num_sessions == 1
 
@@ -69,7 +69,7 @@ async def test_a_refusal_leaves_the_quota_as_it_was():
     async with served(server_options={"max_sessions": 1}, sessions=limits) as (gateway, _):
         sessions = sessions_of(gateway)
         tenant = Tenant("small", limits=TenantLimits(max_sessions=2))
-        enter_tenant(tenant)
+        set_current_tenant(tenant)
         await sessions.open(SEEDED)
         for _ in range(3):
             with pytest.raises(EnvError):
@@ -87,5 +87,5 @@ async def test_a_step_of_many_that_finds_its_session_lost_gives_the_quota_back()
         outcomes = await client.step_many([(kept, {"add": 1}), (lost, {"add": 1})])
         assert getattr(outcomes[1], "code", None) == "SESSION_LOST"
         assert gateway.num_sessions == 1
-        tenant = sessions_of(gateway)._tracked.get(kept.id).tenant
+        tenant = sessions_of(gateway).tracked.get(kept.id).tenant
         assert gateway.quotas.num_sessions(tenant) == 1

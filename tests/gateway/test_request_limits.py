@@ -17,7 +17,11 @@ from starlette.types import ASGIApp
 
 from ludus.env.security.tracing import current_request_id
 from ludus.services.gateway.wires import request_limits
-from ludus.services.gateway.wires.request_limits import AddRequestIds, LimitBodies, request_id_of
+from ludus.services.gateway.wires.request_limits import (
+    AddRequestIds,
+    LimitBodies,
+    choose_request_id,
+)
 from tests.gateway.gateways import NAME, CountingEnv, http_of, served
 from tests.gateway.http_server import serving
 
@@ -110,14 +114,14 @@ async def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(
     for content in (b"x" * 1001, chunks(11)):
         response = await client.post(path, content=content)
         assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
-        assert "at most 1000 bytes" in response.text
+        assert "larger than 1000 bytes" in response.text
     assert (await client.get("/who")).status_code == 200
 
 
 async def test_a_large_body_that_is_still_being_sent_learns_why(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_limits, "_DROP_S", 60.0)
+    monkeypatch.setattr(request_limits, "MAX_DROP_S", 60.0)
     response = await client.post("/count", content=chunks(200, size=65_536))
     assert (response.status_code, code_of(response)) == (413, "VALIDATION_ERROR")
     response = await client.post("/count", content=b"x" * 10_000_000)
@@ -226,7 +230,7 @@ Headers = st.lists(
 
 @given(Headers)
 def test_any_headers_give_an_id_that_is_fit_for_logs(headers: list[tuple[bytes, bytes]]) -> None:
-    made = request_id_of(headers)
+    made = choose_request_id(headers)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,128}", made)
 
 

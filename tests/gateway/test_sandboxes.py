@@ -23,8 +23,8 @@ from tests.gateway.gateways import FAST, NAME, config_of, sessions_of
 pytestmark = pytest.mark.slow
 
 SEEDED = OpenArgs(ResetArgs(seed=1))
-EAGER = SandboxOptions(unused_after_s=0.5, look_each_s=0.05)
-PATIENT = SandboxOptions(unused_after_s=60.0, look_each_s=0.05)
+EAGER = SandboxOptions(unused_after_s=0.5, check_interval_s=0.05)
+PATIENT = SandboxOptions(unused_after_s=60.0, check_interval_s=0.05)
 
 
 @asynccontextmanager
@@ -37,8 +37,8 @@ async def serving(
     source = SandboxSource(
         client_of(found.cluster),
         environment,
-        lambda key: running[0].fleet.link_at(key) if running else None,
-        lambda: running[0].admission.num_wanted if running else 0,
+        lambda key: running[0].fleet.find_link_by_key(key) if running else None,
+        lambda: running[0].admission.num_requested if running else 0,
         3600.0,
         options,
     )
@@ -180,14 +180,14 @@ async def test_a_claim_that_could_not_be_given_up_is_given_up_later() -> None:
 
 
 async def test_a_gateway_that_stops_gives_up_what_it_did_not_use(monkeypatch) -> None:
-    monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes._LEAVE_WITHIN_S", 60.0)
+    monkeypatch.setattr("ludus.services.gateway.kubernetes.sandboxes.STOP_TIMEOUT_S", 60.0)
     async with sandboxes() as found:
         async with serving(found) as sessions:
             found.is_empty = True
             opening = asyncio.create_task(sessions.open(SEEDED))
             await eventually(lambda: found.claims)
             opening.cancel()
-            await eventually(lambda: not sessions.admission.supply._creating)
+            await eventually(lambda: not sessions.admission.supply.num_creating)
         assert not found.claims
 
 
@@ -205,7 +205,7 @@ async def test_a_gateway_is_told_of_sandboxes_by_its_configuration(tmp_path, mon
         async with Gateway(config_of(environments={NAME: environment})) as gateway:
             sessions = sessions_of(gateway)
             # Who asks what the environment is needs a sandbox, which the first open then takes.
-            await sessions.admission.describe()
+            await sessions.admission.wait_described()
             opened = await sessions.open(SEEDED)
             assert len(found.claims) == 1
             await sessions.step(opened.session_id, b'{"add": 1}', 1)

@@ -13,7 +13,7 @@ from ludus.env.limits import BODY_TIMEOUT_S, MAX_CALLS_PER_MESSAGE, MAX_MESSAGE_
 from ludus.env.sandbox.confine import Layer
 from ludus.proto.metrics import EnvServerMetric, GatewayMetric
 from ludus.services.gateway.config import GatewayConfig
-from ludus.services.gateway.tenancy.access import Access
+from ludus.services.gateway.tenancy.access import TenantAccess
 
 DOCS = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
@@ -30,14 +30,14 @@ def test_its_tenants_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "operator.token").write_text("abcdef0123456789abcd\n")
     path = tmp_path / "tenants.toml"
     path.write_text(written_file("tenants.toml"))
-    access = Access.from_file(path)
+    access = TenantAccess.from_file(path)
     assert access.authenticate("Bearer 0123456789abcdef0123").limits.max_sessions == 512
     assert access.authenticate("Bearer abcdef0123456789abcd").name == "operator"
 
 
 @pytest.mark.parametrize("name", ["gateway.toml", "fleet.toml"])
 def test_its_gateway_files_are_read(name: str) -> None:
-    GatewayConfig.of(tomllib.loads(written_file(name)))
+    GatewayConfig.parse(tomllib.loads(written_file(name)))
 
 
 def test_its_bounds_are_those_of_the_code() -> None:

@@ -122,7 +122,7 @@ def gateway(
     if config is not None:
         chosen = GatewayConfig.read(config, overrides)
     elif environments:
-        chosen = GatewayConfig.of(overrides, "ludus gateway")
+        chosen = GatewayConfig.parse(overrides, "ludus gateway")
     else:
         raise ConfigError(f"--config or --env is required; {_EXAMPLE}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

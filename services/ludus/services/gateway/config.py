@@ -1,4 +1,4 @@
-"""What a gateway is started with: a TOML file, or options of the command line.
+"""Configuration of a gateway, from a TOML file or command-line options.
 
 [environments.blackjack]          [environments.cards]             [environments.fleet]
 kind = "subprocess"               kind = "static"                  kind = "kubernetes"
@@ -51,13 +51,15 @@ class StaticEnvironment(_Section):
 
     @field_validator("addresses")
     @classmethod
-    def _are_grpc(cls, addresses: list[str]) -> list[str]:
+    def _check_addresses(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
             scheme, separator, rest = address.partition("://")
             if scheme not in ("grpc", "grpcs") or not separator or ":" not in rest:
-                raise ValueError(f"expected grpc://host:port or grpcs://, got {address!r}")
+                raise ValueError(
+                    f"an address must be grpc://host:port or grpcs://host:port, got {address!r}"
+                )
         if len(set(addresses)) != len(addresses):
-            raise ValueError("expected each address once, got one twice")
+            raise ValueError("addresses must not repeat; remove the duplicate")
         return addresses
 
 
@@ -68,196 +70,203 @@ class SubprocessEnvironment(_Section):
     target: Annotated[str, Field(min_length=1)]
     """An environment package or another target, for example gymnasium:CartPole-v1."""
     options: JsonObject = Field(default_factory=dict)
-    """What the environment is built with."""
+    """Options for the environment's constructor."""
     num_servers: Annotated[int, Field(ge=1, le=256)] = 1
     max_sessions: Annotated[int, Field(ge=1)] = 256
-    """For each server."""
+    """Maximum number of sessions per server."""
     isolation: Isolation | None = None
-    """Where a server's sessions run; None is what fits the environment."""
+    """Isolation of a server's sessions; None selects it by environment."""
     arguments: tuple[str, ...] = ()
     """Further arguments for each server, for example ["--idle-timeout-s", "60"]."""
     drain_grace_s: _Seconds = 600.0
-    """How long a server that is scaled away may finish its sessions."""
+    """Maximum time that a server removed by scaling may keep its sessions, in seconds."""
 
 
 class KubernetesEnvironment(_Section):
-    """The pods behind a Service of the cluster."""
+    """The pods behind a Kubernetes Service."""
 
     kind: Literal["kubernetes"] = "kubernetes"
     service: Annotated[str, Field(min_length=1, max_length=63)]
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
     lease: str = Field(default="", max_length=63)
-    """A Lease of its own for each environment: the gateway that holds it tells the cluster
-    which pods a scale-in should remove first. Empty tells nothing."""
+    """Name of the Lease for this environment. The gateway that holds the Lease marks the pods that
+    a scale-in should remove first. Empty disables the marks."""
 
 
 class SandboxEnvironment(_Section):
-    """A pod of agent-sandbox for each session."""
+    """One agent-sandbox pod per session."""
 
     kind: Literal["sandbox"] = "sandbox"
     warm_pool: Annotated[str, Field(min_length=1, max_length=63)]
-    """The SandboxWarmPool to claim from."""
+    """The SandboxWarmPool that sandboxes are claimed from."""
     namespace: Annotated[str, Field(min_length=1, max_length=63)]
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 18_000
-    """Where the server in a sandbox listens."""
+    """gRPC port of the server in a sandbox."""
 
 
-Environment = Annotated[
+EnvironmentSection = Annotated[
     StaticEnvironment | SubprocessEnvironment | KubernetesEnvironment | SandboxEnvironment,
     Field(discriminator="kind"),
 ]
 
 
 class SessionsSection(_Section):
-    """How sessions are admitted, and how long they last."""
+    """Admission and lifetime of sessions."""
 
     linger_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long a session outlives a gateway, or a client on gRPC, that went away."""
+    """Seconds that a session survives the loss of its gateway or gRPC client."""
     idle_timeout_s: _Seconds = 600.0
-    """Without a call for so long a session is taken for ended, where its server does not say
-    when it ends those that are idle."""
+    """Seconds without a call after which a session counts as ended, if its server does not report
+    an idle timeout."""
     id_lifetime_s: _Seconds = 86_400.0
+    """Seconds that a session id is valid."""
     queue_size: Annotated[int, Field(ge=0)] = 1024
-    """Opens that may wait at once; more are refused right away."""
+    """Maximum number of opens that wait at the same time; further opens are refused immediately."""
     queue_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long an open waits for a free session; 0 refuses at once."""
+    """Maximum time that an open waits for a free session, in seconds; 0 refuses immediately."""
     max_group_size: Annotated[int, Field(ge=1)] = 1024
 
 
 class ServersSection(_Section):
-    """How the environment servers are reached."""
+    """Connections to the environment servers."""
 
     token_env: str = ""
-    """Environment variable with the token that the servers ask for."""
+    """Environment variable with the token that the servers require."""
     ca_file: Path | None = None
-    """Reaches the servers over TLS and trusts this authority."""
+    """Certificate authority of the servers; enables TLS."""
     cert_file: Path | None = None
-    """The certificate that servers are shown which ask for one; reaches them over TLS."""
+    """Client certificate for servers that require one; enables TLS."""
     key_file: Path | None = None
-    """Its private key."""
+    """Private key of `cert_file`."""
     server_name: str = ""
-    """The name in the servers' certificates, where that is not the host of their addresses, such
-    as those of pods; empty is the host."""
+    """Name in the servers' certificates if it differs from the host of their addresses, as it does
+    for pods. Empty means the host."""
     poll_interval_s: _Seconds = 1.0
     unreachable_after_s: _Seconds = 3.0
-    """A server that is silent for so long gets no new sessions."""
+    """Seconds of silence after which a server gets no new sessions."""
     retry_within_s: _Seconds = 5.0
-    """How long a call waits for a connection that broke."""
+    """Maximum time that a call waits for a broken connection, in seconds."""
     call_timeout_s: _Seconds = 600.0
 
     @model_validator(mode="after")
-    def _shows_a_pair(self) -> ServersSection:
+    def _check_certificate_pair(self) -> ServersSection:
         if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("expected cert_file and key_file together, got one; give both or none")
+            raise ValueError("cert_file and key_file must be set together; set both or neither")
         return self
 
     @property
     def identity(self) -> TlsFiles | None:
-        """What is shown to servers that ask for certificates."""
+        """Client certificate and key, or None if they are not set."""
         if self.cert_file is None or self.key_file is None:
             return None
         return TlsFiles(self.cert_file, self.key_file)
 
 
 class TlsSection(_Section):
-    """PEM files; they may be replaced while the gateway runs."""
+    """PEM files for TLS; they may be replaced while the gateway runs."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """Asks clients for certificates of this authority."""
+    """Certificate authority of clients; set it to require client certificates."""
 
 
 class GatewayConfig(_Section):
-    """Everything a gateway is started with."""
+    """Complete configuration of a gateway."""
 
-    environments: dict[Annotated[str, Field(pattern=_NAME_PATTERN)], Environment]
+    environments: dict[Annotated[str, Field(pattern=_NAME_PATTERN)], EnvironmentSection]
     host: str = "127.0.0.1"
     port: _Port = 8000
-    """HTTP and WebSocket; 0 takes a free one."""
+    """Port for HTTP and WebSocket; 0 selects a free port."""
     grpc_port: _Port | None = None
-    """None means port + 10000, or a free one when `port` is 0."""
+    """Port for gRPC. None means port + 10000, or a free port if `port` is 0."""
     admin_port: _Port | None = None
-    """Probes, /drain and /metrics over HTTP, without token and TLS: for a port that only the
-    cluster reaches. 0 takes a free one; None means there is none."""
+    """Port for probes, /drain and /metrics over HTTP, without token or TLS. Only the cluster should
+    be able to reach it. 0 selects a free port; None disables it."""
     insecure: bool = False
-    """Allows listening beyond this machine without a token."""
+    """Allow other machines to connect without a token."""
     token_env: str = TOKEN_VARIABLE
-    """Environment variable with the one token of everybody; it may be unset."""
+    """Environment variable with the token shared by all clients; it may be unset."""
     tenants_file: Path | None = None
-    """Tokens, scopes and quotas of several tenants."""
+    """File with the tokens, scopes and quotas of several tenants."""
     session_key_env: str = SESSION_KEY_VARIABLE
-    """Environment variable with the key that gateways and servers share."""
+    """Environment variable with the key that gateways and servers share to sign session ids."""
     max_connection_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Older gRPC connections are ended, so that clients find gateways that were added; their
-    sessions continue. 0 lets them live."""
+    """Maximum age of a gRPC connection, in seconds. Older connections are closed so that clients
+    also reach new gateways; their sessions continue. 0 means no limit."""
     drain_grace_s: _Seconds = 600.0
-    """How long a gateway that is told to end waits for its sessions."""
+    """Maximum time that a stopping gateway waits for its sessions, in seconds."""
     tls: TlsSection | None = None
     sessions: SessionsSection = SessionsSection()
     servers: ServersSection = ServersSection()
 
     @property
     def bound_grpc_port(self) -> int:
-        """The gRPC port to ask for."""
+        """The gRPC port to bind; 0 selects a free port."""
         return bound_grpc_port(self.port, self.grpc_port)
 
     @classmethod
     def read(cls, path: Path, overrides: JsonObject | None = None) -> GatewayConfig:
-        """The configuration in a TOML file.
+        """Read the configuration from a TOML file.
 
         Args:
-            overrides: top-level fields that have precedence.
+            overrides: top-level fields that replace those of the file.
 
         Raises:
-            NotFoundError: the file is not there.
-            ConfigError: it cannot be used; names the field, the value and what was expected.
+            NotFoundError: the file does not exist.
+            ConfigError: the file is not valid; names the field, the value and the expectation.
         """
         try:
             raw = tomllib.loads(path.read_text())
         except FileNotFoundError:
-            raise NotFoundError(f"expected a gateway configuration at {path}, got none") from None
+            raise NotFoundError(f"gateway configuration {path} does not exist") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: expected a TOML file: {error}") from None
-        return cls.of(raw | (overrides or {}), str(path))
+            raise ConfigError(f"{path} is not a TOML file: {error}") from None
+        return cls.parse(raw | (overrides or {}), str(path))
 
     @classmethod
-    def of(cls, raw: JsonObject, place: str = "gateway") -> GatewayConfig:
-        """The configuration that the values say.
+    def parse(cls, raw: JsonObject, source: str = "gateway") -> GatewayConfig:
+        """Validate raw values and return the configuration.
+
+        Args:
+            source: the origin of the values, for error messages.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: a value is not valid.
         """
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            raise ConfigError(f"{place}: {explain(error)}") from None
+            raise ConfigError(f"{source}: {explain(error)}") from None
 
     @property
     def secret_variables(self) -> frozenset[str]:
-        """The environment variables that it reads secrets from, beside those of tenants."""
+        """Names of the environment variables with secrets, except those of tenants."""
         return frozenset({self.token_env, self.servers.token_env, self.session_key_env} - {""})
 
     def session_key(self) -> str:
-        """The key from the environment; a random one where only this gateway needs it.
+        """Return the session key from the environment.
+
+        Without one, return a random key if this gateway starts all servers.
 
         Raises:
-            ConfigError: there is none and servers that others start must know it.
+            ConfigError: the key is missing and some servers are started elsewhere.
         """
         key = os.environ.get(self.session_key_env, "")
         if key:
             return key
-        others = [name for name, one in self.environments.items() if one.kind != "subprocess"]
-        if others:
+        external = [
+            name for name, section in self.environments.items() if section.kind != "subprocess"
+        ]
+        if external:
             raise ConfigError(
-                f"expected a session key of at least {MIN_KEY_BYTES} bytes in"
-                f" {self.session_key_env}, which the servers of '{others[0]}' are started with"
-                f" too, got none; make one with: export {self.session_key_env}=$(openssl rand"
-                " -hex 32)"
+                f"{self.session_key_env} is not set; it must contain the session key (at least"
+                f" {MIN_KEY_BYTES} bytes) that the servers of '{external[0]}' also use; create one"
+                f" with: export {self.session_key_env}=$(openssl rand -hex 32)"
             )
         return secrets.token_hex(32)
 
 
-def value_of(variable: str) -> str:
-    """The value of an environment variable; empty where it is unset or has no name."""
+def read_variable(variable: str) -> str:
+    """Return the value of an environment variable; empty if it is unset or `variable` is empty."""
     return os.environ.get(variable, "") if variable else ""

@@ -1,11 +1,11 @@
-"""A gateway as a process: its ports, its environments, and the sources of their servers.
+"""A gateway process: its ports, its environments and the sources of their servers.
 
     sources --endpoints--> GatewaySessions (one per environment) <--Sessions-- HTTP, WebSocket
                                                                  <--calls----- gRPC
 
-Who waits for whom: `start` waits for each source's first list and for the first attempts to
-connect, at most a few seconds; the ports listen meanwhile. A drained gateway waits for the
-sessions that were opened through it, a stopping one for nobody.
+`start` waits a few seconds at most for each source's first list and for the first connection
+attempts; the ports listen during that time. A draining gateway waits for the sessions that were
+opened through it. A stopping gateway does not wait.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from ludus.env.serving.subprocess import LocalServer
 from ludus.proto.env.v1 import env_pb2_grpc
 from ludus.proto.errors import LudusError, UserError
 from ludus.services.gateway.config import (
-    Environment,
+    EnvironmentSection,
     GatewayConfig,
     KubernetesEnvironment,
     SandboxEnvironment,
     ServersSection,
     StaticEnvironment,
     SubprocessEnvironment,
-    value_of,
+    read_variable,
 )
-from ludus.services.gateway.fleet.admission import Admission
+from ludus.services.gateway.fleet.admission import FleetAdmission
 from ludus.services.gateway.fleet.endpoints import EndpointSource
 from ludus.services.gateway.fleet.server_link import LinkOptions
 from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.routes import RouteCache
 from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions
-from ludus.services.gateway.tenancy.access import Access
+from ludus.services.gateway.tenancy.access import TenantAccess
 from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.authentication import Authenticate, AuthenticateCalls
@@ -60,20 +60,20 @@ from ludus.services.gateway.wires.servicer import GatewayServicer
 
 _log = logging.getLogger(__name__)
 
-_SETTLE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 10.0
 _SOURCE_BACKOFF_S = 5.0
-REVOKE_EVERY_S = 1.0
-"""Between two looks at the callers of open connections; the tenants file is read as often."""
+REVOCATION_INTERVAL_S = 1.0
+"""Interval between checks of the tenants of open connections, in seconds."""
 
 OnReady = Callable[["Gateway"], None]
 
 
 class Gateway:
-    """A gateway within a running event loop: `async with Gateway(config) as gateway`.
+    """A gateway in a running event loop: `async with Gateway(config) as gateway`.
 
     Args:
-        sources: where servers come from, by environment; None makes them from the config.
-        clock: seconds that only grow, for tenants and their quotas.
+        sources: server source per environment; None builds them from the configuration.
+        clock: monotonic clock in seconds, for tenants and their quotas.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.access = _access_of(config, clock)
+        self.access = _make_access(config, clock)
         self.access.check_host(config.host, insecure=config.insecure)
         self.quotas = Quotas(clock, renew=self.access.renew)
         self.environments: dict[str, GatewaySessions] = {}
@@ -94,16 +94,16 @@ class Gateway:
         self.grpc_address = ""
         """For example grpc://127.0.0.1:18000."""
         self.admin_address = ""
-        """Empty where there is no admin port."""
+        """Address of the admin port; empty if there is none."""
         self.is_draining = False
-        self._watching: dict[str, asyncio.Task[None]] = {}
-        self._revoking: asyncio.Task[None] | None = None
+        self._watch_tasks: dict[str, asyncio.Task[None]] = {}
+        self._revocation_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen on every port, and wait until the servers that answer are known.
+        """Listen on every port, and wait until the responding servers are known.
 
         Raises:
-            PortInUseError: something else listens there; nothing was started.
+            PortInUseError: a port is in use; nothing was started.
             UserError: an environment's servers cannot be started.
         """
         config = self.config
@@ -114,54 +114,54 @@ class Gateway:
             if config.admin_port is not None:
                 sockets.append(bind(config.host, config.admin_port, "admin_port"))
             self._build_environments(key)
-            self._listeners = [HttpListener(self._application(key), sockets[0], tls)]
+            self._listeners = [HttpListener(self._build_app(key), sockets[0], tls)]
             if config.admin_port is not None:
-                self._listeners.append(HttpListener(self._admin_application(), sockets[1]))
-            self._grpc_server, grpc_port = build_grpc_server(
+                self._listeners.append(HttpListener(self._build_admin_app(), sockets[1]))
+            self.grpc_server, grpc_port = build_grpc_server(
                 config.host,
                 config.bound_grpc_port,
                 tls,
                 [AuthenticateCalls(self.access)],
                 config.max_connection_age_s,
             )
-            env_pb2_grpc.add_EnvServiceServicer_to_server(self._servicer, self._grpc_server)
+            env_pb2_grpc.add_EnvServiceServicer_to_server(self._servicer, self.grpc_server)
         except BaseException:
-            for one in sockets:
-                one.close()
+            for socket in sockets:
+                socket.close()
             await self._shut_down()
             raise
-        self._revoking = asyncio.create_task(self._end_refused_forever())
-        await self._grpc_server.start()
+        self._revocation_task = asyncio.create_task(self._revoke_connections_forever())
+        await self.grpc_server.start()
         await asyncio.gather(*(listener.start() for listener in self._listeners))
-        self._name_addresses(grpc_port)
+        self._set_addresses(grpc_port)
         try:
-            await self._begin_watching(key)
+            await self._start_watching(key)
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        """Close everything; sessions stay on their servers for their linger."""
+        """Close everything; sessions stay on their servers for their linger time."""
         for sessions in self.environments.values():
             sessions.drain()
             sessions.leave()
         await asyncio.gather(
-            stop_grpc_server(self._grpc_server), *(one.stop() for one in self._listeners)
+            stop_grpc_server(self.grpc_server), *(listener.stop() for listener in self._listeners)
         )
         await self._shut_down()
 
     @property
     def is_ready(self) -> bool:
-        """True when every source has said which servers there are."""
-        return all(one.fleet.is_published for one in self.environments.values())
+        """True when every source has published its first list of servers."""
+        return all(sessions.fleet.is_published for sessions in self.environments.values())
 
     @property
     def num_sessions(self) -> int:
-        """Those that were opened here and continue."""
-        return sum(one.num_tracked for one in self.environments.values())
+        """The number of open sessions that were opened through this gateway."""
+        return sum(sessions.num_tracked for sessions in self.environments.values())
 
     def drain(self) -> None:
-        """Take no new sessions from now on; those there are continue."""
+        """Refuse new sessions from now on; existing sessions continue."""
         self.is_draining = True
         for sessions in self.environments.values():
             sessions.drain()
@@ -178,10 +178,10 @@ class Gateway:
     def _build_environments(self, key: str) -> None:
         config = self.config
         self.metrics = GatewayMetrics(config.environments, self._read_loads)
-        self.access.on_failure = self.metrics.auth_failed
+        self.access.on_failure = self.metrics.count_auth_failure
         session_key = SessionKey(key.encode())
         routes = RouteCache(session_key)
-        links = _link_options(config.servers)
+        links = _make_link_options(config.servers)
         context = GatewayContext(
             session_key, routes, self.access, self.quotas, self.metrics, config.sessions, links
         )
@@ -189,8 +189,8 @@ class Gateway:
             self.environments[name] = GatewaySessions(name, context)
         self._servicer = GatewayServicer(self.environments, self.quotas, self.metrics)
 
-    def _application(self, key: str) -> Any:
-        # Of one origin, but no use as a session key to whoever learns it.
+    def _build_app(self, key: str) -> Any:
+        # Derived from the session key, but useless as a session key if it leaks.
         mcp_key = hmac.digest(key.encode(), b"ludus mcp sessions", "sha256")
         app = build_gateway_app(
             self.environments,
@@ -201,7 +201,7 @@ class Gateway:
         )
         return AddRequestIds(Authenticate(LimitBodies(app), self.access))
 
-    def _admin_application(self) -> Any:
+    def _build_admin_app(self) -> Any:
         return build_admin_app(
             self.environments,
             self.metrics,
@@ -209,9 +209,9 @@ class Gateway:
             drain=self.drain,
         )
 
-    def _name_addresses(self, grpc_port: int) -> None:
+    def _set_addresses(self, grpc_port: int) -> None:
         host, secure = self.config.host, "s" if self.config.tls else ""
-        http, *admin = (authority(host, one.port) for one in self._listeners)
+        http, *admin = (authority(host, listener.port) for listener in self._listeners)
         self.http_address = f"http{secure}://{http}"
         self.grpc_address = f"grpc{secure}://{authority(host, grpc_port)}"
         self.admin_address = f"http://{admin[0]}" if admin else ""
@@ -219,32 +219,32 @@ class Gateway:
     def _read_loads(self) -> list[Any]:
         return [sessions.environment_load for sessions in self.environments.values()]
 
-    async def _begin_watching(self, key: str) -> None:
-        """Follow the sources, and wait until the first servers are known, or not in time.
+    async def _start_watching(self, key: str) -> None:
+        """Watch the sources, and wait a limited time for the first servers.
 
         Raises:
-            UserError: of a source that cannot work.
+            UserError: a source cannot work.
         """
         for name, environment in self.config.environments.items():
             if name not in self.sources:
                 admission = self.environments[name].admission
                 lifetime_s = self.config.sessions.id_lifetime_s
-                start = partial(self._local_server, environment, key)
-                self.sources[name] = _source_of(environment, start, admission, lifetime_s)
+                make_server = partial(self._make_local_server, environment, key)
+                self.sources[name] = _make_source(environment, make_server, admission, lifetime_s)
             source = self.sources[name]
-            self._watching[name] = asyncio.create_task(self._watch(name, source))
-        settled = asyncio.create_task(self._settle())
-        watching = self._watching.values()
+            self._watch_tasks[name] = asyncio.create_task(self._watch(name, source))
+        settling = asyncio.create_task(self._settle())
+        watch_tasks = self._watch_tasks.values()
         try:
-            # A source watches for ever, unless it cannot work.
-            await asyncio.wait([settled, *watching], return_when=asyncio.FIRST_COMPLETED)
+            # A source watches until it is cancelled, or fails if it cannot work.
+            await asyncio.wait([settling, *watch_tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            settled.cancel()
-        for task in watching:
+            settling.cancel()
+        for task in watch_tasks:
             if task.done():
                 await task
 
-    def _local_server(self, environment: Environment, key: str) -> LocalServer:
+    def _make_local_server(self, environment: EnvironmentSection, key: str) -> LocalServer:
         assert isinstance(environment, SubprocessEnvironment)
         return LocalServer(
             environment.target,
@@ -253,21 +253,21 @@ class Gateway:
             isolation=environment.isolation,
             extra_arguments=list(environment.arguments),
             environment={SESSION_KEY_VARIABLE: key},
-            withheld=self._own_variables(),
+            withheld=self._withheld_variables(),
         )
 
-    def _own_variables(self) -> frozenset[str]:
-        """Environment variables that no server is to have: tokens, by name or by what they hold."""
-        named = {*self.config.secret_variables, SESSION_KEY_VARIABLE}
-        tokens = {name for name, text in os.environ.items() if self.access.knows(text.strip())}
-        return frozenset(named | tokens)
+    def _withheld_variables(self) -> frozenset[str]:
+        """Return the names of secret variables and of variables with a token as value."""
+        secrets = {*self.config.secret_variables, SESSION_KEY_VARIABLE}
+        tokens = {name for name, text in os.environ.items() if self.access.has_token(text.strip())}
+        return frozenset(secrets | tokens)
 
     async def _settle(self) -> None:
-        fleets = [one.fleet for one in self.environments.values()]
-        await asyncio.gather(*(fleet.wait_settled(_SETTLE_TIMEOUT_S) for fleet in fleets))
+        fleets = [sessions.fleet for sessions in self.environments.values()]
+        await asyncio.gather(*(fleet.wait_settled(SETTLE_TIMEOUT_S) for fleet in fleets))
 
     async def _watch(self, name: str, source: EndpointSource) -> None:
-        """Follow a source for ever, also after failures that are not the user's.
+        """Watch a source until cancelled; retry after failures that the user did not cause.
 
         Raises:
             UserError: the source cannot work at all.
@@ -279,34 +279,34 @@ class Gateway:
             except UserError as error:
                 if not fleet.is_published:
                     raise
-                _log.error("servers of %s: %s", name, error)
+                _log.error("environment %s: cannot list its servers: %s", name, error)
             except LudusError as error:
-                _log.error("servers of %s: %s", name, error)
+                _log.error("environment %s: cannot list its servers: %s", name, error)
             await asyncio.sleep(_SOURCE_BACKOFF_S)
 
-    async def _end_refused_forever(self) -> None:
-        """End connections whose callers may not use them any more, until cancelled."""
+    async def _revoke_connections_forever(self) -> None:
+        """Close the connections of revoked tenants, until cancelled."""
         while True:
-            await asyncio.sleep(REVOKE_EVERY_S)
-            self.access.end_refused()
+            await asyncio.sleep(REVOCATION_INTERVAL_S)
+            self.access.close_refused_connections()
 
     async def _shut_down(self) -> None:
-        if self._revoking is not None:
-            self._revoking.cancel()
-        for task in self._watching.values():
+        if self._revocation_task is not None:
+            self._revocation_task.cancel()
+        for task in self._watch_tasks.values():
             task.cancel()
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
-        await asyncio.gather(*(one.shut_down() for one in self.environments.values()))
+        await asyncio.gather(*self._watch_tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(sessions.shut_down() for sessions in self.environments.values()))
         await asyncio.gather(*(source.close() for source in self.sources.values()))
 
 
 def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; then drain and stop.
+    """Serve until SIGTERM or SIGINT, then drain and stop.
 
     A second signal ends the wait for sessions.
 
     Raises:
-        PortInUseError: something else listens there; nothing was started.
+        PortInUseError: a port is in use; nothing was started.
         UserError: the configuration cannot work.
     """
     hide_process()
@@ -319,15 +319,15 @@ def serve_gateway(config: GatewayConfig, on_ready: OnReady | None = None) -> Non
     )
 
 
-def _access_of(config: GatewayConfig, clock: Callable[[], float]) -> Access:
+def _make_access(config: GatewayConfig, clock: Callable[[], float]) -> TenantAccess:
     if config.tenants_file is not None:
-        return Access.from_file(config.tenants_file, clock=clock)
-    token = value_of(config.token_env)
-    return Access.single(token) if token else Access.open()
+        return TenantAccess.from_file(config.tenants_file, clock=clock)
+    token = read_variable(config.token_env)
+    return TenantAccess.from_token(token) if token else TenantAccess.open()
 
 
-def _link_options(servers: ServersSection) -> LinkOptions:
-    token = value_of(servers.token_env)
+def _make_link_options(servers: ServersSection) -> LinkOptions:
+    token = read_variable(servers.token_env)
     return LinkOptions(
         authorization=f"Bearer {token}" if token else "",
         poll_interval_s=servers.poll_interval_s,
@@ -341,10 +341,10 @@ def _link_options(servers: ServersSection) -> LinkOptions:
     )
 
 
-def _source_of(
-    environment: Environment,
-    local_server: Callable[[], LocalServer],
-    admission: Admission,
+def _make_source(
+    environment: EnvironmentSection,
+    make_server: Callable[[], LocalServer],
+    admission: FleetAdmission,
     lifetime_s: float,
 ) -> EndpointSource:
     fleet = admission.fleet
@@ -353,17 +353,17 @@ def _source_of(
             return StaticSource(environment.addresses)
         case SubprocessEnvironment():
             return SubprocessSource(
-                local_server,
+                make_server,
                 environment.num_servers,
                 environment.drain_grace_s,
-                fleet.num_sessions_of,
+                fleet.count_sessions,
             )
         case KubernetesEnvironment():
-            # The cluster's client is loaded where there is a cluster only.
+            # Imported here so that other gateways do not load the Kubernetes client.
             from ludus.services.gateway.kubernetes.cluster import ClusterSource
             from ludus.services.kubernetes.api import KubernetesApi
 
-            return ClusterSource(KubernetesApi(), environment, fleet.loads_of_pods)
+            return ClusterSource(KubernetesApi(), environment, fleet.pod_loads)
         case SandboxEnvironment():
             from ludus.services.gateway.kubernetes.sandboxes import SandboxSource
             from ludus.services.kubernetes.api import KubernetesApi
@@ -371,8 +371,8 @@ def _source_of(
             sandboxes = SandboxSource(
                 KubernetesApi(),
                 environment,
-                fleet.link_at,
-                lambda: admission.num_wanted,
+                fleet.find_link_by_key,
+                lambda: admission.num_requested,
                 lifetime_s,
             )
             admission.supply = sandboxes

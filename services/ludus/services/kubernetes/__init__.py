@@ -1,1 +1,1 @@
-"""The one place that talks to a Kubernetes API server: for gateways in it and for runs on it."""
+"""The client of the Kubernetes API server, for gateways and for runs."""

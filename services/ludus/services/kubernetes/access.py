@@ -1,9 +1,8 @@
-"""How an API server is reached, and as whom: from inside a pod, or by a kubeconfig.
+"""Address and credentials of an API server, from a pod's service account or a kubeconfig.
 
-The official client reads kubeconfig files (contexts, certificates, exec plugins, OIDC): that is
-code nobody should write twice. In a pod it is not even imported: there, access is an address, a
-CA file and a token file. The token file is read again before each request, because the kubelet
-replaces it about hourly.
+The official client reads kubeconfig files with contexts, certificates, exec plugins and OIDC. In a
+pod it is not imported, because an address, a CA file and a token file are enough there. The token
+file is read before each request, because the kubelet replaces it about every hour.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
-    """How to reach an API server, and as whom."""
+    """The address and credentials of an API server."""
 
     url: str
     authorization: Callable[[], str] = field(repr=False)
-    """The Authorization header, empty for none. It may read a file or run a plugin, so it is
-    called in a thread, before each request."""
+    """Function that returns the Authorization header, empty for none. It may read a file or run a
+    plugin, so a thread calls it before each request."""
     tls: ssl.SSLContext | None = None
     tls_server_name: str = ""
-    """The name to expect in the server's certificate, where it is not the address."""
+    """Expected name in the server's certificate; empty means the host of the address."""
     proxy: str = field(default="", repr=False)
     namespace: str = ""
-    """The namespace that it is meant for; empty where nothing says it."""
+    """Default namespace; empty if unknown."""
 
 
 def load_access(kubeconfig: Path | None = None, context: str = "") -> ApiAccess:
-    """The access of this pod, or that of a kubeconfig where one is named or there is no pod.
+    """Load the named kubeconfig or context; by default this pod's access, or the kubeconfig.
 
     Raises:
-        ConfigError: neither can be read.
+        ConfigError: the access cannot be read.
     """
     if kubeconfig is None and not context and os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return in_cluster_access()
-    return kubeconfig_access(kubeconfig, context)
+        return load_pod_access()
+    return load_kubeconfig_access(kubeconfig, context)
 
 
-def in_cluster_access(
+def load_pod_access(
     folder: Path = _SERVICE_ACCOUNT, environ: Mapping[str, str] = os.environ
 ) -> ApiAccess:
-    """The access that Kubernetes gives a pod.
+    """Load the access of this pod's service account.
 
     Raises:
         ConfigError: the address, the CA file or the token file is missing.
@@ -64,8 +63,8 @@ def in_cluster_access(
         tls = ssl.create_default_context(cafile=str(ca_file))
     except (KeyError, OSError) as error:
         raise ConfigError(
-            f"expected a service account in {folder}, got {type(error).__name__} ({error}); set"
-            " automountServiceAccountToken on the pod, or name a kubeconfig"
+            f"cannot read the service account in {folder}: {type(error).__name__} ({error}); set"
+            " automountServiceAccountToken on the pod, or use a kubeconfig"
         ) from error
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     namespace_file = folder / "namespace"
@@ -78,45 +77,45 @@ def in_cluster_access(
     )
 
 
-def kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
-    """The access of a kubeconfig's context; KUBECONFIG or ~/.kube/config without a path.
+def load_kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
+    """Load a context of a kubeconfig; the default path is KUBECONFIG or ~/.kube/config.
 
     Raises:
         ConfigError: the file or the context cannot be read.
     """
-    # Imported here because it costs a third of a second, which a pod would pay for nothing.
+    # Imported here because the import takes a third of a second, and a pod does not need it.
     import yaml
     from kubernetes.client import Configuration
     from kubernetes.config import ConfigException, list_kube_config_contexts, load_kube_config
 
     configuration = Configuration()
     try:
-        # The client looks KUBECONFIG up once, when it is imported.
+        # The client reads KUBECONFIG only at import time.
         file = os.environ.get("KUBECONFIG") if path is None else str(path)
         load_kube_config(
             config_file=file, context=context or None, client_configuration=configuration
         )
         contexts, current = list_kube_config_contexts(file)
-        tls = _tls_of(configuration)
+        tls = _make_tls_context(configuration)
     except (ConfigException, OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        # What a parser says may quote a line of the file, and such lines hold tokens.
+        # A parser's message may quote a line of the file with a token.
         is_harmless = isinstance(error, ConfigException | OSError)
         raise ConfigError(
-            f"expected a kubeconfig at {path or 'KUBECONFIG or ~/.kube/config'}, got"
+            f"cannot read the kubeconfig at {path or 'KUBECONFIG or ~/.kube/config'}:"
             f" {error if is_harmless else type(error).__name__};"
             " see: kubectl config get-contexts"
         ) from (error if is_harmless else None)
-    chosen = next((one for one in contexts if one["name"] == context), current)
+    selected = next((entry for entry in contexts if entry["name"] == context), current)
     host = urlsplit(configuration.host).hostname or ""
-    direct = {"no": configuration.no_proxy or ""}
-    is_direct = urllib.request.proxy_bypass_environment(host, direct)  # type: ignore[attr-defined]
+    exclusions = {"no": configuration.no_proxy or ""}
+    is_direct = urllib.request.proxy_bypass_environment(host, exclusions)  # type: ignore[attr-defined]
 
     def authorization() -> str:
-        # The configuration renews a token that expires each time that it is asked.
+        # The configuration renews an expired token in this call.
         try:
             settings = configuration.auth_settings().get("BearerToken")
         except ConfigException as error:
-            raise ConfigError(f"expected credentials from the kubeconfig, got: {error}") from error
+            raise ConfigError(f"cannot get credentials from the kubeconfig: {error}") from error
         return str(settings["value"] or "") if settings else ""
 
     return ApiAccess(
@@ -125,11 +124,11 @@ def kubeconfig_access(path: Path | None = None, context: str = "") -> ApiAccess:
         tls=tls,
         tls_server_name=configuration.tls_server_name or "",
         proxy="" if is_direct else configuration.proxy or "",
-        namespace=str(chosen["context"].get("namespace") or ""),
+        namespace=str(selected["context"].get("namespace") or ""),
     )
 
 
-def _tls_of(configuration: Any) -> ssl.SSLContext:
+def _make_tls_context(configuration: Any) -> ssl.SSLContext:
     tls = ssl.create_default_context(cafile=configuration.ssl_ca_cert or None)
     if configuration.cert_file:
         tls.load_cert_chain(configuration.cert_file, configuration.key_file)

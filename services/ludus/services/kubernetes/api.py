@@ -1,33 +1,33 @@
-"""The one file that talks to a Kubernetes API server, for gateways in it and for runs on it.
+"""The asynchronous client of the Kubernetes API server, for gateways and for runs.
 
     gateway   endpointslices, leases, pods, sandboxes      --+
                                                              +-->  KubernetesApi  -->  API server
     runs      RayJobs, ConfigMaps, logs, exec              --+        |
                                                              ApiAccess: address, CA, credentials
 
-Requests go through aiohttp, on the caller's own event loop. The official client's watch
-blocks a thread for each stream, cannot be cancelled while the stream is silent, and turns
-each object into models (tens of milliseconds for a large slice); here a stream is a plain
-asynchronous iterator of JSON objects. kubernetes_asyncio takes 0.8 s and 37 MiB more to
-import; its watch asks again for a version that is gone, it reads the CA once, and its election
-trusts the wall clock and leads on while the API server is silent.
+Requests use aiohttp on the caller's event loop. The official client's watch blocks one thread per
+stream, cannot be cancelled while the stream is silent, and converts each object to models, which
+takes tens of milliseconds for a large slice. Here a stream is an asynchronous iterator of JSON
+objects. kubernetes_asyncio needs 0.8 s and 37 MiB more to import. Its watch requests a version
+again that is gone, it reads the CA only once, and its leader election relies on the wall clock and
+keeps leading while the API server is silent.
 
-What the gateway's Role needs, in its own namespace and nothing beyond:
+Permissions that the gateway's Role needs, only in its own namespace:
 
     discovery.k8s.io      endpointslices   list, watch
     ""                    pods             patch               (pod deletion cost)
     coordination.k8s.io   leases           create
     coordination.k8s.io   leases           get, update         (resourceNames: the lease's name)
 
-and where sessions have sandboxes of their own:
+and for environments with sandboxes:
 
     extensions.agents.x-k8s.io   sandboxclaims      create, delete, list, watch
     extensions.agents.x-k8s.io   sandboxwarmpools   get          (resourceNames: the pools')
 
-What a person needs who sends runs there stands in docs/submit.md.
+docs/submit.md lists the permissions for submitting runs.
 
-Credentials appear in no message, log or repr, and redirects are not followed: the token goes
-to the API server alone.
+Credentials appear in no message, log or repr. Redirects are not followed, so that only the API
+server receives the token.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ from ludus.services.kubernetes.access import ApiAccess, load_access
 JsonObject = dict[str, Any]
 
 _MERGE_PATCH = "application/merge-patch+json"
-_MAX_ANSWER_BYTES = 64 * 2**20
-_MAX_EVENT_BYTES = 16 * 2**20
+MAX_RESPONSE_BYTES = 64 * 2**20
+MAX_EVENT_BYTES = 16 * 2**20
 _MAX_REASON_CHARS = 500
 _WATCH_GRACE_S = 15.0
-"""What a watch may last beyond the time that the server was asked to end it after."""
+"""Seconds that a watch may last beyond its requested duration."""
 _HEARTBEAT_S = 30.0
-"""Between two pings of a WebSocket: what stands between would end one that is silent."""
-_NO_ANSWER = 0
-GATEWAY_WAYS_OUT: Mapping[int, str] = {
-    _NO_ANSWER: "it is tried again; see that a NetworkPolicy lets the gateway reach that address"
-    " and port (networkPolicy.apiServer in the chart's values)",
+"""Interval between pings of a WebSocket, in seconds; proxies close silent connections."""
+_NO_RESPONSE = 0
+GATEWAY_REMEDIES: Mapping[int, str] = {
+    _NO_RESPONSE: "the request is retried; check that a NetworkPolicy lets the gateway reach"
+    " the address and port (networkPolicy.apiServer in the chart's values)",
     401: "check the service account's token, or the user of the kubeconfig",
     403: "grant it in the gateway's Role",
     404: "check the namespace and the name",
 }
-"""What to do, by status of the answer; 0 where none came."""
+"""Remedy for each response status; status 0 means no response."""
 
 
 class ObjectPart(BaseModel):
-    """A part of a Kubernetes object, as far as it is read here."""
+    """The fields that are read from a part of a Kubernetes object."""
 
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
 
 
 class EventType(StrEnum):
-    """What a watch says about an object."""
+    """The kind of change in a watch event."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
@@ -91,17 +91,18 @@ _EVENT_TYPES = frozenset(map(str, EventType))
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One line of a watch; a bookmark's object holds nothing but its resourceVersion."""
+    """One event of a watch; the object of a bookmark contains only its resourceVersion."""
 
     type: EventType
     object: JsonObject
 
 
 def resource_path(api_version: str, namespace: str, plural: str, name: str = "") -> str:
-    """The path of a kind of object, or of one of them: `v1` or `group/v1`.
+    """Return the path of a kind of object, or of one object if `name` is set.
 
     Args:
-        namespace: empty for what has none, or for the objects of all namespaces.
+        api_version: `v1` or `group/v1`.
+        namespace: empty for objects without namespace or in all namespaces.
     """
     path = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     if namespace:
@@ -111,15 +112,15 @@ def resource_path(api_version: str, namespace: str, plural: str, name: str = "")
 
 
 class KubernetesApi:
-    """Requests to one API server; each raises a ClusterError with the status when it fails.
+    """A client of one API server; a failed request raises a ClusterError with the status.
 
-    Only access that cannot be loaded from the start is a ConfigError: files that are missing
-    later on, while the kubelet replaces them, are trouble that passes.
+    A ConfigError means that the access could never be loaded. Files that are missing later, while
+    the kubelet replaces them, are a temporary failure.
 
     Args:
-        load: gives the access; called again when credentials or certificates were refused.
-        timeout_s: for each request, streams apart.
-        ways_out: what to do, by status of the answer; 0 where none came.
+        load: returns the access; called again after refused credentials or certificates.
+        timeout_s: timeout of each request, except streams.
+        remedies: remedy for each response status; status 0 means no response.
     """
 
     def __init__(
@@ -127,10 +128,10 @@ class KubernetesApi:
         load: Callable[[], ApiAccess] = load_access,
         *,
         timeout_s: float = 10.0,
-        ways_out: Mapping[int, str] = GATEWAY_WAYS_OUT,
+        remedies: Mapping[int, str] = GATEWAY_REMEDIES,
     ) -> None:
         self._load = load
-        self._ways_out = ways_out
+        self._remedies = remedies
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._connect_timeout_s = timeout_s
         self._access: ApiAccess | None = None
@@ -138,61 +139,61 @@ class KubernetesApi:
         self._session: aiohttp.ClientSession | None = None
 
     async def read(self, path: str, query: Mapping[str, str] | None = None) -> JsonObject:
-        """The object or list at a path."""
+        """Return the object or list at a path."""
         return await self._call("GET", path, query=query)
 
     async def create(
         self, path: str, body: JsonObject, query: Mapping[str, str] | None = None
     ) -> JsonObject:
-        """The object as it was created in the list at a path."""
+        """Create an object in the list at a path, and return the created object."""
         return await self._call("POST", path, body=body, query=query)
 
     async def replace(self, path: str, body: JsonObject) -> JsonObject:
-        """The object as it was stored; status 409 when it is not at `body`'s resourceVersion."""
+        """Replace an object and return the new one; status 409 if its resourceVersion differs."""
         return await self._call("PUT", path, body=body)
 
     async def merge(self, path: str, body: JsonObject) -> JsonObject:
-        """The object after a JSON merge patch."""
+        """Apply a JSON merge patch and return the patched object."""
         return await self._call("PATCH", path, body=body, content_type=_MERGE_PATCH)
 
     async def delete(self, path: str, body: JsonObject | None = None) -> JsonObject:
-        """The object as it was when its end began, or a Status."""
+        """Delete an object, and return the object or a Status."""
         return await self._call("DELETE", path, body=body)
 
     async def lines(
         self, path: str, query: Mapping[str, str], *, silence_s: float | None = None
     ) -> AsyncGenerator[str]:
-        """The lines of a text, a pod's log for example, until the server ends the stream.
+        """Yield the lines of a text, such as a pod's log, until the server ends the stream.
 
-        To be closed by whoever leaves it early (`contextlib.aclosing`).
+        A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Args:
-            silence_s: ends it, too, when nothing has come for so long.
+            silence_s: seconds without data after which the stream ends; None means no limit.
         """
         timeout = aiohttp.ClientTimeout(sock_connect=self._connect_timeout_s, sock_read=silence_s)
-        with self._as_cluster_errors("GET", path), suppress(aiohttp.SocketTimeoutError):
-            async with self._answer("GET", path, query=query, timeout=timeout) as response:
-                content, limit = response.content, _MAX_EVENT_BYTES
+        with self._raise_cluster_errors("GET", path), suppress(aiohttp.SocketTimeoutError):
+            async with self._request("GET", path, query=query, timeout=timeout) as response:
+                content, limit = response.content, MAX_EVENT_BYTES
                 while line := await content.readline(max_line_length=limit):
                     yield line.decode(errors="replace").rstrip("\r\n")
 
     async def messages(
         self, path: str, query: Sequence[tuple[str, str]], protocol: str
     ) -> AsyncGenerator[bytes]:
-        """What a WebSocket says, until the server closes it.
+        """Yield the binary messages of a WebSocket until the server closes it.
 
-        To be closed by whoever leaves it early (`contextlib.aclosing`).
+        A caller that stops early must close the generator (`contextlib.aclosing`).
         """
-        with self._as_cluster_errors("GET", path):
+        with self._raise_cluster_errors("GET", path):
             access, headers = await self._credentials()
             async with self._open_session().ws_connect(
                 access.url + path,
                 params=query,
                 protocols=(protocol,),
                 headers=headers,
-                max_msg_size=_MAX_EVENT_BYTES,
+                max_msg_size=MAX_EVENT_BYTES,
                 heartbeat=_HEARTBEAT_S,
-                **_connection(access),
+                **_connection_options(access),
             ) as socket:
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
@@ -201,14 +202,14 @@ class KubernetesApi:
     async def watch(
         self, path: str, *, version: str, timeout_s: int, query: Mapping[str, str] | None = None
     ) -> AsyncGenerator[WatchEvent]:
-        """What changes in a list after a resourceVersion, until the server ends the stream.
+        """Yield the changes of a list after a resourceVersion, until the server ends the stream.
 
-        To be closed by whoever leaves it early (`contextlib.aclosing`).
+        A caller that stops early must close the generator (`contextlib.aclosing`).
 
         Raises:
-            ClusterError: status 410 when the version is too old to continue from: list again.
+            ClusterError: status 410 if the version is too old, so the list must be read again.
         """
-        asked = {
+        watch_query = {
             **(query or {}),
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -218,15 +219,15 @@ class KubernetesApi:
         timeout = aiohttp.ClientTimeout(
             total=timeout_s + _WATCH_GRACE_S, sock_connect=self._connect_timeout_s
         )
-        with self._as_cluster_errors("GET", path):
-            async with self._answer("GET", path, query=asked, timeout=timeout) as response:
-                content, limit = response.content, _MAX_EVENT_BYTES
+        with self._raise_cluster_errors("GET", path):
+            async with self._request("GET", path, query=watch_query, timeout=timeout) as response:
+                content, limit = response.content, MAX_EVENT_BYTES
                 while line := await content.readline(max_line_length=limit):
                     if not line.isspace():
-                        yield _event_in(line, path)
+                        yield _parse_event(line, path)
 
     async def close(self) -> None:
-        """End all requests."""
+        """Close all requests."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -248,33 +249,33 @@ class KubernetesApi:
     ) -> JsonObject:
         headers = {"Content-Type": content_type} if body is not None else {}
         data = None if body is None else orjson.dumps(body)
-        with self._as_cluster_errors(method, path):
-            async with self._answer(
+        with self._raise_cluster_errors(method, path):
+            async with self._request(
                 method, path, query=query, data=data, headers=headers, timeout=self._timeout
             ) as response:
-                found = orjson.loads(await _whole(response))
-        if not isinstance(found, dict):
-            raise ClusterError(f"expected an object from {path}, got {type(found).__name__}")
-        return found
+                body_json = orjson.loads(await _read_body(response))
+        if not isinstance(body_json, dict):
+            raise ClusterError(f"expected an object from {path}, got {type(body_json).__name__}")
+        return body_json
 
     @asynccontextmanager
-    async def _answer(
+    async def _request(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with status 2xx, whose body is yet to be read."""
+        """Send a request and yield its response with status 2xx and an unread body."""
         options["params"] = options.pop("query", None)
         response = await self._send(method, path, headers or {}, options)
         if response.status == 401:
-            # Credentials expire; what is on the disk now may be newer than what was loaded.
+            # Credentials expire, and the files may be newer than the loaded credentials.
             response.release()
             self._access = None
             response = await self._send(method, path, headers or {}, options)
         try:
             if not 200 <= response.status < 300:
-                raise await self._refusal(method, path, response)
+                raise await self._read_error(method, path, response)
             yield response
         finally:
-            # An answer that was not read to its end would leave the connection unusable.
+            # A response that was not read completely would leave the connection unusable.
             response.close()
 
     async def _send(
@@ -287,15 +288,15 @@ class KubernetesApi:
                 access.url + path,
                 headers={**headers, **authorization},
                 allow_redirects=False,
-                **_connection(access),
+                **_connection_options(access),
                 **options,
             )
         except aiohttp.ClientSSLError:
-            self._access = None  # the CA may have been replaced on the disk
+            self._access = None  # the CA file may have been replaced
             raise
 
     async def _credentials(self) -> tuple[ApiAccess, dict[str, str]]:
-        """The access, and the headers that say who asks."""
+        """Return the access and the authorization headers."""
         try:
             if self._access is None:
                 self._access = await asyncio.to_thread(self._load)
@@ -303,7 +304,7 @@ class KubernetesApi:
             authorization = await asyncio.to_thread(access.authorization)
         except ConfigError as error:
             if not self._had_credentials:
-                raise  # it never worked: for a person to repair
+                raise  # the access never worked, so a person must correct it
             raise ClusterError(str(error)) from error
         self._had_credentials = True
         return access, {"Authorization": authorization} if authorization else {}
@@ -311,41 +312,41 @@ class KubernetesApi:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(socket_factory=_lively_socket),
+                connector=aiohttp.TCPConnector(socket_factory=_make_keepalive_socket),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                # An API server refuses whoever takes JSON alone what is none: logs, for example.
+                # An API server refuses logs and other text to clients that accept only JSON.
                 headers={"Accept": "application/json, */*", "User-Agent": "ludus"},
             )
         return self._session
 
     @contextmanager
-    def _as_cluster_errors(self, method: str, path: str) -> Iterator[None]:
+    def _raise_cluster_errors(self, method: str, path: str) -> Iterator[None]:
         try:
             yield
         except orjson.JSONDecodeError as error:
-            raise ClusterError(f"expected JSON from {method} {path}, got: {error}") from error
+            raise ClusterError(f"the response to {method} {path} is not JSON: {error}") from error
         except LineTooLong as error:
             raise ClusterError(
-                f"expected watch events of at most {_MAX_EVENT_BYTES} bytes from {path}, got more"
+                f"a watch event from {path} is larger than {MAX_EVENT_BYTES} bytes"
             ) from error
         except aiohttp.WSServerHandshakeError as error:
-            raise self._refused(method, path, error.status, error.message) from error
+            raise self._status_error(method, path, error.status, error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterError(
-                f"expected an answer from the API server{self._place()} to {method} {path}, got"
-                f" {_reason_of(error)}" + self._way_out(_NO_ANSWER)
+                f"no response from the API server{self._shown_url()} to {method} {path}:"
+                f" {_describe_error(error)}" + self._remedy(_NO_RESPONSE)
             ) from error
 
-    async def _refusal(
+    async def _read_error(
         self, method: str, path: str, response: aiohttp.ClientResponse
     ) -> ClusterError:
         try:
-            said = orjson.loads(await _whole(response))
-            reason = str(said.get("message", "")) if isinstance(said, dict) else ""
+            status = orjson.loads(await _read_body(response))
+            reason = str(status.get("message", "")) if isinstance(status, dict) else ""
         except (orjson.JSONDecodeError, aiohttp.ClientError):
             reason = ""
         retry_after = response.headers.get("Retry-After", "")
-        return self._refused(
+        return self._status_error(
             method,
             path,
             response.status,
@@ -353,23 +354,23 @@ class KubernetesApi:
             float(retry_after) if retry_after.isdecimal() else 0.0,
         )
 
-    def _refused(
+    def _status_error(
         self, method: str, path: str, status: int, reason: str, retry_after_s: float = 0.0
     ) -> ClusterError:
-        said = f"expected the API server to accept {method} {path}, got {status} {reason}"
+        message = f"the API server refused {method} {path}: {status} {reason}"
         return ClusterError(
-            said[: _MAX_REASON_CHARS + 200] + self._way_out(status), status, retry_after_s
+            message[: _MAX_REASON_CHARS + 200] + self._remedy(status), status, retry_after_s
         )
 
-    def _place(self) -> str:
+    def _shown_url(self) -> str:
         return f" at {self._access.url}" if self._access is not None else ""
 
-    def _way_out(self, status: int) -> str:
-        known = self._ways_out.get(status)
-        return f"; {known}" if known else ""
+    def _remedy(self, status: int) -> str:
+        remedy = self._remedies.get(status)
+        return f"; {remedy}" if remedy else ""
 
 
-def _connection(access: ApiAccess) -> dict[str, Any]:
+def _connection_options(access: ApiAccess) -> dict[str, Any]:
     return {
         "ssl": access.tls or True,
         "server_hostname": access.tls_server_name or None,
@@ -377,54 +378,49 @@ def _connection(access: ApiAccess) -> dict[str, Any]:
     }
 
 
-def _reason_of(error: Exception) -> str:
-    """Why no answer came."""
+def _describe_error(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error
-    said = (
-        f"{type(error).__name__}: {error}"
-        if str(error)
-        else f"none in time ({type(error).__name__})"
-    )
-    return said[:_MAX_REASON_CHARS]
+    text = str(error) or "timed out"
+    return f"{type(error).__name__}: {text}"[:_MAX_REASON_CHARS]
 
 
-def _lively_socket(address: Any) -> socket.socket:
-    """A socket that notices within a minute that the other side vanished.
+def _make_keepalive_socket(address: Any) -> socket.socket:
+    """Create a socket with keepalive probes, which detect a dead peer within a minute.
 
-    A watch may be silent for minutes, and without probes a dead one looks just like that.
+    A watch may be silent for minutes. Without probes a dead connection looks the same.
     """
     family, kind, protocol = address[:3]
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    created = socket.socket(family, kind, protocol)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 8), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return created
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     parts = bytearray()
     async for part in response.content.iter_any():
         parts += part
-        if len(parts) > _MAX_ANSWER_BYTES:
+        if len(parts) > MAX_RESPONSE_BYTES:
             raise ClusterError(
-                f"expected at most {_MAX_ANSWER_BYTES} bytes from {response.url.path}, got more"
+                f"the response of {response.url.path} is larger than {MAX_RESPONSE_BYTES} bytes"
             )
     return bytes(parts)
 
 
-def _event_in(line: bytes, path: str) -> WatchEvent:
-    said = orjson.loads(line)
-    kind = said.get("type") if isinstance(said, dict) else None
-    found = said.get("object") if isinstance(said, dict) else None
-    if kind == "ERROR" and isinstance(found, dict):
-        status = found.get("code")
+def _parse_event(line: bytes, path: str) -> WatchEvent:
+    event = orjson.loads(line)
+    kind = event.get("type") if isinstance(event, dict) else None
+    body = event.get("object") if isinstance(event, dict) else None
+    if kind == "ERROR" and isinstance(body, dict):
+        status = body.get("code")
         raise ClusterError(
-            f"expected to continue watching {path}, got {status}"
-            f" {str(found.get('message', ''))[:_MAX_REASON_CHARS]}",
+            f"the watch of {path} failed: {status}"
+            f" {str(body.get('message', ''))[:_MAX_REASON_CHARS]}",
             status if isinstance(status, int) else 0,
         )
-    if kind not in _EVENT_TYPES or not isinstance(found, dict):
+    if kind not in _EVENT_TYPES or not isinstance(body, dict):
         raise ClusterError(f"expected a watch event from {path}, got type {str(kind)[:40]!r}")
-    return WatchEvent(EventType(str(kind)), found)
+    return WatchEvent(EventType(str(kind)), body)

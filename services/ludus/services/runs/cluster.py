@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ludus.proto.errors import ClusterError, ConfigError, NotFoundError, did_you_mean
-from ludus.services.kubernetes.access import ApiAccess, kubeconfig_access, load_access
+from ludus.services.kubernetes.access import ApiAccess, load_access, load_kubeconfig_access
 from ludus.services.kubernetes.api import JsonObject, KubernetesApi
 from ludus.services.runs.manifest import RunManifests
 from ludus.services.runs.names import (
@@ -45,7 +45,7 @@ def personal_access(context: str = "") -> ApiAccess:
     """
     has_config = "KUBECONFIG" in os.environ or (Path.home() / ".kube" / "config").exists()
     try:
-        return kubeconfig_access(None, context) if has_config else load_access(None, context)
+        return load_kubeconfig_access(None, context) if has_config else load_access(None, context)
     except ConfigError as error:
         raise ConfigError(
             f"no cluster can be reached: {error}; without a cluster train here, with `ludus train`"
@@ -65,7 +65,7 @@ async def connected(context: str = "", namespace: str = "") -> AsyncIterator[Run
     def load() -> ApiAccess:
         return loaded.pop() if loaded else personal_access(context)
 
-    async with KubernetesApi(load, ways_out=WAYS_OUT) as api:
+    async with KubernetesApi(load, remedies=WAYS_OUT) as api:
         yield RunsCluster(api, namespace or first.namespace or "default")
 
 

@@ -1,1 +1,1 @@
-"""The servers behind a gateway: where they are, how full, and which gets a session."""
+"""The servers behind a gateway: their addresses, their load and the placement of sessions."""

@@ -1,9 +1,9 @@
-"""Who gets a new session, and where: the queue in front of a fleet.
+"""Admission of new sessions: the queue in front of a fleet.
 
-    open --take--> AdmissionQueue --Fleet.place--> shares of servers, set aside for the caller
+    open --reserve--> AdmissionQueue --Fleet.reserve--> shares of servers
 
-An open waits in order of arrival at most `queue_timeout_s` for room that closes, polls and
-new servers make; then it is refused with the time to come back.
+Opens wait in order of arrival until closed sessions, polls or new servers free capacity. After
+`queue_timeout_s` an open is refused with a retry delay.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ludus.services.gateway.fleet.fleet import Fleet, Share
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 
 RETRY_AFTER_S = 1.0
-"""What refused callers are told."""
+"""Retry delay for refused callers, in seconds."""
 MIN_DESCRIBE_S = 5.0
-"""How long a caller waits for the first server of all, where opens wait less."""
+"""Minimum time that a caller waits for the first server to respond, in seconds."""
 
 
 class Supply(Protocol):
-    """What brings servers as they are needed."""
+    """A source that creates servers on demand."""
 
     def wake(self) -> None:
-        """Hear that an open began to wait, or that a session has ended."""
+        """Check the demand now: an open started to wait, or a session ended."""
 
     def shortage(self) -> str:
-        """Why opens still wait."""
+        """Return the reason why opens still wait."""
 
 
-class Admission:
-    """Room on the servers of one environment, first come, first served.
+class FleetAdmission:
+    """Reservation of capacity on the servers of one environment, first come, first served.
 
     Args:
-        on_wait: told how long an open has waited in line, whether it was admitted or not.
+        on_wait: called with the seconds that an open waited, whether it was admitted or not.
     """
 
     def __init__(
@@ -54,170 +54,171 @@ class Admission:
         self.is_draining = False
         self.supply: Supply | None = None
         self._environment = environment
-        self._line = AdmissionQueue(
-            self._take,
-            self._give_back,
+        self._queue = AdmissionQueue(
+            self._reserve_waiting,
+            self._cancel_waiting,
             timeout_s=limits.queue_timeout_s,
             max_waiting=limits.queue_size,
         )
-        self.num_undescribed = 0
-        """Callers that wait for the first server of all."""
-        self.fleet = Fleet(links, self._line.advance, lambda: bool(self._line))
-        self._taken: defaultdict[int, deque[list[Share]]] = defaultdict(deque)
-        """What waiters of each size were given and did not pick up yet."""
+        self.num_waiting_for_description = 0
+        """Number of callers that wait for the first server to respond."""
+        self.fleet = Fleet(links, self._queue.advance, lambda: bool(self._queue))
+        self._shares_by_size: defaultdict[int, deque[list[Share]]] = defaultdict(deque)
+        """Shares reserved for waiting opens, by size, until the opens receive them."""
 
     @property
     def num_waiting(self) -> int:
-        """Sessions that are waited for; the fleet grows with them."""
-        return self._line.size + self.num_undescribed
+        """Sessions requested by waiting callers; autoscaling follows this number."""
+        return self._queue.size + self.num_waiting_for_description
 
     @property
-    def num_wanted(self) -> int:
-        """Sessions that opens wait for, and one for those who wait for the first server of all."""
-        return self._line.size + bool(self.num_undescribed)
+    def num_requested(self) -> int:
+        """Sessions that waiting opens requested, plus one if callers wait for the first server."""
+        return self._queue.size + bool(self.num_waiting_for_description)
 
     def num_missing(self, size: int) -> int:
-        """How many of `size` sessions, and of those that wait before them, find no room now."""
+        """Return how many of the waiting sessions and `size` new ones exceed the free capacity."""
         missing = self.fleet.num_missing(size)
-        return missing and missing + self._line.size
+        return missing and missing + self._queue.size
 
     def advance(self) -> None:
-        """Admit who waits; call it when a session has ended."""
-        self._line.advance()
+        """Admit waiting opens if possible; call this after a session has ended."""
+        self._queue.advance()
         self._wake_supply()
 
     def drain(self) -> None:
-        """Refuse all opens from now on, also those that wait."""
+        """Refuse all opens from now on, including waiting ones."""
         self.is_draining = True
-        self._line.refuse_all(self._draining())
+        self._queue.refuse_all(self._draining_error())
 
     def check(self, size: int) -> None:
-        """Refuse an open that may not even wait.
+        """Check that an open may wait for capacity.
 
         Raises:
             UnavailableError: the gateway is draining.
-            InvalidCallError: so many are never given out together.
+            InvalidCallError: the group is too large.
         """
         if self.is_draining:
-            raise self._draining()
+            raise self._draining_error()
         if size > self._limits.max_group_size:
             raise InvalidCallError(
-                f"expected a group of at most {self._limits.max_group_size} sessions, got {size}"
+                f"a group may have at most {self._limits.max_group_size} sessions, got {size}"
             )
 
-    async def room(
+    async def reserve(
         self, size: int, deadline_s: float, excluded: Collection[ServerLink] = ()
     ) -> list[Share]:
-        """Servers with room for `size` together, set aside.
+        """Reserve capacity for `size` sessions and return the servers' shares.
 
         Args:
-            deadline_s: of the event loop's clock.
-            excluded: links that refused the same open just now; if only they have room, it
-                waits in line.
+            deadline_s: latest event-loop time to wait for capacity.
+            excluded: links that just refused this open. If only they have capacity, the open
+                waits in the queue.
 
         Raises:
-            CapacityError: there was none in time, or too many wait already.
+            CapacityError: no capacity became free in time, or the queue is full.
             UnavailableError: the gateway is draining.
-            InvalidCallError: so many are never given out together.
+            InvalidCallError: the group is too large.
         """
         self.check(size)
-        if excluded and not self._line:
-            shares = self.fleet.place(size, excluded)
+        if excluded and not self._queue:
+            shares = self.fleet.reserve(size, excluded)
             if shares is not None:
                 return shares
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:
             async with asyncio.timeout_at(deadline_s):
-                is_admitted = await self._line.take(size)
+                is_admitted = await self._queue.take(size)
         except TimeoutError:
             is_admitted = False
         finally:
             self._on_wait(loop.time() - started_s)
         if not is_admitted:
-            raise self.full()
-        return self._taken[size].popleft()
+            raise self.capacity_error()
+        return self._shares_by_size[size].popleft()
 
     def deadline_s(self) -> float:
-        """When an open that begins now is refused, by the event loop's clock."""
+        """Return the event-loop time at which an open that starts now is refused."""
         return asyncio.get_running_loop().time() + self._limits.queue_timeout_s
 
-    async def describe(self) -> None:
-        """Wait until a server has said what the environment is.
+    async def wait_described(self) -> None:
+        """Wait until a server has described the environment.
 
         Raises:
-            UnavailableError: none did within the queue's timeout.
+            UnavailableError: no server did within the queue's timeout.
         """
         if self.fleet.description is not None:
             return
         within_s = max(self._limits.queue_timeout_s, MIN_DESCRIBE_S)
-        self.num_undescribed += 1
+        self.num_waiting_for_description += 1
         self._wake_supply()
         try:
             is_described = await self.fleet.wait_described(within_s)
         finally:
-            self.num_undescribed -= 1
+            self.num_waiting_for_description -= 1
         if not is_described and self.supply is not None:
-            raise self.full()
+            raise self.capacity_error()
         if not is_described:
             raise UnavailableError(
-                f"expected a server of environment '{self._environment}' to answer, none has yet;"
-                " see that its servers run",
+                f"no server of environment '{self._environment}' has responded yet; check that its"
+                " servers run",
                 retry_after_s=RETRY_AFTER_S,
             )
 
     def check_keys(self) -> None:
-        """Refuse when every server refuses what this gateway signs.
+        """Check that at least one server accepts the session ids that this gateway signs.
 
         Raises:
-            UnavailableError: they do; waiting would not help.
+            UnavailableError: every server refuses them, so waiting would not help.
         """
         links = [link for link in self.fleet.links if link.is_connected]
         if links and all(link.last_refusal for link in links):
             raise UnavailableError(
-                f"expected servers of environment '{self._environment}' that share this"
-                f" gateway's session key, got a refusal from each: {links[0].last_refusal}"
+                f"every server of environment '{self._environment}' refuses this gateway's session"
+                f" ids, check that they have the same session key: {links[0].last_refusal}"
             )
 
-    def full(self) -> CapacityError | UnavailableError:
-        """The refusal."""
+    def capacity_error(self) -> CapacityError | UnavailableError:
+        """Return the error for an open that found no capacity."""
         if self.supply is not None:
             return UnavailableError(self.supply.shortage(), retry_after_s=RETRY_AFTER_S)
-        links = [link for link in self.fleet.links if link.takes_sessions]
-        num_taken = sum(link.max_sessions - link.room for link in links)
+        links = [link for link in self.fleet.links if link.accepts_sessions]
+        num_active = sum(link.max_sessions - link.num_free for link in links)
         capacity = sum(link.max_sessions for link in links)
         if not capacity:
             return CapacityError(
-                f"expected a server of environment '{self._environment}' that takes sessions, found"
-                " none; try again when one has started",
+                f"no server of environment '{self._environment}' accepts sessions; try again when a"
+                " server has started",
                 retry_after_s=RETRY_AFTER_S,
             )
         return CapacityError(
-            f"Server at capacity: {num_taken}/{capacity} sessions active."
+            f"Server at capacity: {num_active}/{capacity} sessions active."
             " Cannot accept new connections.",
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _draining(self) -> UnavailableError:
+    def _draining_error(self) -> UnavailableError:
         return UnavailableError(
-            "this gateway is draining and takes no new sessions; open it through another",
+            "this gateway is draining and accepts no new sessions; open the session through another"
+            " gateway",
             ErrorCode.DRAINING,
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _take(self, size: int) -> bool:
-        shares = self.fleet.place(size)
+    def _reserve_waiting(self, size: int) -> bool:
+        shares = self.fleet.reserve(size)
         if shares is None:
             self._wake_supply()
             return False
-        self._taken[size].append(shares)
+        self._shares_by_size[size].append(shares)
         return True
 
     def _wake_supply(self) -> None:
         if self.supply is not None:
             self.supply.wake()
 
-    def _give_back(self, size: int) -> None:
-        for share in self._taken[size].popleft():
-            share.give_back()
-        self._line.advance()
+    def _cancel_waiting(self, size: int) -> None:
+        for share in self._shares_by_size[size].popleft():
+            share.cancel()
+        self._queue.advance()

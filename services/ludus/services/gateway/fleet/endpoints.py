@@ -1,8 +1,9 @@
-"""The environment servers behind a gateway, and where the gateway learns of them.
+"""Environment servers behind a gateway, and the sources that list them.
 
-    EndpointSource --whole list, on every change--> Fleet (places and routes sessions)
+    EndpointSource --whole list, on every change--> Fleet (places sessions and routes calls)
 
-Three sources: fixed addresses, processes on this machine, and a cluster's EndpointSlices.
+Sources are fixed addresses, processes on this machine, the EndpointSlices of a cluster, and
+sandboxes claimed from a warm pool.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One environment server, as its source sees it."""
+class ServerEndpoint:
+    """An environment server as its source lists it."""
 
     key: str
-    """Its name in the source, stable while it lives: an address, or a pod's uid."""
+    """Unique name in the source: an address, or a pod's uid. It never changes for a server."""
     grpc_address: str
     """For example grpc://10.0.0.7:18000."""
     http_address: str
-    """For example http://10.0.0.7:8000; empty where the source does not know it."""
+    """For example http://10.0.0.7:8000; empty if unknown."""
     is_ready: bool = True
-    """It takes new sessions."""
+    """True if the server accepts new sessions."""
     is_terminating: bool = False
-    """It keeps the sessions it has and takes no new ones."""
+    """True if the server keeps its sessions but accepts no new ones."""
     server_id: str = ""
-    """The name in session ids where the source knows it; else the server is asked."""
+    """Server id in session ids; empty if only the server can report it."""
     pod_name: str = ""
-    """Empty outside a cluster."""
+    """Name of the server's pod; empty outside a cluster."""
     max_opens: int | None = None
-    """So many sessions are ever opened here through this gateway; None sets no limit."""
+    """Total number of sessions that this gateway may open on the server; None means no limit."""
 
 
-Publish = Callable[[Sequence[Endpoint]], None]
+Publish = Callable[[Sequence[ServerEndpoint]], None]
 
 
 class EndpointSource(Protocol):
-    """Where a gateway learns of the servers of one environment."""
+    """A source that lists the servers of one environment."""
 
     async def watch(self, publish: Publish) -> None:
-        """Publish the whole list when it is first known and on each change, for ever."""
+        """Publish the whole list when it is first known and after each change, until cancelled."""
 
     async def close(self) -> None:
         """Stop what the source itself started."""

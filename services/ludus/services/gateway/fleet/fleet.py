@@ -1,10 +1,10 @@
-"""The servers of one environment: which there are, how full they are, where sessions go.
+"""The servers of one environment: their links, their load and the placement of sessions.
 
     source --whole list--> publish --> one ServerLink each
-    place(n) --> the less loaded of two servers with room, or several that share a group
+    reserve(n) --> the less loaded of two servers with capacity, or several that share a group
 
-Who waits here: `wait_settled`, for the first list and the first connections, and `find`, for a
-server that another gateway has reached before.
+`wait_settled` waits for the first list and the first connection attempts. `wait_for_link` waits
+for a server that only another gateway has reached so far.
 """
 
 from __future__ import annotations
@@ -17,63 +17,63 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ludus.env.types import EnvironmentDescription
-from ludus.services.gateway.fleet.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
 
-_MAX_GONE = 4096
-_NUM_DRAWS = 4
-"""So often two servers are drawn blindly before all of them are looked at."""
-_HURRIED_POLL_S = 0.1
+_MAX_REMOVED = 4096
+_MAX_PAIRS = 4
+"""Number of random pairs that are tried before all servers are checked."""
+_MIN_POLL_INTERVAL_S = 0.1
 _MAX_POLLS_PER_S = 200
-"""Of all servers together: each costs some tenths of a millisecond."""
+"""Maximum poll rate of the whole fleet; each poll costs some tenths of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A server and how many sessions were set aside on it."""
+    """Capacity for sessions reserved on one server."""
 
     link: ServerLink
     num_sessions: int
     num_polls: int
-    """Of the link, when they were set aside."""
+    """Value from `ServerLink.reserve`."""
 
-    def opened(self) -> None:
-        """Note that the sessions were opened."""
-        self.link.opened(self.num_sessions)
+    def confirm(self) -> None:
+        """Record that the sessions were opened."""
+        self.link.confirm(self.num_sessions)
 
-    def give_back(self) -> None:
-        """Free the room: no session was opened there."""
-        self.link.give_back(self.num_sessions, self.num_polls)
+    def cancel(self) -> None:
+        """Free the capacity because no session was opened."""
+        self.link.cancel(self.num_sessions, self.num_polls)
 
 
 class Fleet:
     """The servers of one environment, each with its link.
 
     Args:
-        on_change: called when a server takes sessions again, stops, or gets room.
-        in_a_hurry: True while somebody waits for room.
+        on_change: called when a server starts or stops accepting sessions, or frees capacity.
+        has_waiting: returns whether opens wait for capacity.
     """
 
     def __init__(
         self,
         options: LinkOptions,
         on_change: Callable[[], None],
-        in_a_hurry: Callable[[], bool],
-        draw: random.Random | None = None,
+        has_waiting: Callable[[], bool],
+        generator: random.Random | None = None,
     ) -> None:
         self._options = options
         self._on_change = on_change
-        self._in_a_hurry = in_a_hurry
-        self._draw = draw or random.Random()
+        self._has_waiting = has_waiting
+        self._random = generator or random.Random()
         self._links: dict[str, ServerLink] = {}
         self._order: list[ServerLink] = []
-        """The same, to draw from."""
+        """The links as a list, for random choices."""
         self._by_server_id: dict[str, ServerLink] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._removal_reasons: OrderedDict[str, str] = OrderedDict()
         self._published = asyncio.Event()
         self._described = asyncio.Event()
         self._changed = asyncio.Event()
-        """Another one after each change."""
+        """Event of the next change; replaced after each change."""
         self._description: EnvironmentDescription | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -84,16 +84,16 @@ class Fleet:
 
     @property
     def description(self) -> EnvironmentDescription | None:
-        """What the latest server said of the environment; None until one was reached."""
+        """The latest server's description of the environment; None until a server was reached."""
         return self._description
 
     @property
     def is_published(self) -> bool:
-        """True when the source has said at least once which servers there are."""
+        """True when the source has published its first list of servers."""
         return self._published.is_set()
 
-    def publish(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take over the source's whole list."""
+    def publish(self, endpoints: Sequence[ServerEndpoint]) -> None:
+        """Replace the list of servers by the source's current list."""
         listed = {endpoint.key: endpoint for endpoint in endpoints}
         for key in [key for key in self._links if key not in listed]:
             self._remove(key)
@@ -108,88 +108,91 @@ class Fleet:
                 link.endpoint = endpoint
         self._order = list(self._links.values())
         self._published.set()
-        self._tell_changed()
+        self._notify_changed()
 
-    def link_of(self, server_id: str) -> ServerLink | None:
-        """The link to a server, also to one that restarted under another id since."""
+    def find_link(self, server_id: str) -> ServerLink | None:
+        """Return the link to a server, even if the server has restarted with another id."""
         return self._by_server_id.get(server_id)
 
-    def link_at(self, key: str) -> ServerLink | None:
-        """The link to the server that the source lists under the key."""
+    def find_link_by_key(self, key: str) -> ServerLink | None:
+        """Return the link to the server with this key in the source."""
         return self._links.get(key)
 
-    def num_sessions_of(self, key: str) -> int:
-        """Sessions on the server that the source lists under the key."""
+    def count_sessions(self, key: str) -> int:
+        """Return the number of sessions on the server with this key in the source."""
         link = self._links.get(key)
         return link.num_sessions if link is not None else 0
 
-    def loads_of_pods(self) -> dict[str, tuple[int, int]]:
-        """Sessions and capacity by pod, of the servers in a cluster that were reached."""
+    def pod_loads(self) -> dict[str, tuple[int, int]]:
+        """Return the number of sessions and the capacity of each reached server, by pod name."""
         return {
             link.endpoint.pod_name: (link.num_sessions, link.max_sessions)
             for link in self._links.values()
             if link.endpoint.pod_name and link.max_sessions
         }
 
-    def reason_gone(self, server_id: str) -> str:
-        """Why a server is not there."""
-        return self._gone.get(server_id) or (
+    def removal_reason(self, server_id: str) -> str:
+        """Return the reason why a server is not in the list."""
+        return self._removal_reasons.get(server_id) or (
             f"no server {server_id} is known here (it was stopped or replaced)"
         )
 
-    def place(self, size: int, excluded: Collection[ServerLink] = ()) -> list[Share] | None:
-        """Room for `size` sessions, set aside: on one server if it fits; None if it does not.
+    def reserve(self, size: int, excluded: Collection[ServerLink] = ()) -> list[Share] | None:
+        """Reserve capacity for `size` sessions, on one server if possible.
 
         Args:
-            excluded: links that refused just now.
+            excluded: links that just refused the open.
+
+        Returns:
+            The shares of the servers, or None if the capacity is too small.
         """
-        link = self._find(size, excluded)
+        link = self._choose_link(size, excluded)
         if link is not None:
             parts = {link: size}
         else:
-            parts = _split(size, [one for one in self._order if one not in excluded])
-        return [Share(one, num, one.reserve(num)) for one, num in parts.items()] or None
+            parts = _split(size, [other for other in self._order if other not in excluded])
+        return [Share(part, num, part.reserve(num)) for part, num in parts.items()] or None
 
     def num_missing(self, size: int) -> int:
-        """How many of `size` sessions find no place on servers that take some.
+        """Return how many of `size` sessions exceed the capacity of servers that accept sessions.
 
-        None while no server takes any: one that is silent or away gets no room from a session that
-        ends.
+        Return 0 while no server accepts sessions: ending a session frees no capacity on a server
+        that is silent or gone.
         """
-        taking = [link for link in self._order if link.takes_sessions]
-        if not taking or self._find(size, ()) is not None:
+        accepting = [link for link in self._order if link.accepts_sessions]
+        if not accepting or self._choose_link(size, ()) is not None:
             return 0
-        return max(size - sum(link.room for link in taking), 0)
+        return max(size - sum(link.num_free for link in accepting), 0)
 
-    def may_have(self, server_id: str) -> bool:
-        """True while a server that is not reached might be this one, also under another id."""
-        if server_id in self._gone:
+    def may_include(self, server_id: str) -> bool:
+        """Return whether a listed server that was not yet reached could have this id."""
+        if server_id in self._removal_reasons:
             return False
         return not self.is_published or any(
             not (link.is_connected or link.endpoint.server_id) for link in self._order
         )
 
-    async def find(self, server_id: str, timeout_s: float) -> ServerLink | None:
-        """The link to a server; waits at most so long while one that is not reached may be it."""
+    async def wait_for_link(self, server_id: str, timeout_s: float) -> ServerLink | None:
+        """Return the link to a server, after waiting while an unreached server could be it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.link_of(server_id) is None and self.may_have(server_id):
+                while self.find_link(server_id) is None and self.may_include(server_id):
                     await self._changed.wait()
-        return self.link_of(server_id)
+        return self.find_link(server_id)
 
     async def wait_settled(self, timeout_s: float) -> bool:
-        """True when the servers are listed and each was tried once; waits at most so long."""
+        """Wait until the servers are listed and each was tried once; return False on timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._published.wait()
                 for link in list(self._links.values()):
-                    await link.tried.wait()
+                    await link.first_attempt.wait()
         except TimeoutError:
             return False
         return True
 
     async def wait_described(self, timeout_s: float) -> bool:
-        """True when a server has said what the environment is; waits at most so long."""
+        """Wait until a server has described the environment; return False on timeout."""
         try:
             await asyncio.wait_for(self._described.wait(), timeout_s)
         except TimeoutError:
@@ -197,7 +200,7 @@ class Fleet:
         return True
 
     async def close(self, reason: str) -> None:
-        """End every link; the servers keep their sessions for their linger."""
+        """Close every link; the servers keep their sessions for their linger time."""
         for key in list(self._links):
             self._remove(key, reason)
         if self._closing:
@@ -205,7 +208,7 @@ class Fleet:
 
     # -- links -------------------------------------------------------------------------
 
-    def _new_link(self, endpoint: Endpoint) -> ServerLink:
+    def _new_link(self, endpoint: ServerEndpoint) -> ServerLink:
         link = ServerLink(endpoint, self._options, lambda: self._link_changed(link), self._pause_s)
         if endpoint.server_id:
             self._by_server_id[endpoint.server_id] = link
@@ -216,13 +219,13 @@ class Fleet:
             return
         if link.server_id and self._by_server_id.get(link.server_id) is not link:
             self._by_server_id[link.server_id] = link
-            self._gone.pop(link.server_id, None)
+            self._removal_reasons.pop(link.server_id, None)
         if link.description is not None:
             self._description = link.description
             self._described.set()
-        self._tell_changed()
+        self._notify_changed()
 
-    def _tell_changed(self) -> None:
+    def _notify_changed(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self._on_change()
@@ -230,33 +233,39 @@ class Fleet:
     def _remove(self, key: str, reason: str = "") -> None:
         link = self._links.pop(key)
         reason = reason or f"its server at {link.endpoint.grpc_address} was removed"
-        for server_id in [i for i, known in self._by_server_id.items() if known is link]:
+        for server_id in [i for i, other in self._by_server_id.items() if other is link]:
             del self._by_server_id[server_id]
-            self._gone[server_id] = reason
-            if len(self._gone) > _MAX_GONE:
-                self._gone.popitem(last=False)
+            self._removal_reasons[server_id] = reason
+            if len(self._removal_reasons) > _MAX_REMOVED:
+                self._removal_reasons.popitem(last=False)
         task = asyncio.create_task(link.close(reason))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _find(self, size: int, excluded: Collection[ServerLink]) -> ServerLink | None:
-        """The less loaded of two with room: nearly as even as the least of all, no stampede."""
+    def _choose_link(self, size: int, excluded: Collection[ServerLink]) -> ServerLink | None:
+        """Return the less loaded of two random servers with capacity.
+
+        This spreads sessions almost as evenly as the least loaded of all servers would, and
+        several gateways do not all choose the same server.
+        """
         order = self._order
-        for _ in range(_NUM_DRAWS if len(order) > _NUM_DRAWS else 0):
-            pair = self._draw.sample(order, 2)
-            if all(link.room >= size and link not in excluded for link in pair):
+        for _ in range(_MAX_PAIRS if len(order) > _MAX_PAIRS else 0):
+            pair = self._random.sample(order, 2)
+            if all(link.num_free >= size and link not in excluded for link in pair):
                 return _less_loaded(pair)
-        fitting = [link for link in order if link.room >= size and link not in excluded]
-        if not fitting:
+        candidates = [link for link in order if link.num_free >= size and link not in excluded]
+        if not candidates:
             return None
-        return _less_loaded(self._draw.sample(fitting, 2) if len(fitting) > 2 else fitting)
+        return _less_loaded(
+            self._random.sample(candidates, 2) if len(candidates) > 2 else candidates
+        )
 
     def _pause_s(self) -> float:
-        """Between two polls of a server: short while somebody waits, longer in a large fleet."""
-        wanted_s = self._options.poll_interval_s
-        if self._in_a_hurry():
-            wanted_s = min(wanted_s, _HURRIED_POLL_S)
-        return max(wanted_s, len(self._order) / _MAX_POLLS_PER_S) * self._draw.uniform(0.8, 1.2)
+        """Return the seconds until the next poll: few while opens wait, more in a large fleet."""
+        pause_s = self._options.poll_interval_s
+        if self._has_waiting():
+            pause_s = min(pause_s, _MIN_POLL_INTERVAL_S)
+        return max(pause_s, len(self._order) / _MAX_POLLS_PER_S) * self._random.uniform(0.8, 1.2)
 
 
 def _less_loaded(links: Sequence[ServerLink]) -> ServerLink:
@@ -264,12 +273,12 @@ def _less_loaded(links: Sequence[ServerLink]) -> ServerLink:
 
 
 def _split(size: int, links: Sequence[ServerLink]) -> dict[ServerLink, int]:
-    """Parts that together are `size`, the roomiest servers first; empty if there is no room."""
+    """Split `size` over servers, most free capacity first; empty if the capacity is too small."""
     parts: dict[ServerLink, int] = {}
-    for link in sorted(links, key=lambda link: link.room, reverse=True):
-        if not link.room:
+    for link in sorted(links, key=lambda link: link.num_free, reverse=True):
+        if not link.num_free:
             break
-        num_sessions = min(link.room, size)
+        num_sessions = min(link.num_free, size)
         parts[link] = num_sessions
         size -= num_sessions
         if size == 0:

@@ -1,11 +1,10 @@
-"""The gateway's connection to one environment server, which is made again when it breaks.
+"""The gateway's connection to one environment server, with automatic reconnection.
 
     calls --call stream--> server
-    run(): connect, describe --> poll Status every second --> stream broke --> connect ...
+    _run_forever(): connect, describe --> poll Status every second --> stream broke --> connect ...
 
-Who waits for whom: a call waits for a broken connection at most `retry_within_s`, then for
-its answer; the connection waits for nobody. A server that answers under another id than
-before has restarted, and its earlier sessions are lost.
+A call waits at most `retry_within_s` for a broken connection, then for its reply. A server that
+responds with a different id than before has restarted, and its earlier sessions are lost.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
-from ludus.services.gateway.fleet.endpoints import Endpoint
+from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
-_LAST_BACKOFF_S = 1.0
-_REFUSED_POLL_S = 0.1
-"""From a server's refusal to the poll that tells how full it is: many may come at once."""
+_MAX_BACKOFF_S = 1.0
+_REFUSAL_POLL_DELAY_S = 0.1
+"""Delay from a server's refusal to the next poll, because many refusals may come together."""
 _CHANNEL_OPTIONS = (
     *channel_options(keepalive_s=10.0, keepalive_timeout_s=5.0),
     ("grpc.http2.max_pings_without_data", 0),
@@ -46,94 +45,94 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """How servers are reached."""
+    """Options of the connections to servers."""
 
     authorization: str = ""
-    """The `authorization` value that servers ask for; empty sends none."""
+    """Value of the `authorization` metadata; empty sends none."""
     poll_interval_s: float = 1.0
     unreachable_after_s: float = 3.0
-    """A server that is silent for so long gets no new sessions."""
+    """Seconds of silence after which a server gets no new sessions."""
     retry_within_s: float = 5.0
-    """How long a call waits for a connection that broke."""
+    """Maximum time that a call waits for a broken connection, in seconds."""
     call_timeout_s: float = 600.0
     credentials: grpc.ChannelCredentials | None = None
-    """For servers with TLS; None speaks it with grpcs:// addresses alone, and trusts the
-    authorities that gRPC brings along."""
+    """TLS credentials. None uses TLS only with grpcs:// addresses, with gRPC's built-in
+    certificate authorities."""
     server_name: str = ""
-    """The name in the certificates of servers with TLS; empty is the host of their address."""
+    """Name in the servers' certificates; empty means the host of their address."""
 
 
 class ServerLink:
-    """One server: where it is, how full it is, and the way to it.
+    """The connection to one server, its load and its reserved capacity.
 
     Args:
-        on_change: called when the server takes sessions again, stops, or gets room.
-        pause_s: how long until the next poll.
+        on_change: called when the server starts or stops accepting sessions, or frees capacity.
+        pause_s: returns the seconds until the next poll.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: ServerEndpoint,
         options: LinkOptions,
         on_change: Callable[[], None],
         pause_s: Callable[[], float],
     ) -> None:
         self.endpoint = endpoint
         self.description: EnvironmentDescription | None = None
-        """What the server last said; None until it was reached once."""
+        """The server's latest description; None until it was reached."""
         self.server_id = endpoint.server_id
-        self.tried = asyncio.Event()
-        """Set when the first attempt to connect has ended, well or not."""
+        self.first_attempt = asyncio.Event()
+        """Set when the first attempt to connect has succeeded or failed."""
         self.refusal = ""
-        """Why nothing is placed here until the next poll; empty where something is."""
+        """Reason for placing no sessions here until the next poll; empty if there is none."""
         self.last_refusal = ""
-        """Why the server did not take this gateway's last session; empty if it did."""
+        """Reason why the server refused this gateway's last session; empty if it accepted it."""
         self.is_draining = False
         self.connected_s = 0.0
-        """Event loop time at which the present connection was made, or the last one."""
+        """Event-loop time at which the latest connection was made."""
         self.broken_s = 0.0
-        """The same for when it broke last."""
+        """Event-loop time at which a connection last broke."""
         self.max_sessions = 0
         self.num_placed = 0
-        """Sessions that this gateway ever set room aside for."""
+        """Total number of sessions that this gateway reserved capacity for."""
         self.num_ended = 0
-        """Those among them that are known to have ended, or that never began."""
-        self.used_s = asyncio.get_running_loop().time()
-        """When the server last said that it holds a session, or when the link was made."""
+        """Number of sessions among `num_placed` that ended or were never opened."""
+        self.last_used_s = asyncio.get_running_loop().time()
+        """Event-loop time of the last poll that reported a session, or of the link's creation."""
         self.unused_s = 0.0
-        """For how long it has said that it holds none: silence, of either side, says nothing."""
+        """Seconds for which polls have reported no session; updated only by successful polls."""
         self._unused_since_s: float | None = None
         self._num_polls = 0
         self._num_polled = 0
         self._num_since_poll = 0
-        """Sessions that began less those that ended since the latest answered poll was sent."""
+        """Sessions opened minus sessions ended after the latest successful poll was sent."""
         self._num_opening = 0
-        self._num_in_doubt = 0
-        """Opens and ends that were under way with the latest poll: it may count them, or not."""
+        self._num_uncertain = 0
+        """Opens and closes that overlapped with the latest poll, which may not count them."""
         self._is_polling = False
         self._is_full = False
         self._is_silent = False
         self._options = options
         self._on_change = on_change
         self._pause_s = pause_s
-        self._closed_because = ""
+        self._close_reason = ""
         self._stream: CallStream | None = None
-        self._up = asyncio.Event()
+        self._connected = asyncio.Event()
         self._broken = asyncio.Event()
-        self._hurry = asyncio.Event()
-        """Ends the pause before the next poll."""
-        self._port = _port_of(endpoint, options)
-        self._task = asyncio.create_task(self._run())
+        self._poll_soon = asyncio.Event()
+        """Event that ends the pause before the next poll."""
+        self._port = _make_port(endpoint, options)
+        self._task = asyncio.create_task(self._run_forever())
 
     # -- placement ---------------------------------------------------------------------
 
     @property
     def is_connected(self) -> bool:
-        """True while calls reach the server."""
-        return self._up.is_set()
+        """True while the connection works."""
+        return self._connected.is_set()
 
     @property
-    def takes_sessions(self) -> bool:
+    def accepts_sessions(self) -> bool:
         """True when new sessions may be placed here."""
         endpoint = self.endpoint
         return (
@@ -145,36 +144,38 @@ class ServerLink:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions on the server as far as is known, those that are being opened included.
+        """Estimated number of sessions on the server, including those being opened.
 
-        A server counts a session from the moment its open arrives, so a poll is taken to know
-        of those that were begun before it; where sessions are placed, that is not relied on.
+        A server counts a session as soon as its open arrives, so a poll is assumed to count the
+        sessions whose open was sent before it. `num_free` does not rely on this.
         """
-        known = max(self._num_polled + self._num_since_poll, 0)
-        return min(known, max(self.max_sessions, self._num_polled))
+        num_estimated = max(self._num_polled + self._num_since_poll, 0)
+        return min(num_estimated, max(self.max_sessions, self._num_polled))
 
     @property
-    def room(self) -> int:
-        """How many sessions may be placed here now."""
-        if self._is_full or not self.takes_sessions:
+    def num_free(self) -> int:
+        """Number of sessions that may be placed here now."""
+        if self._is_full or not self.accepts_sessions:
             return 0
-        room = max(self.max_sessions - self.num_sessions - self._num_in_doubt, 0)
+        num_free = max(self.max_sessions - self.num_sessions - self._num_uncertain, 0)
         max_opens = self.endpoint.max_opens
-        return room if max_opens is None else min(room, max(max_opens - self.num_placed, 0))
+        if max_opens is None:
+            return num_free
+        return min(num_free, max(max_opens - self.num_placed, 0))
 
     @property
-    def has_ended(self) -> bool:
+    def is_used_up(self) -> bool:
         """True when sessions were placed here and all of them have ended."""
         return 0 < self.num_placed <= self.num_ended
 
-    def reason_lost(self, server_id: str, linger_s: float) -> str:
-        """Why sessions that were opened on that server are gone; empty while they may be there.
+    def loss_reason(self, server_id: str, linger_s: float) -> str:
+        """Return the reason why the sessions of `server_id` are lost; empty while they may exist.
 
         Args:
-            linger_s: how long they outlive a broken connection.
+            linger_s: seconds that the sessions survive a broken connection.
         """
-        if self._closed_because:
-            return self._closed_because
+        if self._close_reason:
+            return self._close_reason
         address = self.endpoint.grpc_address
         if self.is_connected:
             is_same = self.server_id == server_id
@@ -182,51 +183,53 @@ class ServerLink:
         silent_s = asyncio.get_running_loop().time() - self.broken_s
         if silent_s <= linger_s:
             return ""
-        return f"server {server_id} at {address} is gone, or was for longer than they linger"
+        return (
+            f"server {server_id} at {address} was not reachable for longer than their linger time"
+        )
 
     def reserve(self, num_sessions: int) -> int:
-        """Set room aside; `opened` or `give_back` ends that, which wants the value."""
+        """Reserve capacity until `confirm` or `cancel`; return the value that `cancel` needs."""
         self._num_since_poll += num_sessions
         self._num_opening += num_sessions
         self.num_placed += num_sessions
         return self._num_polls
 
-    def opened(self, num_sessions: int) -> None:
-        """Note that sessions were opened in room that was set aside."""
+    def confirm(self, num_sessions: int) -> None:
+        """Record that sessions were opened in reserved capacity."""
         self._num_opening -= num_sessions
         self.last_refusal = ""
 
-    def give_back(self, num_sessions: int, num_polls: int) -> None:
-        """Free room that was set aside."""
+    def cancel(self, num_sessions: int, num_polls: int) -> None:
+        """Free reserved capacity that was not used."""
         self._num_opening -= num_sessions
         self.num_ended += num_sessions
         if num_polls == self._num_polls:
             self._num_since_poll -= num_sessions
-        else:  # a poll was sent since then, and knows better
-            self._num_in_doubt = max(self._num_in_doubt - num_sessions, 0)
+        else:  # a later poll has already corrected the count
+            self._num_uncertain = max(self._num_uncertain - num_sessions, 0)
 
-    def closed(self, num_sessions: int) -> None:
-        """Counts sessions that ended since the last poll."""
+    def count_ended(self, num_sessions: int) -> None:
+        """Count sessions that ended after the last poll."""
         self._num_since_poll -= num_sessions
         if self._is_polling:
-            self._num_in_doubt += num_sessions
+            self._num_uncertain += num_sessions
         self.num_ended += num_sessions
         self._is_full = False
 
-    def found_full(self) -> None:
-        """Places nothing here until the next poll, which is near: it had no room after all."""
+    def mark_full(self) -> None:
+        """Place no sessions here until the next poll, which follows soon: the server was full."""
         self._is_full = True
-        self._hurry.set()
+        self._poll_soon.set()
 
-    def refuse(self, reason: str) -> None:
-        """Places nothing here until the next poll: the server would not take it."""
+    def mark_refused(self, reason: str) -> None:
+        """Place no sessions here until the next poll: the server refused one."""
         self.refusal = self.last_refusal = reason
 
     # -- calls -------------------------------------------------------------------------
 
     def live_stream(self, server_id: str) -> CallStream | None:
-        """The stream to that server while it is up; None asks for `call` and its patience."""
-        if self._up.is_set() and self.server_id == server_id:
+        """Return the stream to that server, or None if a call must wait for the connection."""
+        if self._connected.is_set() and self.server_id == server_id:
             return self._stream
         return None
 
@@ -237,35 +240,35 @@ class ServerLink:
         *,
         is_repeatable: bool = False,
     ) -> pb.Reply:
-        """The server's reply.
+        """Send a call and return the server's reply.
 
         Args:
-            server_id: who must answer; another one has none of its sessions.
-            write: fills in the call; for a repeatable call perhaps twice.
-            is_repeatable: the call may be sent again when the connection breaks under it.
+            server_id: the server that must reply; only this server has the session.
+            write: fills the call; runs twice if a repeatable call is repeated.
+            is_repeatable: whether the call may be sent again if the connection breaks.
 
         Raises:
-            SessionLostError: the server restarted or is gone, or the connection broke under
-                a call that must not be repeated.
+            SessionLostError: the server restarted or is gone, or the connection broke during a
+                call that must not be repeated.
             UnavailableError: the server could not be reached in time.
         """
-        stream = await self._connected_stream(server_id)
+        stream = await self._wait_for_stream(server_id)
         try:
             return await stream.begin(write)
         except ConnectionLostError:
             if not is_repeatable:
                 raise
-        stream = await self._connected_stream(server_id)
+        stream = await self._wait_for_stream(server_id)
         return await stream.begin(write)
 
     def send_close(self, session_id: str) -> None:
-        """End a session without waiting; a broken stream leaves it to the server's linger."""
+        """Close a session without waiting; if the stream is broken, its linger time ends it."""
         stream = self._stream
         if stream is not None and stream.broken is None:
             stream.send_close(session_id)
 
     def send_detach(self, session_id: str) -> None:
-        """Let a session end after its linger, without waiting."""
+        """Detach a session without waiting, so that it ends after its linger time."""
         stream = self._stream
         if stream is not None and stream.broken is None:
 
@@ -275,9 +278,9 @@ class ServerLink:
             stream.ignore_failure(stream.begin(fill))
 
     async def close(self, reason: str) -> None:
-        """End the connection; the server keeps its sessions for their linger."""
-        self._closed_because = reason
-        self._up.set()  # wakes calls that wait; they see that the link is closed
+        """Close the connection; the server keeps its sessions for their linger time."""
+        self._close_reason = reason
+        self._connected.set()  # wakes waiting calls, which then see that the link is closed
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._stream is not None:
@@ -286,35 +289,35 @@ class ServerLink:
 
     # -- the connection ----------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def _run_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
+        pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             try:
-                await self._connect()
+                await self.connect()
             except EnvError as error:
                 _log.debug("server %s: %s", self.endpoint.grpc_address, error)
-                self.tried.set()
+                self.first_attempt.set()
             else:
-                self.tried.set()
+                self.first_attempt.set()
                 self._on_change()
                 connected_s = loop.time()
                 await self._poll_until_broken()
                 self._on_change()
-                if loop.time() - connected_s > _LAST_BACKOFF_S:
-                    pauses = doubling(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
+                if loop.time() - connected_s > _MAX_BACKOFF_S:
+                    pauses = doubling(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
                     continue
-            # It is unavailable, or accepts and breaks: do not storm it.
+            # The server is unavailable or breaks connections: do not flood it with attempts.
             await asyncio.sleep(next(pauses))
 
-    async def _connect(self) -> None:
-        """Open a stream and ask the server who it is."""
+    async def connect(self) -> None:
+        """Open a stream and read the server's description and load."""
         self._broken.clear()
         self.last_refusal = ""
         duplex = await self._port.connect(self._options.unreachable_after_s)
         try:
             description = await self._port.describe()
-            await self._poll()
+            await self.poll()
         except BaseException:
             duplex.cancel()
             raise
@@ -325,24 +328,24 @@ class ServerLink:
             self.endpoint.grpc_address,
             timeout_s=self._options.call_timeout_s,
             max_call_bytes=MAX_GATEWAY_CALL_BYTES,
-            on_broken=self._on_broken,
+            on_broken=self._handle_broken,
         )
         self.connected_s = asyncio.get_running_loop().time()
-        self._up.set()
+        self._connected.set()
 
     async def _poll_until_broken(self) -> None:
-        """Keep the load fresh until the stream breaks."""
+        """Poll the load until the stream breaks."""
         while not self._broken.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), self._pause_s())
-                self._hurry.clear()
-                await asyncio.wait_for(self._broken.wait(), _REFUSED_POLL_S)
+                await asyncio.wait_for(self._poll_soon.wait(), self._pause_s())
+                self._poll_soon.clear()
+                await asyncio.wait_for(self._broken.wait(), _REFUSAL_POLL_DELAY_S)
             if not self._broken.is_set():
-                await self._poll_or_note_silence()
+                await self._poll_or_mark_silent()
 
-    async def _poll_or_note_silence(self) -> None:
+    async def _poll_or_mark_silent(self) -> None:
         try:
-            await self._poll()
+            await self.poll()
         except EnvError as error:
             self._is_silent = True
             _log.warning("server %s: %s", self.endpoint.grpc_address, error)
@@ -350,61 +353,61 @@ class ServerLink:
         self._is_silent = False
         self._on_change()
 
-    async def _poll(self) -> None:
+    async def poll(self) -> None:
+        """Read the server's load."""
         self._num_polls += 1
-        self._num_in_doubt, num_before = self._num_opening, self._num_since_poll
+        self._num_uncertain, num_before = self._num_opening, self._num_since_poll
         self._is_polling = True
         try:
             status = await self._port.status()
         finally:
             self._is_polling = False
         self._num_polled = status.num_sessions
-        self._note_use(status.num_sessions > 0)
+        self._record_use(status.num_sessions > 0)
         self._num_since_poll -= num_before
         self.max_sessions = status.max_sessions
         self.is_draining = status.is_draining
         self._is_full = False
         self.refusal = ""
 
-    def _note_use(self, is_used: bool) -> None:
+    def _record_use(self, is_used: bool) -> None:
         now_s = asyncio.get_running_loop().time()
         if is_used:
-            self.used_s, self._unused_since_s = now_s, None
+            self.last_used_s, self._unused_since_s = now_s, None
         elif self._unused_since_s is None:
             self._unused_since_s = now_s
         self.unused_s = 0.0 if self._unused_since_s is None else now_s - self._unused_since_s
 
-    async def _connected_stream(self, server_id: str) -> CallStream:
-        """The stream once it is up, if `server_id` answers there."""
+    async def _wait_for_stream(self, server_id: str) -> CallStream:
+        """Wait for the stream and return it if the server still has the id `server_id`."""
         try:
             async with asyncio.timeout(self._options.retry_within_s):
-                await self._up.wait()
+                await self._connected.wait()
         except TimeoutError:
             raise UnavailableError(
-                f"expected server {server_id} at {self.endpoint.grpc_address} to answer within"
-                f" {self._options.retry_within_s:g} s, could not reach it; try again later"
+                f"cannot reach server {server_id} at {self.endpoint.grpc_address} within"
+                f" {self._options.retry_within_s:g} s; try again later"
             ) from None
-        if self._closed_because:
-            raise SessionLostError(f"session lost: {self._closed_because}; open a new one")
+        if self._close_reason:
+            raise SessionLostError(f"session lost: {self._close_reason}; open a new one")
         if self.server_id != server_id:
             raise SessionLostError(
-                f"session lost: its server restarted ({server_id} is {self.server_id} now);"
+                f"session lost: its server {server_id} restarted (new id {self.server_id});"
                 " open a new one"
             )
-        assert self._stream is not None, "it is up"
+        assert self._stream is not None, "the link is connected"
         return self._stream
 
-    def _on_broken(self, reason: str) -> None:
-        if not self._closed_because:
+    def _handle_broken(self, reason: str) -> None:
+        if not self._close_reason:
             _log.info("server %s: %s", self.endpoint.grpc_address, reason)
-            self._up.clear()
+            self._connected.clear()
             self.broken_s = asyncio.get_running_loop().time()
         self._broken.set()
-        self._hurry.set()
+        self._poll_soon.set()
 
 
-def _port_of(endpoint: Endpoint, options: LinkOptions) -> ServerPort:
-    """The way to the server's gRPC port."""
+def _make_port(endpoint: ServerEndpoint, options: LinkOptions) -> ServerPort:
     metadata = (("authorization", options.authorization),) if options.authorization else ()
     scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
     credentials = options.credentials

@@ -1,1 +1,1 @@
-"""The gateway in a Kubernetes cluster: endpoints, leadership, deletion cost."""
+"""The gateway in a Kubernetes cluster: endpoints, leadership, deletion costs and sandboxes."""

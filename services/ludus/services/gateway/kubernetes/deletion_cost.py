@@ -1,12 +1,12 @@
-"""Tells Kubernetes which pods a scale-in should remove first: those with the fewest sessions.
+"""Deletion costs of pods, so that a scale-in removes those with the fewest sessions first.
 
-    loads() --(num_sessions, capacity) by pod--> bucket --PATCH, if it changed--> annotation
+    read_loads() --(num_sessions, capacity) by pod--> bucket --PATCH, if it changed--> annotation
 
-A ReplicaSet that shrinks removes the pods of lowest `pod-deletion-cost` first, and a pod
-without one counts as 0. Each change is a write to the API server and wakes controllers, so
-the cost is a coarse bucket, written when it changed, at least half a minute apart for each
-pod, a few a second in all, and by the leading gateway alone. It is a hint: evictions and node
-drains do not ask for it, and a pod that is removed with sessions on it drains them.
+A shrinking ReplicaSet removes the pods with the lowest `pod-deletion-cost` first; a pod without
+the annotation counts as 0. Each write goes to the API server and wakes controllers. The cost is
+therefore a coarse bucket. Only the leading gateway writes it, after a change, at most every half
+minute per pod and a few times per second in total. The cost is a hint: evictions and node drains
+ignore it, and a pod that is removed with sessions drains them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ludus.services.kubernetes.api import KubernetesApi, resource_path
 _log = logging.getLogger(__name__)
 
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-Loads = Callable[[], Mapping[str, tuple[int, int]]]
-"""(num_sessions, capacity) by the name of the pod, of the pods that are there now."""
+ReadLoads = Callable[[], Mapping[str, tuple[int, int]]]
+"""Function that returns (num_sessions, capacity) of the current pods, by pod name."""
 
 _NOT_FOUND = 404
 _OVERLOADED = 429
 
 
-def bucket_of(num_sessions: int, capacity: int) -> int:
-    """The cost of a pod: 0 without sessions, else its use of capacity rounded up to a quarter.
+def choose_bucket(num_sessions: int, capacity: int) -> int:
+    """Return the cost of a pod: its use of capacity in percent, rounded up to a quarter.
 
     0 -> 0, 1-25 % -> 25, 26-50 % -> 50, 51-75 % -> 75, above -> 100.
     """
@@ -44,31 +44,31 @@ def bucket_of(num_sessions: int, capacity: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """How often to write."""
+    """Intervals and rate of the writes."""
 
-    sweep_s: float = 5.0
-    """Between two looks at the loads."""
+    sweep_interval_s: float = 5.0
+    """Interval between two sweeps, in seconds."""
     min_interval_s: float = 30.0
-    """Between two writes to one pod."""
+    """Minimum time between two writes to one pod, in seconds."""
     max_patches_per_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The last write to a pod; `bucket` is None when it failed."""
+    """The last write to a pod; `bucket` is None if it failed."""
 
     bucket: int | None
     at_s: float
 
 
-class DeletionCost:
-    """Keeps the annotation of an environment's pods, while this gateway leads."""
+class DeletionCostWriter:
+    """A writer of the annotations of an environment's pods, active while this gateway leads."""
 
     def __init__(
         self,
         api: KubernetesApi,
         namespace: str,
-        loads: Loads,
+        read_loads: ReadLoads,
         is_leader: Callable[[], bool],
         *,
         options: CostOptions | None = None,
@@ -76,48 +76,52 @@ class DeletionCost:
     ) -> None:
         self._api = api
         self._namespace = namespace
-        self._loads = loads
+        self._read_loads = read_loads
         self._is_leader = is_leader
         self._options = options or CostOptions()
         self._clock = clock
         self._written: dict[str, _Written] = {}
 
     async def run(self) -> None:
-        """Sweep at intervals, for ever."""
+        """Sweep at intervals, until cancelled."""
         while True:
             await self.sweep()
-            await asyncio.sleep(self._options.sweep_s)
+            await asyncio.sleep(self._options.sweep_interval_s)
 
     async def sweep(self) -> int:
-        """The number of pods written to, after one look at the loads."""
+        """Read the loads once, write the costs that changed, and return the number of writes."""
         if not self._is_leader():
-            self._written.clear()  # who led meanwhile wrote other costs
+            self._written.clear()  # another leader may have written other costs
             return 0
-        buckets = {pod: bucket_of(*load) for pod, load in self._loads().items()}
-        self._written = {pod: last for pod, last in self._written.items() if pod in buckets}
+        buckets = {pod: choose_bucket(*load) for pod, load in self._read_loads().items()}
+        self._written = {
+            pod: last_write for pod, last_write in self._written.items() if pod in buckets
+        }
         num_written = 0
-        for pod in self._due(buckets):
+        for pod in self._list_due_pods(buckets):
             if not self._is_leader():
                 break
             try:
                 await self._write(pod, buckets[pod])
                 num_written += 1
             except ClusterError as error:
-                _log.warning("the deletion cost of pod %s: %s", pod, error)
+                _log.warning("cannot write the deletion cost of pod %s: %s", pod, error)
                 if error.status in (0, _OVERLOADED) or error.status >= 500:
-                    break  # not about this pod: the others would fare no better
+                    break  # not specific to this pod: other writes would fail, too
             await asyncio.sleep(1.0 / self._options.max_patches_per_s)
         return num_written
 
-    def _due(self, buckets: Mapping[str, int]) -> list[str]:
-        """The pods to write to now, those first whose cost is farthest from the truth."""
+    def _list_due_pods(self, buckets: Mapping[str, int]) -> list[str]:
+        """Return the pods to write now, largest error of the cost first."""
         earliest_s = self._clock() - self._options.min_interval_s
         errors: dict[str, int] = {}
         for pod, bucket in buckets.items():
-            last = self._written.get(pod)
-            if last is None or (last.bucket != bucket and last.at_s <= earliest_s):
-                # A pod never written to counts as 0, unless a former leader wrote to it.
-                errors[pod] = abs(bucket - (last.bucket or 0 if last else 0))
+            last_write = self._written.get(pod)
+            if last_write is None or (
+                last_write.bucket != bucket and last_write.at_s <= earliest_s
+            ):
+                # An unwritten pod counts as 0, unless an earlier leader wrote its cost.
+                errors[pod] = abs(bucket - (last_write.bucket or 0 if last_write else 0))
         return sorted(errors, key=lambda pod: -errors[pod])
 
     async def _write(self, pod: str, bucket: int) -> None:
@@ -129,5 +133,5 @@ class DeletionCost:
         except ClusterError as error:
             if error.status != _NOT_FOUND:
                 raise
-        # A pod that vanished is remembered as written, and forgotten when its load is.
+        # A pod that no longer exists counts as written until it leaves the loads.
         self._written[pod] = _Written(bucket, started_s)

@@ -1,18 +1,19 @@
-"""One gateway of several leads: it holds a Lease of coordination.k8s.io.
+"""Leader election among gateways with a Lease of coordination.k8s.io.
 
     every gateway --GET--> Lease --free, expired or mine?--> PUT with the resourceVersion read
 
-Two never lead at once, without trusting anybody's clock but one's own:
+Two gateways never lead at the same time, and no gateway relies on another machine's clock:
 
-- The API server accepts one of two PUTs that stand on the same resourceVersion.
-- A holder leads until 2/3 of the duration after it *sent* its last accepted PUT: a deadline,
-  not a flag, so an unreachable API server or a stalled event loop ends it by itself.
-- The others take a Lease over no earlier than its whole duration after they last *saw* it
-  change. They saw it change after the PUT was sent, hence the holder stopped first. The times
-  written in the Lease are for people to read; clocks that disagree do no harm.
+- The API server accepts only one of two PUTs with the same resourceVersion.
+- A holder leads until 2/3 of the duration after it *sent* its last accepted PUT. This is a
+  deadline, not a flag, so leadership also ends if the API server is unreachable or the event loop
+  stalls.
+- Another gateway takes over at the earliest one full duration after it last *saw* the Lease
+  change. It saw the change after the PUT was sent, so the holder has stopped before. The times
+  in the Lease are only for people; wrong clocks do no harm.
 
-A process that is frozen between asking `is_leader` and acting on it may act too late. What a
-leader does here (annotating pods) is harmless done twice; nothing else may rest on it.
+A process that freezes between the check of `is_leader` and its action may act too late. The
+leader only annotates pods, which may safely happen twice. Do not use it for anything else.
 """
 
 from __future__ import annotations
@@ -42,34 +43,34 @@ _log = logging.getLogger(__name__)
 
 _API_VERSION = "coordination.k8s.io/v1"
 _NOT_FOUND, _CONFLICT = 404, 409
-_LEADING_SHARE = 2 / 3
+_LEADING_FRACTION = 2 / 3
 _RELEASE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOptions:
-    """Times of a Lease; all contenders should have the same."""
+    """Times of a Lease; all contenders should use the same values."""
 
     lease_duration_s: int = 15
-    """How long the others leave a silent holder alone."""
+    """Seconds without renewal after which another contender may take the Lease."""
     renew_s: float = 5.0
-    """Between two renewals, and between two looks at somebody else's Lease."""
+    """Interval between two renewals, or between two checks of another holder's Lease."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.renew_s < self.lease_duration_s * _LEADING_SHARE:
+        if not 0 < self.renew_s < self.lease_duration_s * _LEADING_FRACTION:
             raise ConfigError(
-                f"expected renew_s between 0 and {_LEADING_SHARE:.2f} of lease_duration_s"
+                f"renew_s must be between 0 and {_LEADING_FRACTION:.2f} of lease_duration_s"
                 f" ({self.lease_duration_s}), got {self.renew_s}; renew more often"
             )
 
 
-class _Metadata(ObjectPart):
+class _LeaseMetadata(ObjectPart):
     resource_version: str
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
 
 
-class _Spec(ObjectPart):
+class _LeaseSpec(ObjectPart):
     holder_identity: str | None = None
     lease_duration_seconds: int | None = None
     acquire_time: str | None = None
@@ -77,17 +78,17 @@ class _Spec(ObjectPart):
 
 
 class _Lease(ObjectPart):
-    metadata: _Metadata
-    spec: _Spec = _Spec()
+    metadata: _LeaseMetadata
+    spec: _LeaseSpec = _LeaseSpec()
 
 
 class Leadership:
     """A contender for one Lease: `async with Leadership(...) as leadership`.
 
     Args:
-        name: the Lease's; the same for all contenders.
-        contender: who this is, for people: the pod's name. A random part is added, because
-            two contenders of one name would both lead.
+        name: name of the Lease; the same for all contenders.
+        contender: readable name of this contender, such as the pod's name. A random suffix is
+            added, because two contenders with the same name would both lead.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this one may act as the leader at this moment."""
+        """True while this contender may act as the leader."""
         return self._clock() < self._leading_until_s
 
     async def __aenter__(self) -> Leadership:
@@ -128,107 +129,109 @@ class Leadership:
         await self.release()
 
     async def compete(self) -> bool:
-        """Whether this one leads, after one attempt to take or keep the Lease."""
-        limit_s = self._options.renew_s
+        """Try once to take or keep the Lease, and return whether this contender leads."""
+        timeout_s = self._options.renew_s
         if self.is_leader:
-            limit_s = min(limit_s, max(0.0, self._leading_until_s - self._clock()))
+            timeout_s = min(timeout_s, max(0.0, self._leading_until_s - self._clock()))
         try:
-            async with asyncio.timeout(limit_s):
-                await self._attempt()
+            async with asyncio.timeout(timeout_s):
+                await self._try_to_lead()
             self._is_healthy = True
         except (ClusterError, ConfigError, TimeoutError) as error:
             if self._is_healthy:
-                reason = str(error) or f"no answer within {limit_s:.1f} s"
-                _log.warning("the lease %s/%s: %s", self._namespace, self._name, reason)
+                reason = str(error) or f"no response within {timeout_s:.1f} s"
+                _log.warning("lease %s/%s: %s", self._namespace, self._name, reason)
             self._is_healthy = False
         self._log_change()
         return self.is_leader
 
     async def release(self) -> None:
-        """Stop leading, and let the others take over at once if the API server answers."""
+        """Stop leading, and release the Lease if the API server responds."""
         self._leading_until_s = -math.inf
         self._log_change()
-        with contextlib.suppress(ClusterError, ConfigError, TimeoutError):  # else it runs out
+        with contextlib.suppress(ClusterError, ConfigError, TimeoutError):  # then the Lease expires
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                found = await self._read()
-                if found is not None and found.spec.holder_identity == self.identity:
-                    await self._api.replace(self._path(self._name), self._body(found, free=True))
+                lease = await self._read()
+                if lease is not None and lease.spec.holder_identity == self.identity:
+                    body = self._make_body(lease, release=True)
+                    await self._api.replace(self._path(self._name), body)
 
     async def _compete_forever(self) -> None:
         while True:
             await self.compete()
-            await asyncio.sleep(self._pause_s())
+            await asyncio.sleep(self._choose_pause_s())
 
-    def _pause_s(self) -> float:
+    def _choose_pause_s(self) -> float:
         renew_s = self._options.renew_s
         if not self.is_leader:
             return renew_s * random.uniform(0.9, 1.1)
         if not self._is_healthy:
-            renew_s /= 5  # the deadline is near
+            renew_s /= 5  # the deadline is close
         return min(renew_s, max(0.0, self._leading_until_s - self._clock()))
 
-    async def _attempt(self) -> None:
+    async def _try_to_lead(self) -> None:
         sent_s = self._clock()
-        found = await self._read()
-        if found is not None and not self._may_take(found):
+        lease = await self._read()
+        if lease is not None and not self._may_take(lease):
             self._leading_until_s = -math.inf
             return
         sent_s = self._clock()
         try:
-            if found is None:
-                stored = await self._api.create(self._path(), self._body(None))
+            body = self._make_body(lease)
+            if lease is None:
+                stored = await self._api.create(self._path(), body)
             else:
-                stored = await self._api.replace(self._path(self._name), self._body(found))
+                stored = await self._api.replace(self._path(self._name), body)
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
-            return  # somebody was faster; the next look shows who
-        self._see(_read_lease(stored))
-        self._leading_until_s = sent_s + self._options.lease_duration_s * _LEADING_SHARE
+            return  # another contender was faster; the next attempt reads its Lease
+        self._observe(_parse_lease(stored))
+        self._leading_until_s = sent_s + self._options.lease_duration_s * _LEADING_FRACTION
 
     async def _read(self) -> _Lease | None:
         try:
-            found = _read_lease(await self._api.read(self._path(self._name)))
+            lease = _parse_lease(await self._api.read(self._path(self._name)))
         except ClusterError as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
-        self._see(found)
-        return found
+        self._observe(lease)
+        return lease
 
-    def _see(self, found: _Lease) -> None:
-        # The time is taken after the answer: too late is safe, too early is not.
-        if found.metadata.resource_version != self._seen_version:
-            self._seen_version = found.metadata.resource_version
+    def _observe(self, lease: _Lease) -> None:
+        # The time is taken after the response, because a late time is safe and an early one is not.
+        if lease.metadata.resource_version != self._seen_version:
+            self._seen_version = lease.metadata.resource_version
             self._seen_change_s = self._clock()
 
-    def _may_take(self, found: _Lease) -> bool:
-        holder = found.spec.holder_identity
+    def _may_take(self, lease: _Lease) -> bool:
+        holder = lease.spec.holder_identity
         if not holder or holder == self.identity:
             return True
-        duration_s = found.spec.lease_duration_seconds or self._options.lease_duration_s
+        duration_s = lease.spec.lease_duration_seconds or self._options.lease_duration_s
         return self._clock() >= self._seen_change_s + duration_s
 
-    def _body(self, found: _Lease | None, *, free: bool = False) -> JsonObject:
-        """The Lease to store: held by this one, or by nobody."""
-        before = found.spec if found is not None else _Spec()
+    def _make_body(self, lease: _Lease | None, *, release: bool = False) -> JsonObject:
+        """Build the Lease to store: held by this contender, or released."""
+        old_spec = lease.spec if lease is not None else _LeaseSpec()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        is_new = before.holder_identity != self.identity
-        transitions = before.lease_transitions or 0
+        is_new = old_spec.holder_identity != self.identity
+        transitions = old_spec.lease_transitions or 0
         spec: JsonObject = {
-            "leaseDurationSeconds": 1 if free else self._options.lease_duration_s,
+            "leaseDurationSeconds": 1 if release else self._options.lease_duration_s,
             "renewTime": now,
-            "acquireTime": now if is_new else before.acquire_time or now,
-            "leaseTransitions": transitions + (found is not None and is_new),
+            "acquireTime": now if is_new else old_spec.acquire_time or now,
+            "leaseTransitions": transitions + (lease is not None and is_new),
         }
-        if not free:
+        if not release:
             spec["holderIdentity"] = self.identity
         metadata: JsonObject = {"name": self._name, "namespace": self._namespace}
-        if found is not None:
-            # All of it is replaced, and whoever made the Lease knows it by its labels.
-            metadata["labels"] = found.metadata.labels or {}
-            metadata["annotations"] = found.metadata.annotations or {}
-            metadata["resourceVersion"] = found.metadata.resource_version
+        if lease is not None:
+            # A PUT replaces the whole object, so keep the labels of the chart that created it.
+            metadata["labels"] = lease.metadata.labels or {}
+            metadata["annotations"] = lease.metadata.annotations or {}
+            metadata["resourceVersion"] = lease.metadata.resource_version
         return {
             "apiVersion": _API_VERSION,
             "kind": "Lease",
@@ -242,14 +245,13 @@ class Leadership:
     def _log_change(self) -> None:
         if self.is_leader != self._was_leader:
             self._was_leader = not self._was_leader
-            what = "leads" if self._was_leader else "does not lead any more"
-            _log.info("%s %s", self.identity, what)
+            _log.info("%s %s", self.identity, "leads" if self._was_leader else "no longer leads")
 
 
-def _read_lease(found: JsonObject) -> _Lease:
+def _parse_lease(raw: JsonObject) -> _Lease:
     try:
-        return _Lease.model_validate(found)
+        return _Lease.model_validate(raw)
     except ValidationError as error:
         raise ClusterError(
-            f"expected a Lease of {_API_VERSION}, got one with {error.error_count()} wrong fields"
+            f"{error.error_count()} fields are not valid in a Lease of {_API_VERSION}"
         ) from error

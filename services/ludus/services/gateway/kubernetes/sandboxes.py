@@ -1,19 +1,19 @@
-"""Servers of agent-sandbox: a pod for each session, claimed from a warm pool.
+"""A source of agent-sandbox servers: one pod per session, claimed from a warm pool.
 
-    opens that wait --wake--> SandboxSource --create--> SandboxClaim --controller--> a pod
-    fleet <--publish-- claims with an address <--Following-- API server
-    sessions that ended --wake--> SandboxSource --delete--> SandboxClaim, and its pod with it
+    waiting opens --wake--> SandboxSource --create--> SandboxClaim --controller--> pod
+    fleet <--publish-- claims with an address <--ListFollower-- API server
+    ended sessions --wake--> SandboxSource --delete--> SandboxClaim and its pod
 
-A gateway claims as many sandboxes as opens wait in its queue, places one session on each, and
-deletes the claim when that session has ended, so that no session meets what another left. All
-gateways list the claims of all: any of them routes to a session, but places none on a claim of
-another, and none is claimed twice.
+A gateway claims one sandbox per waiting session, places one session on each sandbox, and deletes
+the claim after that session has ended. A session therefore never sees data of another session. All
+gateways list all claims, so that each of them can route calls to any session. A gateway places
+sessions only on its own claims.
 
-What ends on the server alone (idle, lingered, played through another gateway), and what a
-gateway that died has left, is seen in the server's own count: a claim whose server has said for
-`unused_after_s` that it holds no session is deleted by whichever gateway notices first. What is
-left even then, the controller ends when the ids of such sessions have expired. Claims belong to
-their pool and go with it.
+Some sessions end without notice to the gateway: they are idle, their linger time is over, they
+were played through another gateway, or their gateway died. The server's own session count reveals
+them. If a server reports no session for `unused_after_s`, the first gateway that notices deletes
+the claim. The controller deletes remaining claims when the ids of their sessions have expired.
+Claims belong to their pool and are deleted with it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pydantic import Field, ValidationError
 
 from ludus.proto.errors import ClusterError
 from ludus.services.gateway.config import SandboxEnvironment
-from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
+from ludus.services.gateway.fleet.endpoints import Publish, ServerEndpoint
 from ludus.services.gateway.fleet.server_link import ServerLink
-from ludus.services.gateway.kubernetes.following import Following
+from ludus.services.gateway.kubernetes.follower import ListFollower
 from ludus.services.kubernetes.api import (
     EventType,
     JsonObject,
@@ -51,28 +51,28 @@ POOL_LABEL, GATEWAY_LABEL = "ludus.dev/warm-pool", "ludus.dev/gateway"
 _NOT_FOUND = 404
 _POOLS = "sandboxwarmpools"
 _RETRY_S = 1.0
-"""After a request that failed."""
-_LEAVE_WITHIN_S = 2.0
+"""Delay after a failed request, in seconds."""
+STOP_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxOptions:
-    """How patient the source is."""
+    """Timeouts and limits of the source."""
 
     unused_after_s: float = 30.0
-    """A claim without a session for so long is deleted."""
-    look_each_s: float = 1.0
-    """Between two looks for such claims."""
+    """Seconds without a session after which a claim is deleted."""
+    check_interval_s: float = 1.0
+    """Interval between two checks for such claims, in seconds."""
     max_parallel_requests: int = 16
 
 
-class _Metadata(ObjectPart):
+class _ClaimMetadata(ObjectPart):
     name: str
     labels: dict[str, str] | None = None
     deletion_timestamp: str | None = None
 
 
-class _Condition(ObjectPart):
+class _ClaimCondition(ObjectPart):
     type: str
     status: str
     message: str = ""
@@ -82,34 +82,34 @@ class _Sandbox(ObjectPart):
     pod_ips: list[str] | None = Field(None, alias="podIPs")
 
 
-class _Status(ObjectPart):
-    conditions: list[_Condition] | None = None
+class _ClaimStatus(ObjectPart):
+    conditions: list[_ClaimCondition] | None = None
     sandbox: _Sandbox | None = None
 
 
-class _Found(ObjectPart):
-    metadata: _Metadata
-    status: _Status = _Status()
+class _ClaimObject(ObjectPart):
+    metadata: _ClaimMetadata
+    status: _ClaimStatus = _ClaimStatus()
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxClaim:
-    """A claim as a gateway sees it."""
+    """A sandbox claim from the view of one gateway."""
 
     name: str
     is_own: bool
-    """This gateway made it."""
+    """True if this gateway created the claim."""
     host: str = ""
-    """Where its pod is; empty while it has none."""
+    """Address of the claim's pod; empty while it has none."""
     is_ready: bool = False
     is_ending: bool = False
     reason: str = ""
-    """What the controller says of its state."""
+    """The controller's message about the state of the claim."""
 
-    def endpoint(self, port: int) -> Endpoint:
-        """Its server, on which one session is ever placed."""
+    def make_endpoint(self, port: int) -> ServerEndpoint:
+        """Return the endpoint of the claim's server, for a single session."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return Endpoint(
+        return ServerEndpoint(
             key=self.name,
             grpc_address=f"grpc://{host}:{port}",
             http_address="",
@@ -119,216 +119,224 @@ class SandboxClaim:
         )
 
 
-def read_claim(found: JsonObject, identity: str) -> SandboxClaim:
-    """The claim in an object.
+def parse_claim(raw: JsonObject, identity: str) -> SandboxClaim:
+    """Parse a SandboxClaim object.
 
     Raises:
-        ValidationError: it is none.
+        ValidationError: the object is not a valid claim.
     """
-    read = _Found.model_validate(found)
-    conditions = read.status.conditions or ()
-    ready = next((one for one in conditions if one.type == "Ready"), None)
-    addresses = (read.status.sandbox and read.status.sandbox.pod_ips) or [""]
+    parsed = _ClaimObject.model_validate(raw)
+    conditions = parsed.status.conditions or ()
+    ready = next((condition for condition in conditions if condition.type == "Ready"), None)
+    addresses = (parsed.status.sandbox and parsed.status.sandbox.pod_ips) or [""]
     return SandboxClaim(
-        read.metadata.name,
-        is_own=(read.metadata.labels or {}).get(GATEWAY_LABEL) == identity,
+        parsed.metadata.name,
+        is_own=(parsed.metadata.labels or {}).get(GATEWAY_LABEL) == identity,
         host=addresses[0],
         is_ready=ready is not None and ready.status == "True",
-        is_ending=read.metadata.deletion_timestamp is not None,
+        is_ending=parsed.metadata.deletion_timestamp is not None,
         reason=ready.message if ready is not None else "",
     )
 
 
 class SandboxSource:
-    """The claims of one warm pool as an `EndpointSource`, made and ended as sessions need them.
+    """An `EndpointSource` that creates and deletes claims of one warm pool on demand.
 
     Args:
-        api: closed with the source.
-        link_of: the link to the server of a claim.
-        num_wanted: sessions that opens wait for.
-        lifetime_s: how long a claim lasts at most.
+        api: client that `close` closes.
+        find_link: returns the link to the server of a claim.
+        num_requested: returns the number of sessions that waiting opens requested.
+        lifetime_s: maximum lifetime of a claim, in seconds.
     """
 
     def __init__(
         self,
         api: KubernetesApi,
         environment: SandboxEnvironment,
-        link_of: Callable[[str], ServerLink | None],
-        num_wanted: Callable[[], int],
+        find_link: Callable[[str], ServerLink | None],
+        num_requested: Callable[[], int],
         lifetime_s: float,
         options: SandboxOptions | None = None,
     ) -> None:
         self._api = api
         self._environment, self._pool = environment, environment.warm_pool
-        self._link_of, self._num_wanted = link_of, num_wanted
+        self._find_link, self._num_requested = find_link, num_requested
         self._lifetime = timedelta(seconds=lifetime_s)
         self._options = options or SandboxOptions()
         self._identity = f"{socket.gethostname()[-50:].strip('-.')}-{secrets.token_hex(4)}"
         self._path = resource_path(API_VERSION, environment.namespace, "sandboxclaims")
-        self._following = Following(
+        self._follower = ListFollower(
             api,
             self._path,
             f"{POOL_LABEL}={self._pool}",
             f"claims of {environment.namespace}/{self._pool}",
-            self._take_list,
-            self._take,
-            on_failure=self._note_unfollowed,
+            self._handle_list,
+            self._handle_event,
+            on_failure=self._record_follow_failure,
         )
         self._claims: dict[str, SandboxClaim] = {}
         self._creating: set[str] = set()
         self._is_listed = False
-        self._published: list[Endpoint] | None = None
+        self._published: list[ServerEndpoint] | None = None
         self._publish: Publish | None = None
         self._problem = ""
         self._retry_at_s = 0.0
-        self._woken = asyncio.Event()
+        self._wake_event = asyncio.Event()
         self._requests = asyncio.Semaphore(self._options.max_parallel_requests)
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_creating(self) -> int:
+        """Number of claims that are being created."""
+        return len(self._creating)
+
     def wake(self) -> None:
-        """Look at once: an open began to wait, or a session has ended."""
-        self._woken.set()
+        """Check the demand now: an open started to wait, or a session ended."""
+        self._wake_event.set()
 
     def shortage(self) -> str:
-        """Why opens still wait."""
+        """Return the reason why opens still wait."""
         if self._problem:
             return self._problem
-        waiting = [one for one in self._spare() if not one.is_ready]
-        said = next((one.reason for one in waiting if one.reason), "nothing said why")
+        waiting = [claim for claim in self._list_unused() if not claim.is_ready]
+        reason = next((claim.reason for claim in waiting if claim.reason), "no reason given")
         return (
-            f"expected a sandbox of warm pool '{self._pool}' in time, got none (claims that wait:"
-            f" {len(waiting)}; {said}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
+            f"no sandbox of warm pool '{self._pool}' became ready in time (waiting claims:"
+            f" {len(waiting)}; {reason}); see: kubectl get sandboxclaims,sandboxwarmpools,pods"
         )
 
     async def watch(self, publish: Publish) -> None:
-        """Publish the sandboxes that are claimed, and claim and end them, for ever."""
+        """Publish the claimed sandboxes, and create and delete claims, until cancelled."""
         self._publish = publish
-        keeping = asyncio.create_task(self._keep())
+        claim_task = asyncio.create_task(self._manage_claims_forever())
         try:
-            await self._following.run()
+            await self._follower.run()
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            # Another gateway places nothing on these.
-            self._end([one for one in self._spare() if one.name not in self._creating])
+            claim_task.cancel()
+            await asyncio.gather(claim_task, return_exceptions=True)
+            # No other gateway places sessions on these claims.
+            unused = self._list_unused()
+            self._start_deletes([claim for claim in unused if claim.name not in self._creating])
             if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_LEAVE_WITHIN_S)
+                await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
 
     async def close(self) -> None:
-        """End all requests to the cluster."""
+        """Close all requests to the cluster."""
         for task in self._tasks:
             task.cancel()
         await self._api.close()
 
-    # -- what there is -----------------------------------------------------------------
+    # -- known claims ------------------------------------------------------------------
 
-    def _take_list(self, items: Sequence[JsonObject]) -> None:
-        found = [one for one in map(self._read, items) if one is not None]
-        coming = {name: one for name, one in self._claims.items() if name in self._creating}
-        self._claims = coming | {one.name: one for one in found}
+    def _handle_list(self, items: Sequence[JsonObject]) -> None:
+        claims = [claim for claim in map(self._parse, items) if claim is not None]
+        creating = {name: claim for name, claim in self._claims.items() if name in self._creating}
+        self._claims = creating | {claim.name: claim for claim in claims}
         self._is_listed, self._problem = True, ""
         self._publish_changes()
 
-    def _take(self, event: WatchEvent) -> None:
-        claim = self._read(event.object)
+    def _handle_event(self, event: WatchEvent) -> None:
+        claim = self._parse(event.object)
         if claim is None:
             return
         if event.type == EventType.DELETED:
             self._claims.pop(claim.name, None)
         else:
-            before = self._claims.get(claim.name)
-            is_ending = claim.is_ending or (before is not None and before.is_ending)
+            old_claim = self._claims.get(claim.name)
+            is_ending = claim.is_ending or (old_claim is not None and old_claim.is_ending)
             self._claims[claim.name] = replace(claim, is_ending=is_ending)
         self._publish_changes()
 
-    def _read(self, found: JsonObject) -> SandboxClaim | None:
+    def _parse(self, raw: JsonObject) -> SandboxClaim | None:
         try:
-            return read_claim(found, self._identity)
+            return parse_claim(raw, self._identity)
         except ValidationError as error:
-            _log.error("expected a SandboxClaim of %s, got: %s", API_VERSION, error)
+            _log.error("an object is not a valid SandboxClaim of %s: %s", API_VERSION, error)
             return None
 
     def _publish_changes(self) -> None:
-        assert self._publish is not None, "it is watched"
+        assert self._publish is not None, "`watch` has started"
         port = self._environment.grpc_port
-        endpoints = [one.endpoint(port) for one in self._claims.values() if one.host]
+        endpoints = [claim.make_endpoint(port) for claim in self._claims.values() if claim.host]
         if endpoints != self._published:
             self._published = endpoints
             self._publish(endpoints)
 
-    def _note_unfollowed(self, error: ClusterError) -> None:
+    def _record_follow_failure(self, error: ClusterError) -> None:
         if self._is_listed:
             return
-        self._problem = f"no sandbox can be claimed: {error}"
+        self._problem = f"cannot claim a sandbox: {error}"
         if error.status == _NOT_FOUND:
             self._problem = (
-                f"expected agent-sandbox with its extensions ({API_VERSION}) in this cluster, found"
-                " none; install it, or set mode: shared"
+                f"this cluster does not have agent-sandbox with its extensions ({API_VERSION});"
+                " install it, or set mode: shared"
             )
-            self._publish_changes()  # the gateway's other environments need not wait
+            self._publish_changes()  # so that other environments of the gateway do not wait
 
-    # -- what there should be ----------------------------------------------------------
+    # -- creation and deletion of claims -----------------------------------------------
 
-    async def _keep(self) -> None:
-        """Claim what is wanted and end what is over, when woken and at intervals, for ever."""
+    async def _manage_claims_forever(self) -> None:
+        """Create requested claims and delete unused ones, when woken and at intervals."""
         loop = asyncio.get_running_loop()
         while True:
-            self._woken.clear()
+            self._wake_event.clear()
             if self._is_listed and loop.time() >= self._retry_at_s:
-                self._end([one for one in self._claims.values() if self._is_over(one)])
-                self._claim(self._num_wanted() - len(self._spare()))
+                self._start_deletes(
+                    [claim for claim in self._claims.values() if self._should_delete(claim)]
+                )
+                self._start_claims(self._num_requested() - len(self._list_unused()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), self._options.look_each_s)
+                await asyncio.wait_for(self._wake_event.wait(), self._options.check_interval_s)
 
-    def _spare(self) -> list[SandboxClaim]:
-        """This gateway's claims that no session was placed on yet."""
+    def _list_unused(self) -> list[SandboxClaim]:
+        """Return this gateway's claims that never had a session."""
         return [
-            one
-            for one in self._claims.values()
-            if one.is_own and not one.is_ending and not _is_used(self._link_of(one.name))
+            claim
+            for claim in self._claims.values()
+            if claim.is_own and not claim.is_ending and not _is_used(self._find_link(claim.name))
         ]
 
-    def _is_over(self, claim: SandboxClaim) -> bool:
-        link = self._link_of(claim.name)
+    def _should_delete(self, claim: SandboxClaim) -> bool:
+        link = self._find_link(claim.name)
         if link is None or claim.is_ending:
             return False
-        if link.has_ended:
+        if link.is_used_up:
             return True
         if link.is_connected:
             return link.unused_s > self._options.unused_after_s
-        # A gateway that is cut off from pods must not end what others reach.
-        is_known = claim.is_own or not claim.is_ready
-        unused_s = asyncio.get_running_loop().time() - link.used_s
-        return is_known and unused_s > self._options.unused_after_s
+        # A gateway that cannot reach pods must not delete claims that other gateways use.
+        may_delete = claim.is_own or not claim.is_ready
+        unused_s = asyncio.get_running_loop().time() - link.last_used_s
+        return may_delete and unused_s > self._options.unused_after_s
 
-    def _claim(self, num_claims: int) -> None:
+    def _start_claims(self, num_claims: int) -> None:
         if num_claims <= 0:
             return
         names = [f"{self._pool[:52]}-{secrets.token_hex(5)}" for _ in range(num_claims)]
         self._claims |= {name: SandboxClaim(name, is_own=True) for name in names}
         self._creating.update(names)
-        self._start(self._create(names))
+        self._start_task(self._create_claims(names))
 
-    async def _create(self, names: list[str]) -> None:
-        place = self._environment.namespace
+    async def _create_claims(self, names: list[str]) -> None:
+        path = resource_path(API_VERSION, self._environment.namespace, _POOLS, self._pool)
         try:
-            # Read each time: of a pool that was made anew, claims of the old one would be removed.
-            pool = await self._api.read(resource_path(API_VERSION, place, _POOLS, self._pool))
+            # Read each time, because claims with the uid of a replaced pool would be deleted.
+            pool = await self._api.read(path)
         except ClusterError as error:
-            self._note_refusal(error, names)
+            self._record_failure(error, names)
         else:
-            await asyncio.gather(*(self._create_one(name, pool) for name in names))
+            await asyncio.gather(*(self._create_claim(name, pool) for name in names))
         self._creating.difference_update(names)
 
-    async def _create_one(self, name: str, pool: JsonObject) -> None:
+    async def _create_claim(self, name: str, pool: JsonObject) -> None:
         try:
             async with self._requests:
-                await self._api.create(self._path, self._body(name, pool))
+                await self._api.create(self._path, self._make_body(name, pool))
             self._problem = ""
         except ClusterError as error:
-            self._note_refusal(error, [name])
+            self._record_failure(error, [name])
 
-    def _body(self, name: str, pool: JsonObject) -> JsonObject:
+    def _make_body(self, name: str, pool: JsonObject) -> JsonObject:
         end = datetime.now(UTC) + self._lifetime
         owner = {"apiVersion": API_VERSION, "kind": "SandboxWarmPool", "name": self._pool}
         return {
@@ -349,11 +357,11 @@ class SandboxSource:
             },
         }
 
-    def _end(self, claims: Iterable[SandboxClaim]) -> None:
+    def _start_deletes(self, claims: Iterable[SandboxClaim]) -> None:
         for claim in claims:
             self._claims[claim.name] = replace(claim, is_ending=True)
-            self._start(self._delete(claim))
-        self._publish_changes()  # nothing is placed there any more
+            self._start_task(self._delete(claim))
+        self._publish_changes()  # so that no session is placed there
 
     async def _delete(self, claim: SandboxClaim) -> None:
         try:
@@ -363,17 +371,17 @@ class SandboxSource:
             if error.status != _NOT_FOUND:
                 if claim.name in self._claims:
                     self._claims[claim.name] = claim
-                self._note_refusal(error, ())
+                self._record_failure(error, ())
 
-    def _note_refusal(self, error: ClusterError, names: Iterable[str]) -> None:
+    def _record_failure(self, error: ClusterError, names: Iterable[str]) -> None:
         for name in names:
             self._claims.pop(name, None)
         if not self._problem:
-            _log.warning("claims of warm pool '%s': %s", self._pool, error)
-        self._problem = f"no sandbox can be claimed from warm pool '{self._pool}': {error}"
+            _log.warning("cannot change claims of warm pool '%s': %s", self._pool, error)
+        self._problem = f"cannot claim a sandbox of warm pool '{self._pool}': {error}"
         self._retry_at_s = asyncio.get_running_loop().time() + _RETRY_S
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

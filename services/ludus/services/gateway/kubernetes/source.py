@@ -1,22 +1,20 @@
-"""The environment servers behind a Service of a Kubernetes cluster.
+"""A source for the environment servers behind a Kubernetes Service.
 
-    Following --slices that changed--> slices by name --merge by pod--> publish(endpoints)
+    ListFollower --changed slices--> slices by name --merge by pod--> publish(endpoints)
 
-A Service's endpoints are spread over EndpointSlices of about 100 pods each; while they are
-rebalanced, a pod stands in two slices or, for an instant, with old conditions. Each change
-therefore rebuilds the whole list from all slices: for 2,000 pods that is about a millisecond,
-half of it for reading the slice.
+A Service's endpoints are spread over EndpointSlices of about 100 pods each. During a rebalance a
+pod may be in two slices, or briefly have old conditions. Each change therefore rebuilds the whole
+list from all slices. For 2,000 pods this takes about a millisecond, half of it to parse the slice.
 
-Nothing is published before the first LIST has succeeded, so a gateway that waits for the
-first list to become ready never routes on half of one. After that an unreachable API server
-changes nothing: the last good list stays, and sessions continue. Who waits for whom: nobody
-waits for the source; it waits for the API server.
+Nothing is published before the first LIST has succeeded, so a gateway never becomes ready with an
+incomplete list. After that an unreachable API server changes nothing: the last list stays valid,
+and sessions continue.
 
-What a pod's conditions mean here:
+Meaning of a pod's conditions:
 
     ready  serving  terminating
-    true   true     false        takes new sessions (`ready` unknown counts as true)
-    any    false    false        unready: keeps its sessions, takes no new ones
+    true   true     false        accepts new sessions (`ready` unknown counts as true)
+    any    false    false        unready: keeps its sessions, accepts no new ones
     any    any      true         terminating: keeps its sessions until it is gone
 """
 
@@ -31,8 +29,8 @@ from pydantic import Field, ValidationError
 
 from ludus.env.security.session_ids import pod_server_id
 from ludus.proto.errors import ConfigError
-from ludus.services.gateway.fleet.endpoints import Endpoint, Publish
-from ludus.services.gateway.kubernetes.following import Following, FollowOptions
+from ludus.services.gateway.fleet.endpoints import Publish, ServerEndpoint
+from ludus.services.gateway.kubernetes.follower import FollowOptions, ListFollower
 from ludus.services.kubernetes.api import (
     EventType,
     JsonObject,
@@ -46,49 +44,49 @@ _log = logging.getLogger(__name__)
 
 _API_VERSION = "discovery.k8s.io/v1"
 _HTTP, _GRPC = "http", "grpc"
+"""Names of a Service's ports."""
 _H2C = "kubernetes.io/h2c"
-"""What a Service says of a port where HTTP/2 is spoken without TLS, as gRPC is."""
-"""The names of a Service's ports."""
+"""The appProtocol of a port for HTTP/2 without TLS, which gRPC uses."""
 _GRPC_PORT_OFFSET = 10_000
-"""What an environment server adds to its HTTP port unless told otherwise."""
-_FAMILIES = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
-"""A pod of a dual-stack Service is reached at its address of the highest rank."""
+"""Default difference between a server's gRPC port and its HTTP port."""
+_FAMILY_RANKS = {"FQDN": 0, "IPv6": 1, "IPv4": 2}
+"""Rank of address types; a dual-stack pod is reached at the address with the highest rank."""
 
 
-class _Reference(ObjectPart):
+class _PodReference(ObjectPart):
     kind: str = ""
     name: str = ""
     uid: str = ""
 
 
-class _Conditions(ObjectPart):
+class _MemberConditions(ObjectPart):
     ready: bool | None = None
     serving: bool | None = None
     terminating: bool | None = None
 
 
-class _Member(ObjectPart):
+class _SliceMember(ObjectPart):
     addresses: list[str] = Field(min_length=1)
-    conditions: _Conditions = _Conditions()
-    target_ref: _Reference | None = None
+    conditions: _MemberConditions = _MemberConditions()
+    target_ref: _PodReference | None = None
 
 
-class _Port(ObjectPart):
+class _SlicePort(ObjectPart):
     name: str | None = None
     port: int | None = None
     app_protocol: str | None = None
 
 
-class _Metadata(ObjectPart):
+class _SliceMetadata(ObjectPart):
     name: str
     resource_version: str = ""
 
 
 class _EndpointSlice(ObjectPart):
-    metadata: _Metadata
+    metadata: _SliceMetadata
     address_type: str = "IPv4"
-    endpoints: list[_Member] | None = None
-    ports: list[_Port] | None = None
+    endpoints: list[_SliceMember] | None = None
+    ports: list[_SlicePort] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +96,17 @@ class SliceEndpoints:
     name: str
     family_rank: int
     revision: int
-    """Which of two slices that hold the same pod is the newer one."""
-    endpoints: tuple[Endpoint, ...]
+    """Version of the slice; if two slices contain a pod, the higher version is newer."""
+    endpoints: tuple[ServerEndpoint, ...]
 
 
 class EndpointSliceSource:
-    """The pods behind a Service, as an `EndpointSource`.
+    """An `EndpointSource` for the pods behind a Service.
 
     Args:
-        api: shared with others, and closed by whoever made it.
-        service: the environment's (headless) Service, in `namespace`.
-        sleep: what waits between two tries.
+        api: shared client; its creator closes it.
+        service: the environment's headless Service in `namespace`.
+        sleep: waits between two attempts.
     """
 
     def __init__(
@@ -120,43 +118,43 @@ class EndpointSliceSource:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._service = f"{namespace}/{service}"
-        self._following = Following(
+        self._follower = ListFollower(
             api,
             resource_path(_API_VERSION, namespace, "endpointslices"),
             f"kubernetes.io/service-name={service}",
             f"endpoints of {self._service}",
-            self._take_list,
-            self._take,
+            self._handle_list,
+            self._handle_event,
             options=options,
             sleep=sleep,
         )
         self._slices: dict[str, SliceEndpoints] = {}
-        self._published: dict[str, Endpoint] | None = None
+        self._published: dict[str, ServerEndpoint] | None = None
         self._publish: Publish | None = None
 
     async def watch(self, publish: Publish) -> None:
-        """Publish the whole list after the first LIST and on each change, for ever.
+        """Publish the whole list after the first LIST and after each change, until cancelled.
 
         Raises:
-            ConfigError: from the start, none of the Service's ports can be the servers'. Later
-                on, a slice that cannot be read is logged and keeps its last readable state.
+            ConfigError: the first LIST contains no valid slice. A slice that is not valid later
+                is logged and keeps its last valid state.
         """
         self._publish = publish
-        await self._following.run()
+        await self._follower.run()
 
     async def close(self) -> None:
-        """Do nothing: what runs is `watch`, which ends when it is cancelled."""
+        """Do nothing, because only `watch` runs, and its caller cancels it."""
 
-    def _take_list(self, items: Sequence[JsonObject]) -> None:
+    def _handle_list(self, items: Sequence[JsonObject]) -> None:
         slices: dict[str, SliceEndpoints] = {}
         problems: list[ConfigError] = []
         for item in items:
             try:
-                read = slice_endpoints(item)
-                slices[read.name] = read
+                parsed = parse_slice(item)
+                slices[parsed.name] = parsed
             except ConfigError as error:
                 problems.append(error)
-                name = _name_of(item)
+                name = _read_name(item)
                 if name in self._slices:
                     slices[name] = self._slices[name]
         if problems and self._published is None and not slices:
@@ -166,82 +164,84 @@ class EndpointSliceSource:
         self._slices = slices
         self._publish_changes()
 
-    def _take(self, event: WatchEvent) -> None:
+    def _handle_event(self, event: WatchEvent) -> None:
         if event.type == EventType.DELETED:
-            self._slices.pop(_name_of(event.object), None)
+            self._slices.pop(_read_name(event.object), None)
         else:
             try:
-                read = slice_endpoints(event.object)
+                parsed = parse_slice(event.object)
             except ConfigError as error:
                 _log.error("%s: %s", self._service, error)
                 return
-            self._slices[read.name] = read
+            self._slices[parsed.name] = parsed
         self._publish_changes()
 
     def _publish_changes(self) -> None:
-        found = merged(self._slices.values())
-        if found != self._published:
-            assert self._publish is not None, "it is watched"
-            self._published = found
-            self._publish(tuple(found.values()))
+        endpoints = merge_slices(self._slices.values())
+        if endpoints != self._published:
+            assert self._publish is not None, "`watch` has started"
+            self._published = endpoints
+            self._publish(tuple(endpoints.values()))
 
 
-def slice_endpoints(found: JsonObject) -> SliceEndpoints:
-    """The endpoints that an EndpointSlice object speaks of.
+def parse_slice(raw: JsonObject) -> SliceEndpoints:
+    """Parse the endpoints of an EndpointSlice object.
 
     Raises:
-        ConfigError: it cannot be read, or names no port that could be the servers'.
+        ConfigError: the object is not valid, or has no port that could be the servers' port.
     """
     try:
-        read = _EndpointSlice.model_validate(found)
+        parsed = _EndpointSlice.model_validate(raw)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(
-            f"expected an EndpointSlice of {_API_VERSION}, got {_name_of(found)!r} with"
+            f"expected an EndpointSlice of {_API_VERSION}, got {_read_name(raw)!r} with"
             f" {problem['msg']} at {'.'.join(map(str, problem['loc']))}"
         ) from error
-    endpoints: tuple[Endpoint, ...] = ()
-    if read.endpoints:
-        http_port, grpc_port = _ports_of(read)
-        endpoints = tuple(_endpoint(member, http_port, grpc_port) for member in read.endpoints)
-    version = read.metadata.resource_version
+    endpoints: tuple[ServerEndpoint, ...] = ()
+    if parsed.endpoints:
+        http_port, grpc_port = _choose_ports(parsed)
+        endpoints = tuple(
+            _make_endpoint(member, http_port, grpc_port) for member in parsed.endpoints
+        )
+    version = parsed.metadata.resource_version
     return SliceEndpoints(
-        name=read.metadata.name,
-        family_rank=_FAMILIES.get(read.address_type, 0),
-        # Versions of one kind grow, and only here does it matter which of two is greater.
+        name=parsed.metadata.name,
+        family_rank=_FAMILY_RANKS.get(parsed.address_type, 0),
+        # Versions of one kind of object increase.
         revision=int(version) if version.isdecimal() else 0,
         endpoints=endpoints,
     )
 
 
-def merged(slices: Iterable[SliceEndpoints]) -> dict[str, Endpoint]:
-    """Each pod of the slices once, by key.
+def merge_slices(slices: Iterable[SliceEndpoints]) -> dict[str, ServerEndpoint]:
+    """Merge the slices into one endpoint per pod, by key.
 
-    The newest slice that holds a pod is believed; that a pod terminates is believed of any,
-    because no pod comes back from that.
+    The newest slice with a pod counts. A pod that terminates in any slice counts as terminating,
+    because termination is final.
     """
-    found: dict[str, Endpoint] = {}
+    merged: dict[str, ServerEndpoint] = {}
     terminating: set[str] = set()
-    for part in sorted(slices, key=lambda part: (part.family_rank, part.revision)):
-        for endpoint in part.endpoints:
-            found[endpoint.key] = endpoint
+    for slice_ in sorted(slices, key=lambda slice_: (slice_.family_rank, slice_.revision)):
+        for endpoint in slice_.endpoints:
+            merged[endpoint.key] = endpoint
             if endpoint.is_terminating:
                 terminating.add(endpoint.key)
     for key in terminating:
-        if not found[key].is_terminating:
-            found[key] = replace(found[key], is_ready=False, is_terminating=True)
-    return found
+        if not merged[key].is_terminating:
+            merged[key] = replace(merged[key], is_ready=False, is_terminating=True)
+    return merged
 
 
-def _ports_of(read: _EndpointSlice) -> tuple[int | None, int]:
-    """The HTTP port, if it is told, and the gRPC port.
+def _choose_ports(parsed: _EndpointSlice) -> tuple[int | None, int]:
+    """Return the HTTP port, if known, and the gRPC port.
 
-    The latter by name or protocol, else as an environment server chooses it beside the former,
-    which is the one with the name or the only one.
+    The HTTP port is the port with its name, or the only port. The gRPC port is the port with its
+    name or protocol, otherwise the HTTP port plus the default offset.
     """
-    ports = {port.name or "": port.port for port in read.ports or () if port.port}
-    speaking = [port.port for port in read.ports or () if port.app_protocol == _H2C]
-    grpc_port = ports.get(_GRPC) or next(iter(speaking), None)
+    ports = {port.name or "": port.port for port in parsed.ports or () if port.port}
+    h2c_ports = [port.port for port in parsed.ports or () if port.app_protocol == _H2C]
+    grpc_port = ports.get(_GRPC) or next(iter(h2c_ports), None)
     http_port = ports.get(_HTTP)
     if grpc_port is None and http_port is None and len(ports) == 1:
         (http_port,) = ports.values()
@@ -250,33 +250,34 @@ def _ports_of(read: _EndpointSlice) -> tuple[int | None, int]:
     if grpc_port is None or grpc_port > 65_535:
         names = ", ".join(f"{name or 'unnamed'}={port}" for name, port in ports.items())
         raise ConfigError(
-            f"expected a port named {_GRPC!r} or {_HTTP!r} in EndpointSlice"
-            f" {read.metadata.name}, or a single one, got {names or 'none'}; name the Service's"
-            " ports so"
+            f"EndpointSlice {parsed.metadata.name} needs a port named {_GRPC!r} or {_HTTP!r}, or"
+            f" only one port, got {names or 'none'}; rename the Service's ports"
         )
     return http_port, grpc_port
 
 
-def _endpoint(member: _Member, http_port: int | None, grpc_port: int) -> Endpoint:
+def _make_endpoint(member: _SliceMember, http_port: int | None, grpc_port: int) -> ServerEndpoint:
     address = member.addresses[0]
     host = f"[{address}]" if ":" in address else address
-    state = member.conditions
-    is_terminating = state.terminating is True
+    conditions = member.conditions
+    is_terminating = conditions.terminating is True
     pod = member.target_ref
     http_address = f"http://{host}:{http_port}" if http_port is not None else ""
     grpc_address = f"grpc://{host}:{grpc_port}"
     server_id = pod_server_id(pod.uid) if pod is not None and pod.uid else ""
-    return Endpoint(
+    return ServerEndpoint(
         key=server_id or http_address or grpc_address,
         grpc_address=grpc_address,
         http_address=http_address,
-        # publishNotReadyAddresses makes `ready` true whatever happens; `serving` tells.
-        is_ready=state.ready is not False and state.serving is not False and not is_terminating,
+        # publishNotReadyAddresses makes `ready` always true, so `serving` decides.
+        is_ready=conditions.ready is not False
+        and conditions.serving is not False
+        and not is_terminating,
         is_terminating=is_terminating,
         server_id=server_id,
         pod_name=pod.name if pod is not None and pod.kind == "Pod" else "",
     )
 
 
-def _name_of(found: JsonObject) -> str:
-    return str((found.get("metadata") or {}).get("name", ""))
+def _read_name(raw: JsonObject) -> str:
+    return str((raw.get("metadata") or {}).get("name", ""))

@@ -1,1 +1,1 @@
-"""Sessions on the servers of a fleet, by signed id."""
+"""Sessions on the servers of a fleet, addressed by signed ids."""

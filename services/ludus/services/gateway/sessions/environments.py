@@ -10,22 +10,22 @@ from ludus.services.gateway.sessions.sessions import GatewaySessions
 
 
 class UnknownEnvironmentError(InvalidCallError):
-    """No environment of that name is served here."""
+    """The gateway serves no environment of that name."""
 
 
 def find_environment(environments: Mapping[str, GatewaySessions], name: str) -> GatewaySessions:
-    """The sessions of the named environment; no name means the only one.
+    """Return the sessions of the named environment; an empty name selects the only environment.
 
     Raises:
-        UnknownEnvironmentError: there is none of that name, or several and no name.
+        UnknownEnvironmentError: the name is unknown, or it is empty and there are several.
     """
     if not name and len(environments) == 1:
         return next(iter(environments.values()))
     sessions = environments.get(name)
     if sessions is None:
-        found = f"'{name}'" if name else "no name"
+        shown_name = f"'{name}'" if name else "no name"
         raise UnknownEnvironmentError(
             f"expected one of the environments {', '.join(sorted(environments)) or '(none)'},"
-            f" got {found}; over gRPC name it in the metadata {ENVIRONMENT_KEY}"
+            f" got {shown_name}; over gRPC set it in the metadata {ENVIRONMENT_KEY}"
         )
     return sessions

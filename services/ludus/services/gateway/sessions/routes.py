@@ -1,4 +1,4 @@
-"""Where the calls of a session go: read from its signed id, and remembered while it is called."""
+"""Routes of sessions, read from their signed ids and cached while they are called."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from ludus.env.security.session_ids import SessionKey
 from ludus.proto.errors import PermissionDeniedError, SessionLostError
 
-_MAX_REMEMBERED = 65_536
-_UNCALLED_S = 60.0
-"""After twice as long without a call a route is forgotten."""
+_MAX_ROUTES = 65_536
+_ROTATION_S = 60.0
+"""Rotation interval of the cache; an unused route is removed after one to two intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a session id says that was found to be genuine."""
+    """The contents of a verified session id."""
 
     environment: str
     server_id: str
@@ -24,66 +24,65 @@ class Route:
     expires_s: int
     """Unix time."""
     session_id: str
-    """What its server knows the session by."""
+    """The session's id on its server."""
     is_tools_only: bool
-    """The id that was given may call the session's tools and nothing else."""
+    """True if the id permits only calls of the session's tools."""
 
 
 class RouteCache:
-    """Session ids that were verified, so that each is verified once while it is called.
+    """A cache of verified session ids, so that each id in use is verified once.
 
-    Most ids belong to sessions that have ended, and nobody tells the gateways that did not open
-    them. So what was not called lately goes; should it be called again, it is verified again.
+    A gateway does not learn when a session ends that another gateway opened. The cache therefore
+    removes ids without recent calls; a later call verifies them again.
 
     Args:
-        key: the same on every gateway and server of the fleet.
-        clock: Unix time.
+        key: the session key of all gateways and servers of the fleet.
+        clock: Unix time in seconds.
     """
 
     def __init__(self, key: SessionKey, clock: Callable[[], float] = time.time) -> None:
         self._key = key
         self._clock = clock
-        self._known: dict[str, Route] = {}
-        """Those that were called since the last turn."""
-        self._older: dict[str, Route] = {}
-        """Those that were called in the turn before it, and not since."""
-        self._turned_s = clock()
+        self._recent: dict[str, Route] = {}
+        """Routes that were called since the last rotation."""
+        self._previous: dict[str, Route] = {}
+        """Routes that were called in the previous interval and not since."""
+        self._rotated_s = clock()
 
     def find(self, session_id: str, tenant: str | None) -> Route:
-        """The session's route, when it belongs to the tenant; None may call any.
+        """Return the session's route if it belongs to the tenant; None permits any session.
 
         Raises:
-            AuthenticationError: nobody with this key made the id.
-            PermissionDeniedError: the session is another tenant's.
+            AuthenticationError: the id was not signed with this key.
+            PermissionDeniedError: the session belongs to another tenant.
             SessionLostError: the id has expired.
         """
         route = self.read(session_id)
         if tenant is not None and route.tenant != tenant:
             raise PermissionDeniedError(
-                "expected a session of the token's own tenant, got another tenant's; use the"
-                " token that opened it"
+                "the session belongs to another tenant; use the token that opened it"
             )
         return route
 
     def read(self, session_id: str) -> Route:
-        """The route, whoever asks.
+        """Return the session's route without a check of the tenant.
 
         Raises:
-            AuthenticationError: nobody with this key made the id.
+            AuthenticationError: the id was not signed with this key.
             SessionLostError: the id has expired.
         """
         now_s = self._clock()
-        if abs(now_s - self._turned_s) >= _UNCALLED_S or len(self._known) >= _MAX_REMEMBERED:
-            self._known, self._older, self._turned_s = {}, self._known, now_s
-        route = self._known.get(session_id)
+        if abs(now_s - self._rotated_s) >= _ROTATION_S or len(self._recent) >= _MAX_ROUTES:
+            self._recent, self._previous, self._rotated_s = {}, self._recent, now_s
+        route = self._recent.get(session_id)
         if route is None:
-            route = self._older.pop(session_id, None) or self._verified(session_id)
-            self._known[session_id] = route
+            route = self._previous.pop(session_id, None) or self._verify(session_id)
+            self._recent[session_id] = route
         if route.expires_s < now_s:
             raise SessionLostError("the session id has expired; open a new session")
         return route
 
-    def _verified(self, session_id: str) -> Route:
+    def _verify(self, session_id: str) -> Route:
         signed = self._key.read(session_id)
         return Route(
             signed.environment,

@@ -1,13 +1,13 @@
-"""Who calls a gateway: tokens in, tenants out, on HTTP, WebSocket and gRPC.
+"""Authentication of a gateway's callers over HTTP, WebSocket and gRPC.
 
-    Authorization: Bearer TOKEN            newer clients, and ours
-    Authorization: Basic NAME:TOKEN        clients that can set nothing but an address:
+    Authorization: Bearer TOKEN            clients that can set a header
+    Authorization: Basic NAME:TOKEN        clients that can only set an address:
               |                            http://NAME:TOKEN@gateway/...
-        Authenticate (ASGI), AuthenticateCalls (gRPC) --> Access --> current_tenant()
+        Authenticate (ASGI), AuthenticateCalls (gRPC) --> TenantAccess --> current_tenant()
 
-Tokens are compared as SHA-256 digests, each with every known one in constant time. Nobody is
-locked out for wrong ones: tokens are too long to guess, and behind an ingress all clients share
-one address. No token reaches a log.
+The SHA-256 digest of a token is compared in constant time with the digest of every valid token.
+Wrong tokens do not lock a client out: tokens are too long to guess, and all clients behind an
+ingress share one address. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ludus.proto.errors import AuthenticationError, ConfigError, EnvError, UserError
-from ludus.services.gateway.tenancy.callers import ANYONE
+from ludus.services.gateway.tenancy.callers import ANONYMOUS
 from ludus.services.gateway.tenancy.tenants import (
     Scope,
     Tenant,
@@ -38,14 +38,14 @@ from ludus.services.gateway.tenancy.tenants import (
 _log = logging.getLogger(__name__)
 
 _MAX_HEADER_BYTES = 4096
-_WAY_OUT = (
+_REMEDY = (
     "send `authorization: Bearer <token>`, or put the token into the address:"
     " http://name:<token>@gateway/..."
 )
 
 
 class AuthFailure(StrEnum):
-    """Why a call was refused."""
+    """The reason why a call was refused."""
 
     MISSING = "missing"
     MALFORMED = "malformed"
@@ -57,22 +57,22 @@ OnFailure = Callable[[AuthFailure], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """A connection that lives long."""
+class _OpenConnection:
+    """A long-lived connection of a tenant."""
 
     tenant: Tenant
     scope: Scope
-    end: Callable[[EnvError], None]
+    close: Callable[[EnvError], None]
 
 
-class Access:
-    """Knows the tenants of a gateway.
+class TenantAccess:
+    """The tenants of a gateway and the checks of their tokens.
 
     Args:
-        tenants: none lets everybody in as `ANYONE`.
-        source: where the tenants are read again when it has changed.
-        check_every_s: the source is looked at no more often than this.
-        clock: seconds that only grow.
+        tenants: None admits every caller as `ANONYMOUS`.
+        source: file from which the tenants are read again after a change.
+        check_every_s: minimum time between two checks of the file.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -83,29 +83,29 @@ class Access:
         check_every_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_failure: OnFailure = _ignore
-        """Told of every refusal; for metrics."""
+        self.on_failure: OnFailure = _ignore_failure
+        """Called with the reason of every refusal; for metrics."""
         self._tenants = tenants
         self._source = source
         self._check_every_s = check_every_s
         self._clock = clock
         self._next_check_s = clock() + check_every_s
-        self._held: dict[_Held, None] = {}
+        self._connections: dict[_OpenConnection, None] = {}
 
     @classmethod
-    def open(cls) -> Access:
-        """Everybody may do everything; see `check_host`."""
+    def open(cls) -> TenantAccess:
+        """Return an access that admits every caller; see `check_host`."""
         return cls(None)
 
     @classmethod
-    def single(cls, token: str) -> Access:
-        """One token that may do everything.
+    def from_token(cls, token: str) -> TenantAccess:
+        """Return an access with one token that has every scope.
 
         Raises:
-            ConfigError: it is too easily guessed.
+            ConfigError: the token is not acceptable; see `check_token`.
         """
         digest = token_digest(check_token(token, "the gateway's token"))
-        return cls(Tenants({"": ANYONE}, ((digest, ANYONE),)))
+        return cls(Tenants({"": ANONYMOUS}, ((digest, ANONYMOUS),)))
 
     @classmethod
     def from_file(
@@ -114,124 +114,126 @@ class Access:
         *,
         check_every_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> Access:
-        """The tenants of a TOML file, followed as it changes.
+    ) -> TenantAccess:
+        """Read the tenants from a TOML file, and again after each change.
 
-        A change that cannot be used is logged and leaves the last good tenants.
+        A change that is not valid is logged, and the previous tenants remain.
 
         Raises:
-            NotFoundError: the file is not there.
-            ConfigError: it cannot be used; names file, field, value and the way out.
+            NotFoundError: the file does not exist.
+            ConfigError: the file is not valid; names file, field, value and remedy.
         """
         source = TenantsFile(path)
         return cls(source.read(), source, check_every_s=check_every_s, clock=clock)
 
     @property
     def is_open(self) -> bool:
-        """True when nobody has to authenticate."""
+        """True when every caller is admitted without a token."""
         return self._tenants is None
 
     def check_host(self, host: str, *, insecure: bool = False) -> None:
-        """Refuse a host on which a gateway with this access must not listen.
+        """Check that a gateway with this access may listen on the host.
 
         Raises:
-            ConfigError: other machines reach it, and anybody would be let in.
+            ConfigError: other machines can reach the host and would need no token.
         """
         if self.is_open and not insecure and not _is_loopback(host):
             raise ConfigError(
-                f"expected tenants or a token to listen on {host}, which other machines can"
-                " reach, got none; give one, listen on 127.0.0.1, or allow it as insecure"
+                f"listening on {host}, which other machines can reach, needs tenants or a token;"
+                " set one, listen on 127.0.0.1, or set insecure to allow it"
             )
 
     def authenticate(self, *authorization: str | bytes) -> Tenant:
-        """The tenant whose token the call's Authorization header holds.
+        """Return the tenant of the token in a call's Authorization header.
 
         Args:
-            authorization: every header of that name; two could mean two people.
+            authorization: all Authorization headers of the call; more than one is refused.
 
         Raises:
-            AuthenticationError: no token, or none that is known.
+            AuthenticationError: the token is missing, malformed or unknown.
         """
         self._refresh()
         if self._tenants is None:
-            return ANYONE
+            return ANONYMOUS
         if not authorization:
-            raise self._refusal(AuthFailure.MISSING, "none")
+            raise self._refusal(AuthFailure.MISSING, "no Authorization header")
         token = read_authorization(authorization[0]) if len(authorization) == 1 else None
         if token is None:
-            raise self._refusal(AuthFailure.MALFORMED, "a header that holds none")
-        tenant = _find(self._tenants.digests, token)
+            raise self._refusal(AuthFailure.MALFORMED, "a malformed Authorization header")
+        tenant = _find_tenant(self._tenants.digests, token)
         if tenant is None:
-            raise self._refusal(AuthFailure.UNKNOWN, "one that no tenant has")
+            raise self._refusal(AuthFailure.UNKNOWN, "an unknown token")
         return tenant
 
-    def knows(self, token: str) -> bool:
-        """True when it is a token of this gateway."""
+    def has_token(self, token: str) -> bool:
+        """Return whether a tenant of this gateway has the token."""
         return (
-            self._tenants is not None and _find(self._tenants.digests, token.encode()) is not None
+            self._tenants is not None
+            and _find_tenant(self._tenants.digests, token.encode()) is not None
         )
 
     def renew(self, tenant: Tenant) -> Tenant:
-        """The tenant as it is now; for connections that live long.
+        """Return the tenant with its current scopes and limits; for long-lived connections.
 
         Raises:
-            AuthenticationError: it was removed since it authenticated, or its token was.
+            AuthenticationError: the tenant or its token was removed after it authenticated.
         """
         self._refresh()
         if self._tenants is None:
             return tenant
-        now = self._tenants.by_name.get(tenant.name)
-        if now is None:
-            raise AuthenticationError(
-                f"expected a tenant of this gateway, got {tenant.name!r}, which was removed"
-            )
+        current = self._tenants.by_name.get(tenant.name)
+        if current is None:
+            raise AuthenticationError(f"tenant {tenant.name!r} was removed from this gateway")
         if not tenant.token_digest:
-            return now
+            return current
         owner = self._tenants.by_digest.get(tenant.token_digest)
         if owner is None or owner.name != tenant.name:
             raise AuthenticationError(
-                f"expected a token that tenant {tenant.name!r} still has, got one that was"
-                " revoked; connect again with another"
+                f"the token of tenant {tenant.name!r} was revoked; connect again with another one"
             )
         return owner
 
     def admit(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """The tenant as it is now, if it may do this.
+        """Return the tenant with its current scopes and limits, if it has the scope.
 
         Raises:
-            AuthenticationError: it was removed since it authenticated, or its token was.
-            PermissionDeniedError: it has not, or no longer, the scope.
+            AuthenticationError: the tenant or its token was removed after it authenticated.
+            PermissionDeniedError: the tenant does not have the scope.
         """
-        now = self.renew(tenant)
-        self.require(now, scope)
-        return now
+        current = self.renew(tenant)
+        self.require(current, scope)
+        return current
 
     @contextmanager
-    def holding(
-        self, tenant: Tenant, scope: Scope, end: Callable[[EnvError], None]
+    def register_connection(
+        self, tenant: Tenant, scope: Scope, close: Callable[[EnvError], None]
     ) -> Iterator[None]:
-        """Hold a connection that lives long; `end` is told once its tenant may not use it."""
-        held = _Held(tenant, scope, end)
-        self._held[held] = None
+        """Register a long-lived connection while the context is active.
+
+        Args:
+            close: called with the error once the tenant may no longer use the connection.
+        """
+        connection = _OpenConnection(tenant, scope, close)
+        self._connections[connection] = None
         try:
             yield
         finally:
-            self._held.pop(held, None)
+            self._connections.pop(connection, None)
 
-    def end_refused(self) -> None:
-        """End the connections whose tenants were removed, or have lost their token or scope."""
-        for held in list(self._held):
+    def close_refused_connections(self) -> None:
+        """Close the connections whose tenants were removed or lost their token or scope."""
+        for connection in list(self._connections):
             try:
-                self.admit(held.tenant, held.scope)
+                self.admit(connection.tenant, connection.scope)
             except EnvError as error:
-                del self._held[held]
-                held.end(error)
+                del self._connections[connection]
+                connection.close(error)
 
     def require(self, tenant: Tenant, scope: Scope) -> None:
-        """Refuse a tenant without the scope, and count it.
+        """Check that the tenant has the scope, and count a refusal.
 
         Raises:
-            PermissionDeniedError: it has not.
+            PermissionDeniedError: the tenant does not have the scope.
         """
         try:
             tenant.require(scope)
@@ -239,9 +241,9 @@ class Access:
             self.on_failure(AuthFailure.SCOPE)
             raise
 
-    def _refusal(self, kind: AuthFailure, found: str) -> AuthenticationError:
+    def _refusal(self, kind: AuthFailure, problem: str) -> AuthenticationError:
         self.on_failure(kind)
-        return AuthenticationError(f"expected a token of this gateway, got {found}; {_WAY_OUT}")
+        return AuthenticationError(f"expected a token of this gateway, got {problem}; {_REMEDY}")
 
     def _refresh(self) -> None:
         if self._source is None or self._clock() < self._next_check_s:
@@ -252,13 +254,15 @@ class Access:
         try:
             self._tenants = self._source.read()
         except UserError as error:
-            _log.error("tenants stay as they were: %s", error)
+            _log.error(
+                "cannot read the changed tenants file, keeping the previous tenants: %s", error
+            )
         else:
-            _log.info("%d tenants read from %s", len(self._tenants.by_name), self._source.path)
+            _log.info("read %d tenants from %s", len(self._tenants.by_name), self._source.path)
 
 
 def read_authorization(value: str | bytes) -> bytes | None:
-    """The token in an Authorization header; None when it is malformed."""
+    """Return the token in an Authorization header, or None if the header is malformed."""
     raw = value if isinstance(value, bytes) else value.encode("utf-8", "replace")
     if len(raw) > _MAX_HEADER_BYTES:
         return None
@@ -275,13 +279,13 @@ def read_authorization(value: str | bytes) -> bytes | None:
     return (password or user or None) if colon else None
 
 
-def _find(digests: tuple[tuple[bytes, Tenant], ...], token: bytes) -> Tenant | None:
-    found: Tenant | None = None
-    given = token_digest(token)
-    for digest, tenant in digests:  # all of them: the time must not tell which it was
-        if hmac.compare_digest(digest, given):
-            found = tenant
-    return found
+def _find_tenant(digests: tuple[tuple[bytes, Tenant], ...], token: bytes) -> Tenant | None:
+    owner: Tenant | None = None
+    digest_of_token = token_digest(token)
+    for digest, tenant in digests:  # no early exit: the time must not reveal which token matched
+        if hmac.compare_digest(digest, digest_of_token):
+            owner = tenant
+    return owner
 
 
 def _is_loopback(host: str) -> bool:
@@ -291,5 +295,5 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _ignore(failure: AuthFailure) -> None:
+def _ignore_failure(failure: AuthFailure) -> None:
     pass

@@ -1,9 +1,9 @@
-"""Who calls the gateway, and how full it is: what its wires, sessions and metrics share.
+"""The caller of a request and the load of an environment, shared by wires, sessions and metrics.
 
-    request --Access--> Tenant --context variable--> GatewaySessions --> Quotas
+    request --TenantAccess--> Tenant --context variable--> GatewaySessions --> Quotas
 
-Every wire authenticates once per request or connection and puts the tenant into a context
-variable; tasks that the wire starts inherit it.
+Every wire authenticates once per request or connection and stores the tenant in a context
+variable. Tasks that the wire starts inherit it.
 """
 
 from __future__ import annotations
@@ -18,53 +18,52 @@ from ludus.services.gateway.tenancy.tenants import Tenant
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentLoad:
-    """What the gauges say of one environment."""
+    """The number of sessions and servers of one environment."""
 
     environment: str
     num_pending: int
-    """Sessions that are waited for."""
+    """Sessions that waiting opens have requested."""
     num_active: int
-    """Sessions on servers that take new ones."""
+    """Sessions on servers that accept new sessions."""
     num_draining: int
-    """Sessions on servers that take none."""
+    """Sessions on servers that accept no new sessions."""
     capacity: int
-    """Sessions that the servers which take new ones can hold; 0 where each session gets its own."""
+    """Maximum sessions on servers that accept new ones; 0 if each session gets its own server."""
     num_servers: int
-    """Connected servers that take new sessions."""
+    """Connected servers that accept new sessions."""
     num_draining_servers: int = 0
-    """Connected servers that take none."""
+    """Connected servers that accept no new sessions."""
     num_unreachable_servers: int = 0
-    """Servers that are listed and do not answer."""
+    """Listed servers that do not respond."""
 
 
 ReadLoads = Callable[[], Sequence[EnvironmentLoad]]
-"""The present load of every environment; read at each scrape, so no series is ever absent."""
+"""Function that returns the current load of every environment; called at each scrape."""
 
+ANONYMOUS = Tenant("")
+"""The tenant of every caller if no tenants are configured; it has every scope."""
 
-ANYONE = Tenant("")
-"""The caller where no tenants are configured, which Access says: may do everything."""
-
-ITSELF = Tenant("gateway itself")
-"""Who ends sessions that can be spared; no tenant's name has a space."""
+GATEWAY_TENANT = Tenant("gateway itself")
+"""The tenant of calls that the gateway makes itself; other tenants' names contain no space."""
 
 _CURRENT: ContextVar[Tenant] = ContextVar("ludus_gateway_tenant")
 
 
 def current_tenant() -> Tenant:
-    """Who is behind the request that is being served.
+    """Return the tenant of the request that is being served.
 
     Raises:
-        AuthenticationError: nobody was asked; a wire lacks its check of tokens.
+        AuthenticationError: the wire did not check a token.
     """
     try:
         return _CURRENT.get()
     except LookupError:
         raise AuthenticationError(
-            "expected a request that was checked for a token, got one that was not; put the"
-            " wire behind Authenticate or AuthenticateCalls"
+            "the request was not checked for a token; put its wire behind Authenticate or"
+            " AuthenticateCalls"
         ) from None
 
 
-def enter_tenant(tenant: Tenant) -> None:
-    """Make it the current one, for this task and the tasks it starts."""
+def set_current_tenant(tenant: Tenant) -> None:
+    """Set the current tenant of this task and of the tasks that it starts."""
     _CURRENT.set(tenant)

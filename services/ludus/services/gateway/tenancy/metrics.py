@@ -1,13 +1,13 @@
-"""What a gateway tells Prometheus.
+"""Prometheus metrics of a gateway.
 
     sessions, wires --plain counters--> GatewayMetrics --at each scrape--> /metrics
     fleets ----------read_loads()-----------^
 
-Counting is a few additions on lists; everything else is done when somebody scrapes. Every
-series of an environment exists from the start, at zero, so that rates and alerts never see a
-series begin. Labels come from closed sets: no session, tenant, or token is in one.
+Counting a call costs a few additions; everything else happens at the scrape. Every series of an
+environment starts at zero, so that rates and alerts never see a series appear. Labels come from
+fixed sets: no label contains a session, tenant or token.
 
-With several gateways each reports the same servers, so what servers say is not summed:
+All gateways of a release report the same servers, so values from servers must not be summed:
 
     saturation   max by (env) (ludus_gateway_sessions{state="active"})
                    / max by (env) (ludus_gateway_session_capacity)
@@ -17,7 +17,7 @@ With several gateways each reports the same servers, so what servers say is not 
     lost ratio   sum by (env) (rate(ludus_gateway_sessions_lost_total[5m]))
                    / sum by (env) (rate(ludus_gateway_opens_total{outcome="opened"}[5m]))
 
-Scale on "sessions to provide for", divided by the sessions one server holds.
+Scale on "sessions to provide for", divided by the maximum sessions of one server.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from ludus.services.gateway.tenancy.access import AuthFailure
 from ludus.services.gateway.tenancy.callers import EnvironmentLoad, ReadLoads
 
 OK = "OK"
-"""The code of calls that did not fail."""
+"""The code of successful calls."""
 CALL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 WAIT_BUCKETS_S = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 
 
-class Call(StrEnum):
-    """Calls of env.proto."""
+class CallKind(StrEnum):
+    """A kind of call in env.proto."""
 
     OPEN = "open"
     OPEN_GROUP = "open_group"
@@ -66,7 +66,7 @@ class Call(StrEnum):
 
 
 class OpenOutcome(StrEnum):
-    """How opens end."""
+    """The outcome of an open."""
 
     OPENED = "opened"
     NO_CAPACITY = "no_capacity"
@@ -87,7 +87,7 @@ _CODES = (OK, *ErrorCode)
 
 
 class _Histogram:
-    """Counts by bucket; the last bucket is everything above."""
+    """Counts by bucket; the last bucket has no upper bound."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -97,26 +97,26 @@ class _Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, num: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value `num` times."""
         self._counts[bisect_left(self._bounds, value)] += num
         self._sum += value * num
 
     def sample(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets and the sum, as the exposition wants them."""
+        """Return cumulative buckets and the sum, in the form of the exposition format."""
         totals = accumulate(list(self._counts))
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(names, totals, strict=True)), self._sum
 
 
 @dataclass(slots=True)
-class _Environment:
+class _EnvironmentCounters:
     """The counters of one environment."""
 
     calls: dict[str, dict[str, int]] = field(
-        default_factory=lambda: {call: dict.fromkeys(_CODES, 0) for call in Call}
+        default_factory=lambda: {call: dict.fromkeys(_CODES, 0) for call in CallKind}
     )
     seconds: dict[str, _Histogram] = field(
-        default_factory=lambda: {call: _Histogram(CALL_BUCKETS_S) for call in Call}
+        default_factory=lambda: {call: _Histogram(CALL_BUCKETS_S) for call in CallKind}
     )
     wait: _Histogram = field(default_factory=lambda: _Histogram(WAIT_BUCKETS_S))
     opens: dict[OpenOutcome, int] = field(default_factory=lambda: dict.fromkeys(OpenOutcome, 0))
@@ -125,30 +125,30 @@ class _Environment:
 
 
 class GatewayMetrics:
-    """Counts on the event loop; a scrape may read from any thread.
+    """Counters and gauges; counts on the event loop, and a scrape may read from any thread.
 
     Args:
-        environments: their names; the only values that the label `env` takes.
-        read_loads: how full each environment is; asked at each scrape.
+        environments: the names of the environments, which are the values of the label `env`.
+        read_loads: returns the load of each environment; called at each scrape.
     """
 
     def __init__(self, environments: Iterable[str], read_loads: ReadLoads = tuple) -> None:
-        self._environments = {name: _Environment() for name in environments}
+        self._environments = {name: _EnvironmentCounters() for name in environments}
         self._auth_failures = dict.fromkeys(AuthFailure, 0)
         self._read_loads = read_loads
         self._loads: Sequence[EnvironmentLoad] = ()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def called(
+    def count_calls(
         self, environment: str, call: str, code: str, seconds: float | None, num_calls: int = 1
     ) -> None:
-        """Calls that open nothing were answered together, each after `seconds`.
+        """Count calls, other than opens, that completed together after `seconds`.
 
         Args:
-            call: one of `Call`.
-            code: `OK`, or the ErrorCode they failed with.
-            seconds: None where they were refused without a try, which says nothing of speed.
+            call: a `CallKind`.
+            code: `OK`, or the ErrorCode of the failure.
+            seconds: None for refused calls, which have no meaningful duration.
         """
         counters = self._environments[environment]
         counters.calls[call][code] += num_calls
@@ -157,19 +157,19 @@ class GatewayMetrics:
         if code == ErrorCode.RATE_LIMITED:
             counters.num_rate_limited += num_calls
 
-    def opened(self, environment: str, num_sessions: int, seconds: float) -> None:
-        """Sessions were opened together, `seconds` after they were asked for."""
-        call = Call.OPEN if num_sessions == 1 else Call.OPEN_GROUP
+    def count_opened(self, environment: str, num_sessions: int, seconds: float) -> None:
+        """Count sessions that were opened together, `seconds` after the request."""
+        call = CallKind.OPEN if num_sessions == 1 else CallKind.OPEN_GROUP
         counters = self._environments[environment]
         counters.calls[call][OK] += 1
         counters.seconds[call].observe(seconds)
         counters.opens[OpenOutcome.OPENED] += num_sessions
 
-    def refused(
+    def count_refused(
         self, environment: str, code: str, num_sessions: int = 1, seconds: float | None = None
     ) -> None:
-        """An open failed with this wire code."""
-        call = Call.OPEN if num_sessions == 1 else Call.OPEN_GROUP
+        """Count an open that failed with an ErrorCode."""
+        call = CallKind.OPEN if num_sessions == 1 else CallKind.OPEN_GROUP
         counters = self._environments[environment]
         counters.calls[call][code] += 1
         if seconds is not None:
@@ -178,39 +178,39 @@ class GatewayMetrics:
         if code == ErrorCode.RATE_LIMITED:
             counters.num_rate_limited += 1
 
-    def waited(self, environment: str, seconds: float) -> None:
-        """An open has left the queue, with a session or without."""
+    def record_wait(self, environment: str, seconds: float) -> None:
+        """Record the time that an open waited in the queue, with or without success."""
         self._environments[environment].wait.observe(seconds)
 
-    def lost(self, environment: str, num_sessions: int) -> None:
-        """Sessions ended through no doing of their callers."""
+    def count_lost(self, environment: str, num_sessions: int) -> None:
+        """Count sessions that ended although their callers did not end them."""
         self._environments[environment].num_lost += num_sessions
 
-    def auth_failed(self, failure: AuthFailure) -> None:
-        """A call was refused; for `Access.on_failure`."""
+    def count_auth_failure(self, failure: AuthFailure) -> None:
+        """Count a refused call; for `TenantAccess.on_failure`."""
         self._auth_failures[failure] += 1
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The body of `/metrics` and its content type.
+        """Return the body of `/metrics` and its content type.
 
-        It is made in a thread, since it takes some ms per environment.
+        A thread renders the body, which takes some milliseconds per environment.
 
         Args:
-            accept: the scraper's `Accept` header, which may ask for OpenMetrics.
+            accept: the scraper's `Accept` header, which may request OpenMetrics.
         """
         self._loads = self._read_loads()
         encode, content_type = choose_encoder(accept)
         return await asyncio.to_thread(encode, self._registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Every family; called by prometheus_client."""
+        """Yield every metric family; called by prometheus_client."""
         yield InfoMetricFamily(
             GatewayMetric.BUILD,
-            "What is running.",
+            "Versions of the gateway and of Python.",
             value={"version": _version(), "python": platform.python_version()},
         )
         failures = CounterMetricFamily(
-            GatewayMetric.AUTH_FAILURES, "Calls refused for their token.", labels=["kind"]
+            GatewayMetric.AUTH_FAILURES, "Calls refused because of their token.", labels=["kind"]
         )
         for kind, num in self._auth_failures.items():
             failures.add_metric([kind], num)
@@ -222,12 +222,12 @@ class GatewayMetrics:
     def _collect_loads(self) -> Iterator[Metric]:
         sessions = GaugeMetricFamily(
             GatewayMetric.SESSIONS,
-            "Sessions: waiting for a place, on servers that take new ones, on servers that do not.",
+            "Sessions: pending, on servers that accept new sessions, on draining servers.",
             labels=["env", "state"],
         )
         capacity = GaugeMetricFamily(
             GatewayMetric.SESSION_CAPACITY,
-            "Sessions that the servers which take new ones can hold.",
+            "Maximum sessions on servers that accept new sessions.",
             labels=["env"],
         )
         servers = GaugeMetricFamily(
@@ -247,11 +247,11 @@ class GatewayMetrics:
 
     def _collect_calls(self) -> Iterator[Metric]:
         calls = CounterMetricFamily(
-            GatewayMetric.CALLS, "Calls that were answered.", labels=["env", "call", "code"]
+            GatewayMetric.CALLS, "Completed calls.", labels=["env", "call", "code"]
         )
         seconds = HistogramMetricFamily(
             GatewayMetric.CALL_SECONDS,
-            "From a call's arrival at the gateway to its answer.",
+            "Time from a call's arrival at the gateway to its reply.",
             labels=["env", "call"],
         )
         for name, counters in self._environments.items():
@@ -263,11 +263,11 @@ class GatewayMetrics:
 
     def _collect_opens(self) -> Iterator[Metric]:
         opens = CounterMetricFamily(
-            GatewayMetric.OPENS, "Sessions that were asked for.", labels=["env", "outcome"]
+            GatewayMetric.OPENS, "Requested sessions.", labels=["env", "outcome"]
         )
         lost = CounterMetricFamily(
             GatewayMetric.SESSIONS_LOST,
-            "Sessions that ended through no doing of their callers.",
+            "Sessions that ended although their callers did not end them.",
             labels=["env", "reason"],
         )
         limited = CounterMetricFamily(
@@ -275,7 +275,7 @@ class GatewayMetrics:
         )
         wait = HistogramMetricFamily(
             GatewayMetric.QUEUE_WAIT_SECONDS,
-            "How long opens waited for a free session.",
+            "Time that opens waited for a free session.",
             labels=["env"],
         )
         for name, counters in self._environments.items():
@@ -290,5 +290,5 @@ class GatewayMetrics:
 def _version() -> str:
     try:
         return version("ludus-services")
-    except PackageNotFoundError:  # run from a checkout
+    except PackageNotFoundError:  # runs from a checkout
         return "unknown"

@@ -1,8 +1,8 @@
-"""What each tenant uses: sessions at a time, opens and steps a second.
+"""Quotas of tenants: concurrent sessions, opens per second and steps per second.
 
-Rates are token buckets that hold one second's worth. A batch that is larger than the bucket
-takes from a full one and leaves it in debt, so that batches of any size pass at the tenant's
-rate. Counts are those of one gateway process; each gateway of a fleet has its own.
+Each rate is a token bucket with one second of tokens. A batch larger than the bucket needs a full
+bucket and leaves it negative, so that batches of any size pass at the tenant's rate. Each gateway
+process counts separately.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ludus.proto.errors import InvalidCallError, RateLimitError
 from ludus.services.gateway.tenancy.tenants import Tenant, TenantLimits
 
 _SESSIONS_RETRY_S = 1.0
-"""When a session of one's own becomes free is not known; asking each second is cheap."""
-_SWEEP_AT = 1024
-"""Tenants come and go with their file; beyond so many the unused ones are forgotten."""
+"""Retry delay for a refused open; it is unknown when the tenant will close a session."""
+_MAX_UNSWEPT_TENANTS = 1024
+"""Number of tenants above which unused entries are removed."""
 
 
 @dataclass(slots=True)
@@ -25,13 +26,13 @@ class _Bucket:
     """Tokens of one rate; below zero after a large batch."""
 
     tokens: float
-    at_s: float
+    updated_s: float
 
     def take(self, num: int, rate_per_s: float, now_s: float) -> float:
-        """Seconds until so many may be taken; 0 when they were taken."""
+        """Take tokens and return 0, or return the seconds until they are available."""
         burst = max(1.0, rate_per_s)
-        self.tokens = min(burst, self.tokens + (now_s - self.at_s) * rate_per_s)
-        self.at_s = now_s
+        self.tokens = min(burst, self.tokens + (now_s - self.updated_s) * rate_per_s)
+        self.updated_s = now_s
         missing = min(float(num), burst) - self.tokens
         if missing > 1e-9:  # rounding must not make a caller that waited wait again
             return missing / rate_per_s
@@ -46,12 +47,12 @@ class _Usage:
 
 
 class Quotas:
-    """Counts what tenants use and refuses what is too much; belongs to one event loop.
+    """Counters of each tenant's use; only for one event loop.
 
     Args:
-        clock: seconds that only grow.
-        renew: the tenant with its present limits, or an error when it was removed since it
-            authenticated; connections may be older than the tenants file.
+        clock: monotonic clock in seconds.
+        renew: returns the tenant with its current limits, or raises if it was removed; a
+            connection may be older than the tenants file.
     """
 
     def __init__(
@@ -63,88 +64,98 @@ class Quotas:
         self._renew = renew
         self._usage: dict[str, _Usage] = {}
 
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants with recorded use."""
+        return len(self._usage)
+
     def num_sessions(self, tenant: Tenant) -> int:
-        """How many sessions the tenant has now."""
+        """Return the tenant's current number of sessions."""
         usage = self._usage.get(tenant.name)
         return usage.num_sessions if usage else 0
 
-    def opening(self, tenant: Tenant, num_sessions: int = 1) -> None:
-        """Take sessions from the tenant's quota, all or none; `closed` gives them back.
+    def reserve(self, tenant: Tenant, num_sessions: int = 1) -> None:
+        """Reserve sessions of the tenant's quota, all or none; `release` returns them.
 
         Raises:
-            RateLimitError: so many are not left, or they were opened too fast.
+            RateLimitError: the quota has too few sessions left, or the rate is too high.
             InvalidCallError: more at once than the tenant may ever have.
             AuthenticationError: the tenant was removed.
         """
-        limits = self._limits_of(tenant)
-        usage = self._usage_of(tenant)
-        most = limits.max_sessions
-        if most is not None and usage.num_sessions + num_sessions > most:
-            _refuse_sessions(tenant, num_sessions, usage.num_sessions, most)
+        limits = self._current_limits(tenant)
+        usage = self._find_usage(tenant)
+        max_sessions = limits.max_sessions
+        if max_sessions is not None and usage.num_sessions + num_sessions > max_sessions:
+            _refuse_sessions(tenant, num_sessions, usage.num_sessions, max_sessions)
         if limits.opens_per_s is not None:
-            self._take(tenant, usage, "opens", num_sessions, limits.opens_per_s)
+            self._take_tokens(tenant, usage, "opens", num_sessions, limits.opens_per_s)
         usage.num_sessions += num_sessions
 
-    def closed(self, tenant: Tenant, num_sessions: int = 1) -> None:
-        """Give sessions back."""
+    def release(self, tenant: Tenant, num_sessions: int = 1) -> None:
+        """Return sessions to the tenant's quota."""
         usage = self._usage.get(tenant.name)
         if usage is not None:
             usage.num_sessions = max(0, usage.num_sessions - num_sessions)
 
-    def stepping(self, tenant: Tenant, num_steps: int = 1) -> None:
-        """Count steps, once for a whole batch, all or none.
+    def count_steps(self, tenant: Tenant, num_steps: int = 1) -> None:
+        """Count steps, all or none for a batch.
 
         Raises:
-            RateLimitError: too fast; says when to try again.
+            RateLimitError: the rate is too high; the error contains the retry delay.
             AuthenticationError: the tenant was removed.
         """
-        rate_per_s = self._limits_of(tenant).steps_per_s
+        rate_per_s = self._current_limits(tenant).steps_per_s
         if rate_per_s is not None and num_steps:
-            self._take(tenant, self._usage_of(tenant), "steps", num_steps, rate_per_s)
+            self._take_tokens(tenant, self._find_usage(tenant), "steps", num_steps, rate_per_s)
 
-    def _limits_of(self, tenant: Tenant) -> TenantLimits:
+    def _current_limits(self, tenant: Tenant) -> TenantLimits:
         return (tenant if self._renew is None else self._renew(tenant)).limits
 
-    def _take(self, tenant: Tenant, usage: _Usage, what: str, num: int, rate_per_s: float) -> None:
+    def _take_tokens(
+        self, tenant: Tenant, usage: _Usage, resource: str, num: int, rate_per_s: float
+    ) -> None:
         now_s = self._clock()
-        bucket = usage.buckets.get(what)
+        bucket = usage.buckets.get(resource)
         if bucket is None:
-            bucket = usage.buckets[what] = _Bucket(max(1.0, rate_per_s), now_s)
+            bucket = usage.buckets[resource] = _Bucket(max(1.0, rate_per_s), now_s)
         wait_s = bucket.take(num, rate_per_s, now_s)
         if wait_s > 0:
             raise RateLimitError(
-                f"expected at most {rate_per_s:g} {what} a second from tenant {tenant.name!r},"
-                f" got {num} more; try again in {wait_s:.3g} s, or raise {what}_per_s in the"
+                f"tenant {tenant.name!r} exceeded its limit of {rate_per_s:g} {resource} per second"
+                f" with {num} more; retry in {wait_s:.3g} s, or raise {resource}_per_s in the"
                 " gateway's tenants file",
                 retry_after_s=wait_s,
             )
 
-    def _usage_of(self, tenant: Tenant) -> _Usage:
+    def _find_usage(self, tenant: Tenant) -> _Usage:
         usage = self._usage.get(tenant.name)
         if usage is None:
-            if len(self._usage) >= _SWEEP_AT:
-                self._forget_unused()
+            if len(self._usage) >= _MAX_UNSWEPT_TENANTS:
+                self._remove_unused()
             usage = self._usage[tenant.name] = _Usage()
         return usage
 
-    def _forget_unused(self) -> None:
-        # A bucket nobody took from for a minute is full again, but for absurd debts.
-        since_s = self._clock() - 60.0
+    def _remove_unused(self) -> None:
+        # After a minute without use a bucket is full again, except after extreme batches.
+        oldest_s = self._clock() - 60.0
         self._usage = {
             name: usage
             for name, usage in self._usage.items()
-            if usage.num_sessions or any(b.at_s > since_s for b in usage.buckets.values())
+            if usage.num_sessions or any(b.updated_s > oldest_s for b in usage.buckets.values())
         }
 
 
-def _refuse_sessions(tenant: Tenant, wanted: int, used: int, most: int) -> None:
-    if wanted > most:
+def _refuse_sessions(
+    tenant: Tenant, num_requested: int, num_open: int, max_sessions: int
+) -> NoReturn:
+    if num_requested > max_sessions:
         raise InvalidCallError(
-            f"expected at most {most} sessions for tenant {tenant.name!r}, got {wanted} at once;"
-            " open fewer, or raise max_sessions in the gateway's tenants file"
+            f"tenant {tenant.name!r} requested {num_requested} sessions together and may have at"
+            f" most {max_sessions}; open fewer, or raise max_sessions in the gateway's tenants file"
         )
     raise RateLimitError(
-        f"expected at most {most} sessions at a time for tenant {tenant.name!r}, got {wanted}"
-        f" more beside {used}; close some, or raise max_sessions in the gateway's tenants file",
+        f"tenant {tenant.name!r} requested {num_requested} more sessions, has {num_open} and may"
+        f" have at most {max_sessions}; close some, or raise max_sessions in the gateway's tenants"
+        " file",
         retry_after_s=_SESSIONS_RETRY_S,
     )

@@ -1,9 +1,9 @@
-"""Who may use a gateway: tenants, what they may do, and the file that lists them.
+"""Tenants of a gateway: their tokens, scopes and limits, and the file that lists them.
 
     tenants.toml --TenantsFile.read--> Tenants (SHA-256 of each token -> Tenant)
 
-The file holds no token: it names an environment variable or a file that holds it, or its
-SHA-256. No message made here quotes a value that could be a token.
+The file contains no token. It contains a token's SHA-256 digest, or names the environment
+variable or file with the token. Messages never quote a value that could be a token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ludus.proto.errors import ConfigError, NotFoundError, PermissionDeniedError
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 512
 _MAX_FILE_BYTES = 4 * 1024 * 1024
-_MAKE_TOKEN = "make one with: openssl rand -hex 32"
-_WAYS = (
+_MAKE_TOKEN = "create one with: openssl rand -hex 32"
+_TOKEN_FIELDS = (
     'token_env = "NAME" (an environment variable), token_file = "PATH", or token_sha256 ='
     ' "DIGEST" from: printf %s "$TOKEN" | sha256sum'
 )
@@ -33,17 +33,17 @@ _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
 class Scope(StrEnum):
-    """What a token may be used for."""
+    """The kind of calls that a token permits."""
 
     STEP = "step"
-    """Open, play and close one's own sessions."""
+    """Open, play and close the tenant's own sessions."""
     ADMIN = "admin"
-    """Drain servers, see everybody's sessions. It does not include `step`."""
+    """Drain servers and see the sessions of all tenants. It does not include `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may use at most; None is without limit."""
+    """Limits of a tenant; None means no limit."""
 
     max_sessions: int | None = None
     opens_per_s: float | None = None
@@ -55,24 +55,24 @@ NO_LIMITS = TenantLimits()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who a call belongs to."""
+    """The owner of calls and sessions."""
 
     name: str
-    """Stands in session ids; empty where nobody has to authenticate."""
+    """Name in session ids; empty if authentication is off."""
     scopes: frozenset[Scope] = frozenset(Scope)
     limits: TenantLimits = NO_LIMITS
     token_digest: bytes = field(default=b"", repr=False, compare=False)
-    """SHA-256 of the token that it came with; empty where that is no tenant's of a file."""
+    """SHA-256 digest of the token of this call; empty if the tenant is not from a file."""
 
     def require(self, scope: Scope) -> None:
-        """Refuse a tenant without the scope.
+        """Check that the tenant has the scope.
 
         Raises:
-            PermissionDeniedError: it has not.
+            PermissionDeniedError: the tenant does not have the scope.
         """
         if scope not in self.scopes:
             raise PermissionDeniedError(
-                f"expected a token with the scope {scope!s}, got one of tenant {self.name!r} with"
+                f"the call needs the scope {scope!s}, but tenant {self.name!r} has only"
                 f" {', '.join(sorted(self.scopes))}; use another token, or add the scope to the"
                 " tenant in the gateway's tenants file"
             )
@@ -80,13 +80,13 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """One good reading of a tenants file."""
+    """The contents of a valid tenants file."""
 
     by_name: dict[str, Tenant]
     digests: tuple[tuple[bytes, Tenant], ...]
-    """SHA-256 of each token, and whose it is."""
+    """SHA-256 digest and owner of each token."""
     by_digest: dict[bytes, Tenant] = field(init=False)
-    """The same, for tokens that were compared before."""
+    """The owners by digest, to look up digests of tokens that already authenticated."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_digest", dict(self.digests))
@@ -107,13 +107,13 @@ class _TenantEntry(BaseModel):
     steps_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _has_a_token(self) -> _TenantEntry:
+    def _check_token_is_set(self) -> _TenantEntry:
         if not (self.token_env or self.token_file or self.token_sha256):
-            raise ValueError(f"expected where the tenant's token is, got none; set {_WAYS}")
+            raise ValueError(f"the tenant needs a token; set {_TOKEN_FIELDS}")
         return self
 
     def tenant(self) -> Tenant:
-        """The tenant without its tokens."""
+        """Return the tenant without its tokens."""
         return Tenant(
             name=self.name,
             scopes=frozenset(Scope(scope) for scope in self.scopes),
@@ -122,7 +122,7 @@ class _TenantEntry(BaseModel):
 
 
 class _Document(BaseModel):
-    """The whole file."""
+    """A complete tenants file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -130,7 +130,7 @@ class _Document(BaseModel):
 
 
 class TenantsFile:
-    """A tenants file and the token files it names, which may all change."""
+    """A tenants file and its token files, all of which may change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,55 +138,55 @@ class TenantsFile:
         self._signature: tuple[Any, ...] = ()
 
     def has_changed(self) -> bool:
-        """True when a file differs from what `read` saw last."""
+        """Return whether a file changed after the last `read`."""
         return file_signatures(self._watched) != self._signature
 
     def read(self) -> Tenants:
-        """The tenants that the file lists now.
+        """Read the tenants.
 
         Raises:
-            NotFoundError: the file is not there.
-            ConfigError: it cannot be used; names file, field, value and the way out.
+            NotFoundError: the file does not exist.
+            ConfigError: the file is not valid; names file, field, value and remedy.
         """
-        # Taken before the contents: a change while reading is seen by the next look.
-        own = file_signatures((self.path,))
+        # Signed before the contents are read, so that the next check sees a change made meanwhile.
+        signature = file_signatures((self.path,))
         self._signature = file_signatures(self._watched)
         entries = self._parse()
         folder = self.path.parent
         token_files = tuple(folder / entry.token_file for entry in entries if entry.token_file)
         self._watched = (self.path, *token_files)
-        self._signature = own + file_signatures(token_files)
+        self._signature = signature + file_signatures(token_files)
         by_name: dict[str, Tenant] = {}
         owners: dict[bytes, Tenant] = {}
         for index, entry in enumerate(entries):
-            where = f"{self.path}: tenants[{index}] ({entry.name})"
+            location = f"{self.path}: tenants[{index}] ({entry.name})"
             if entry.name in by_name:
                 raise ConfigError(
-                    f"{self.path}: tenants[{index}].name: expected each name once, got"
-                    f" {entry.name!r} again; a tenant may have token_env, token_file and several"
-                    " token_sha256 at once"
+                    f"{self.path}: tenants[{index}].name: {entry.name!r} is already in use; a"
+                    " tenant may have token_env, token_file and several token_sha256 together"
                 )
             tenant = by_name[entry.name] = entry.tenant()
-            for digest in _digests(entry, folder, where):
+            for digest in _read_digests(entry, folder, location):
                 if digest in owners:
                     raise ConfigError(
-                        f"{where}: expected a token of its own, got that of tenant"
-                        f" {owners[digest].name!r}; {_MAKE_TOKEN}"
+                        f"{location}: the token also belongs to tenant {owners[digest].name!r};"
+                        f" {_MAKE_TOKEN}"
                     )
                 owners[digest] = replace(tenant, token_digest=digest)
         return Tenants(by_name, tuple(owners.items()))
 
     def _parse(self) -> list[_TenantEntry]:
-        content = _read_bytes(self.path, "a tenants file", str(self.path))
+        content = _read_bytes(self.path, "tenants file", str(self.path))
         try:
             raw = tomllib.loads(content.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            # The reason may quote the text, which may be a token: only the place is said.
-            _, _, place = str(error).rpartition("(")
-            place = place.rstrip(")") if isinstance(error, tomllib.TOMLDecodeError) else "no UTF-8"
+            # The parser's message may quote a token, so only its position is shown.
+            _, _, position = str(error).rpartition("(")
+            is_toml_error = isinstance(error, tomllib.TOMLDecodeError)
+            position = position.rstrip(")") if is_toml_error else "not UTF-8"
             raise ConfigError(
                 f"{self.path}: expected TOML with [[tenants]] tables, got a syntax error"
-                f" ({place}); correct it there"
+                f" ({position}); correct it"
             ) from None
         try:
             return _Document.model_validate(raw).tenants
@@ -195,88 +195,89 @@ class TenantsFile:
 
 
 def token_digest(token: str | bytes) -> bytes:
-    """SHA-256 of a token, which is what tokens are compared by."""
+    """Return the SHA-256 digest by which tokens are compared."""
     raw = token if isinstance(token, bytes) else token.encode("utf-8", "replace")
     return hashlib.sha256(raw).digest()
 
 
-def check_token(token: str, where: str) -> str:
-    """The token, when it is one that cannot be guessed and fits every header and path.
+def check_token(token: str, location: str) -> str:
+    """Return the token if it is hard to guess and valid in every header and URL.
 
     Raises:
-        ConfigError: it is too short, too long, or has characters that URLs and headers break.
+        ConfigError: the token is too short, too long, or has characters that URLs or headers
+            cannot contain.
     """
     if not MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS:
         raise ConfigError(
-            f"{where}: expected a token of {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters, got"
+            f"{location}: a token must have {MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} characters, got"
             f" {len(token)}; {_MAKE_TOKEN}"
         )
     if not all(char.isascii() and (char.isalnum() or char in "-._~+=") for char in token):
         raise ConfigError(
-            f"{where}: expected a token of letters, digits and -._~+= (it also stands in URLs),"
-            f" got other characters; {_MAKE_TOKEN}"
+            f"{location}: a token may only contain letters, digits and -._~+= because it can be"
+            f" part of a URL; {_MAKE_TOKEN}"
         )
     return token
 
 
-def _digests(entry: _TenantEntry, folder: Path, where: str) -> list[bytes]:
-    found: list[bytes] = []
+def _read_digests(entry: _TenantEntry, folder: Path, location: str) -> list[bytes]:
+    digests: list[bytes] = []
     if entry.token_env:
         token = os.environ.get(entry.token_env)
         if token is None:
             raise ConfigError(
-                f"{where}: token_env: expected the environment variable {entry.token_env}, got"
-                " none of this name; export it before the gateway starts"
+                f"{location}: token_env: the environment variable {entry.token_env} is not set;"
+                " export it before the gateway starts"
             )
-        found.append(token_digest(check_token(token.strip(), f"{where}: ${entry.token_env}")))
+        digests.append(token_digest(check_token(token.strip(), f"{location}: ${entry.token_env}")))
     if entry.token_file:
         path = folder / entry.token_file
-        content = _read_bytes(path, f"{where}: a token_file with a token on each line", "it")
+        content = _read_bytes(path, f"{location}: token_file with a token on each line", "it")
         lines = [line.strip() for line in content.decode("utf-8", "replace").splitlines()]
         tokens = [line for line in lines if line]
         if not tokens:
-            raise ConfigError(f"{where}: expected a token in token_file, got none; {_MAKE_TOKEN}")
-        found.extend(token_digest(check_token(t, f"{where}: token_file")) for t in tokens)
-    given = entry.token_sha256 or []
-    found.extend(bytes.fromhex(one) for one in ([given] if isinstance(given, str) else given))
-    return found
+            raise ConfigError(f"{location}: token_file contains no token; {_MAKE_TOKEN}")
+        digests += (token_digest(check_token(token, f"{location}: token_file")) for token in tokens)
+    hex_digests = entry.token_sha256 or []
+    if isinstance(hex_digests, str):
+        hex_digests = [hex_digests]
+    digests += map(bytes.fromhex, hex_digests)
+    return digests
 
 
-def _read_bytes(path: Path, what: str, name: str) -> bytes:
+def _read_bytes(path: Path, description: str, name: str) -> bytes:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(
-                f"expected {what} of at most {_MAX_FILE_BYTES} bytes, got more in {name}"
-            )
+            raise ConfigError(f"{description}: {name} is larger than {_MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         kind: type[UserError] = NotFoundError if missing else ConfigError
         raise kind(
-            f"expected {what}, got {error.strerror} for {name}; create it or name another"
+            f"{description}: cannot read {name}: {error.strerror}; create it or name another file"
         ) from error
 
 
 def _explain(path: Path, error: ValidationError) -> str:
-    faults = [_fault(fault) for fault in error.errors(include_url=False, include_context=False)]
-    return "\n".join(f"{path}: {fault}" for fault in faults[:8])
+    problems = error.errors(include_url=False, include_context=False)
+    return "\n".join(f"{path}: {_explain_field(problem)}" for problem in problems[:8])
 
 
-def _fault(fault: Any) -> str:
-    fields = [part for part in fault["loc"] if part not in ("constrained-str", "list")]
-    place = "".join(f"[{f}]" if isinstance(f, int) else f".{f}" for f in fields).lstrip(".")
-    name = str(fields[-1]) if fields else ""
-    if fault["type"] == "extra_forbidden":
+def _explain_field(problem: Any) -> str:
+    keys = [key for key in problem["loc"] if key not in ("constrained-str", "list")]
+    field_path = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys).lstrip(".")
+    name = str(keys[-1]) if keys else ""
+    if problem["type"] == "extra_forbidden":
         if name in ("token", "tokens", "password", "secret"):
-            return f"{place}: expected no plain token in this file, got one; set {_WAYS}"
-        known = ", ".join((_TenantEntry if len(fields) > 1 else _Document).model_fields)
-        return f"{place}: expected one of {known}; got {name!r}; rename or remove it"
-    if "token_sha256" in fields:
-        return f"{place}: expected 64 hexadecimal digits, got something else; set {_WAYS}"
+            return f"{field_path}: this file must not contain a plain token; set {_TOKEN_FIELDS}"
+        names = ", ".join((_TenantEntry if len(keys) > 1 else _Document).model_fields)
+        return f"{field_path}: unknown field {name!r}; use one of {names}"
+    if "token_sha256" in keys:
+        return f"{field_path}: must be 64 hexadecimal digits; set {_TOKEN_FIELDS}"
     if name == "token_env":
-        return f"{place}: expected the name of an environment variable in capitals; set {_WAYS}"
-    if name == "token_file" or fault["type"] == "value_error":
-        return f"{place}: {fault['msg'].removeprefix('Value error, ')}"
-    if isinstance(fault["input"], str | int | float) and name != "tenants":
-        return f"{place}: {fault['msg']}, got {fault['input']!r}; correct it"
-    return f"{place}: {fault['msg']}; write a [[tenants]] table for each tenant"
+        return f"{field_path}: must name an environment variable in capitals; set {_TOKEN_FIELDS}"
+    if name == "token_file" or problem["type"] == "value_error":
+        return f"{field_path}: {problem['msg'].removeprefix('Value error, ')}"
+    if isinstance(problem["input"], str | int | float) and name != "tenants":
+        return f"{field_path}: {problem['msg']}, got {problem['input']!r}; correct it"
+    return f"{field_path}: {problem['msg']}; write one [[tenants]] table per tenant"

@@ -1,1 +1,1 @@
-"""The gateway's HTTP and gRPC wires."""
+"""The HTTP and gRPC wires of a gateway."""

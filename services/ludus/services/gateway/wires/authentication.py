@@ -1,7 +1,7 @@
-"""Asks for a token before anything else is done: ASGI middleware, and a gRPC interceptor.
+"""Token checks in front of the wires: ASGI middleware and a gRPC interceptor.
 
 HTTP, WebSocket --> Authenticate ------+--> the application, where `current_tenant()`
-gRPC -----------> AuthenticateCalls ---+    says who calls
+gRPC -----------> AuthenticateCalls ---+    returns the caller
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from starlette.types import Scope as Connection
 from ludus.env.asgi.socket import cut_close_reason
 from ludus.env.grpc.servicer import abort
 from ludus.proto.errors import EnvError
-from ludus.services.gateway.tenancy.access import Access
-from ludus.services.gateway.tenancy.callers import enter_tenant
+from ludus.services.gateway.tenancy.access import TenantAccess
+from ludus.services.gateway.tenancy.callers import set_current_tenant
 from ludus.services.gateway.tenancy.tenants import Scope, Tenant
 from ludus.services.gateway.wires.refusals import refuse
 
-OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz"})
-"""The kubelet has no token."""
+PUBLIC_PATHS = frozenset({"/health", "/healthz", "/readyz"})
+"""Paths without a token check, because the kubelet has no token."""
 ADMIN_PATHS = ("/admin", "/drain")
-"""They and what is below them need the scope `admin`, everything else needs `step`."""
+"""Paths that, with all paths below them, need the scope `admin`; others need `step`."""
 _REVOKED = 1008
-"""The close code of WebSockets whose caller may not use them any more: a policy was violated."""
+"""WebSocket close code for revoked callers: policy violation."""
 _AUTHORIZATION = re.compile(r"(\bauthorization\b\W{1,6}).+", re.IGNORECASE)
-_LOGGERS_OF_CONNECTIONS = (
+_CONNECTION_LOGGERS = (
     "uvicorn.error",
     "uvicorn.access",
     "uvicorn.asgi",
@@ -42,44 +42,44 @@ _LOGGERS_OF_CONNECTIONS = (
 
 
 class Authenticate:
-    """ASGI middleware that answers 401 or 403 instead of the application."""
+    """ASGI middleware that refuses unauthorized requests with status 401 or 403."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: TenantAccess) -> None:
         self._app = app
         self._access = access
-        keep_tokens_out_of_logs()
+        remove_tokens_from_logs()
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        """Serves the request or refuses it."""
+        """Serve or refuse a request."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] not in ("http", "websocket") or path in OPEN_PATHS:
+        if scope["type"] not in ("http", "websocket") or path in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        given = [value for key, value in scope["headers"] if key == b"authorization"]
-        is_admin = any(path == one or path.startswith(f"{one}/") for one in ADMIN_PATHS)
+        tokens = [value for key, value in scope["headers"] if key == b"authorization"]
+        is_admin = any(path == prefix or path.startswith(f"{prefix}/") for prefix in ADMIN_PATHS)
         try:
-            tenant = self._access.authenticate(*given)
+            tenant = self._access.authenticate(*tokens)
             self._access.require(tenant, Scope.ADMIN if is_admin else Scope.STEP)
         except EnvError as error:
             await refuse(error, scope, receive, send)
             return
-        enter_tenant(tenant)
+        set_current_tenant(tenant)
         if scope["type"] == "http":
             await self._app(scope, receive, send)
             return
-        closing: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
 
-        def end(error: EnvError) -> None:
-            closing.add(asyncio.create_task(_close(send, error)))
+        def close(error: EnvError) -> None:
+            tasks.add(asyncio.create_task(_close_websocket(send, error)))
 
-        with self._access.holding(tenant, Scope.STEP, end):
+        with self._access.register_connection(tenant, Scope.STEP, close):
             await self._app(scope, receive, send)
 
 
 class AuthenticateCalls(grpc.aio.ServerInterceptor):
-    """Refuses every call whose metadata has no good token with the scope `step`."""
+    """A gRPC interceptor that refuses calls without a valid token with the scope `step`."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: TenantAccess) -> None:
         self._access = access
 
     async def intercept_service(
@@ -87,72 +87,72 @@ class AuthenticateCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """The handler behind a check of the token."""
+        """Return the handler with a check of the token in front."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
         metadata = handler_call_details.invocation_metadata or ()
-        given = [value for key, value in metadata if key == "authorization"]
+        tokens = [value for key, value in metadata if key == "authorization"]
 
         async def check(context: grpc.aio.ServicerContext) -> Tenant:
             try:
-                tenant = self._access.authenticate(*given)
+                tenant = self._access.authenticate(*tokens)
                 self._access.require(tenant, Scope.STEP)
             except EnvError as error:
                 await abort(context, error)
-            enter_tenant(tenant)
+            set_current_tenant(tenant)
             return tenant
 
         if not (handler.request_streaming or handler.response_streaming):
-            return _behind(check, handler)
-        return _behind(check, handler, self._access)
+            return _wrap_handler(check, handler)
+        return _wrap_handler(check, handler, self._access)
 
 
-async def _close(send: Send, error: EnvError) -> None:
-    """Close a WebSocket and say why; one that closes by itself meanwhile is no error."""
+async def _close_websocket(send: Send, error: EnvError) -> None:
+    """Close a WebSocket with the error as reason; ignore a WebSocket that is already closed."""
     with contextlib.suppress(OSError, RuntimeError):
         reason = cut_close_reason(error.message)
         await send({"type": "websocket.close", "code": _REVOKED, "reason": reason})
 
 
-def _behind(
+def _wrap_handler(
     check: Callable[[grpc.aio.ServicerContext], Awaitable[Tenant]],
     handler: grpc.RpcMethodHandler,
-    access: Access | None = None,
+    access: TenantAccess | None = None,
 ) -> grpc.RpcMethodHandler:
-    """A handler of the same shape that is called only when the check returns.
+    """Return a handler of the same kind that runs only after the check has succeeded.
 
     Args:
-        access: ends the call when its tenant may not use it any more; None leaves it alone.
+        access: cancels the call once its tenant may no longer use it; None never cancels it.
     """
     kind = (
         f"{'stream' if handler.request_streaming else 'unary'}_"
         f"{'stream' if handler.response_streaming else 'unary'}"
     )
-    answer = getattr(handler, kind)
+    serve = getattr(handler, kind)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         tenant = await check(context)
         if access is None:
-            return await answer(request, context)
-        return await _while_admitted(access, tenant, answer(request, context), context)
+            return await serve(request, context)
+        return await _run_while_admitted(access, tenant, serve(request, context), context)
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
     return make(call, handler.request_deserializer, handler.response_serializer)
 
 
-async def _while_admitted(
-    access: Access, tenant: Tenant, work: Awaitable[Any], context: grpc.aio.ServicerContext
+async def _run_while_admitted(
+    access: TenantAccess, tenant: Tenant, work: Awaitable[Any], context: grpc.aio.ServicerContext
 ) -> Any:
-    """What the work returns; it is cancelled when the tenant may not use the stream any more."""
+    """Run the work and return its result; cancel it once the tenant may no longer call."""
     serving = asyncio.ensure_future(work)
     refusals: list[EnvError] = []
 
-    def end(error: EnvError) -> None:
+    def cancel(error: EnvError) -> None:
         refusals.append(error)
         serving.cancel()
 
-    with access.holding(tenant, Scope.STEP, end):
+    with access.register_connection(tenant, Scope.STEP, cancel):
         try:
             return await serving
         except asyncio.CancelledError:
@@ -161,19 +161,19 @@ async def _while_admitted(
     await abort(context, refusals[0])
 
 
-def keep_tokens_out_of_logs() -> None:
-    """Make the loggers that see raw requests leave out tokens, whatever their level."""
-    for name in _LOGGERS_OF_CONNECTIONS:
+def remove_tokens_from_logs() -> None:
+    """Remove tokens from the records of all loggers that see raw requests."""
+    for name in _CONNECTION_LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(one, _WithoutTokens) for one in logger.filters):
-            logger.addFilter(_WithoutTokens())
+        if not any(isinstance(installed, _TokenFilter) for installed in logger.filters):
+            logger.addFilter(_TokenFilter())
 
 
-class _WithoutTokens(logging.Filter):
-    """Rewrites records that show an Authorization header."""
+class _TokenFilter(logging.Filter):
+    """A filter that removes Authorization headers from records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """True, always: the record stays, its secrets go."""
+        """Remove the token from the record, and keep the record."""
         text = record.getMessage()
         cleaned = _AUTHORIZATION.sub(r"\1***", text)
         if cleaned != text:

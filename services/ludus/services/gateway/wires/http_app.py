@@ -1,12 +1,11 @@
-"""The HTTP wire of a gateway: OpenEnv's own paths for each environment, and what there is.
+"""The HTTP wire of a gateway: OpenEnv's paths for each environment, and the gateway's own paths.
 
-    /envs/<name>/...             what a server of that environment answers: /reset, /ws, /mcp ...
-    /v1/envs                     which environments there are, and how full they are
+    /envs/<name>/...             the paths of a server of that environment: /reset, /ws, /mcp ...
+    /v1/envs                     the environments and their load
     /healthz /readyz /drain /metrics
 
-Which server a session is on says its signed id and nothing else: no part of a request names
-an upstream, and nothing is answered with a redirect. Who calls is decided before
-(`authentication.Authenticate`).
+Only the signed session id determines a session's server: no other part of a request can select a
+server, and no response is a redirect. `authentication.Authenticate` checks the caller first.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ludus.services.gateway.tenancy.metrics import GatewayMetrics
 from ludus.services.gateway.wires.refusals import error_response, refuse
 
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/drain", "/metrics"})
-"""The gateway answers these for itself, never for one environment."""
-_Name = Annotated[str, Path(max_length=63)]
+"""Paths of the gateway itself, which no environment has."""
+_EnvironmentName = Annotated[str, Path(max_length=63)]
 
 
 def build_gateway_app(
@@ -41,19 +40,19 @@ def build_gateway_app(
     is_ready: Callable[[], bool],
     drain: Callable[[], None],
 ) -> FastAPI:
-    """The ASGI application of a gateway.
+    """Build the ASGI application of a gateway.
 
     Args:
-        mcp_key: signs ids of MCP sessions; the same on every gateway.
-        is_ready: what `/readyz` asks.
-        drain: what `/drain` calls.
+        mcp_key: key that signs ids of MCP sessions; the same on every gateway.
+        is_ready: called by `/readyz`.
+        drain: called by `/drain`.
     """
     app = FastAPI(title="Ludus gateway", version="1.0.0", redirect_slashes=False)
     _add_health_routes(app, environments, is_ready, drain)
     _add_metrics_route(app, metrics)
     _add_environment_routes(app, environments)
     app.router.routes.append(Mount("/envs/{name}", app=EnvironmentMounts(environments, mcp_key)))
-    app.add_exception_handler(EnvError, _answer_error)
+    app.add_exception_handler(EnvError, _respond_with_error)
     return app
 
 
@@ -64,20 +63,19 @@ def build_admin_app(
     is_ready: Callable[[], bool],
     drain: Callable[[], None],
 ) -> FastAPI:
-    """An application of probes, drain and metrics alone; it asks for no token."""
+    """Build an application with only probes, drain and metrics; it checks no token."""
     app = FastAPI(title="Ludus gateway", redirect_slashes=False, openapi_url=None)
     _add_health_routes(app, environments, is_ready, drain)
-    # A preStop hook can send nothing but GET; elsewhere any page in a browser could.
-    app.add_api_route("/drain", _drain_of(environments, drain), include_in_schema=False)
+    # A preStop hook can only send GET. On the public port any web page could trigger a GET.
+    app.add_api_route("/drain", _make_drain_handler(environments, drain), include_in_schema=False)
     _add_metrics_route(app, metrics)
     return app
 
 
 class EnvironmentMounts:
-    """The applications of the environments, each built when its first server has answered.
+    """The applications of the environments, each built after its first server has responded.
 
-    Each tenant has its own: what one keeps in mind for its clients is none of the others'
-    business.
+    Each tenant has separate applications, because an application stores data of its clients.
     """
 
     def __init__(self, environments: Mapping[str, GatewaySessions], mcp_key: bytes) -> None:
@@ -86,25 +84,25 @@ class EnvironmentMounts:
         self._apps: dict[tuple[str, str], ASGIApp] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves a request below `/envs/<name>`."""
+        """Serve a request below `/envs/<name>`."""
         try:
-            app = await self._app_for(scope)
+            app = await self._find_app(scope)
         except EnvError as error:
             await refuse(error, scope, receive, send)
             return
         await app(scope, receive, send)
 
-    async def _app_for(self, scope: Scope) -> ASGIApp:
+    async def _find_app(self, scope: Scope) -> ASGIApp:
         name = scope["path_params"]["name"]
         sessions = find_environment(self._environments, name)
         rest = scope["path"].removeprefix(scope["root_path"])
         if rest in _OWN_PATHS:
             raise UnknownEnvironmentError(
-                f"expected {rest} without an environment, got it below /envs/{name}"
+                f"{rest} belongs to the gateway, not to an environment; remove /envs/{name}"
             )
         key = (sessions.environment, current_tenant().name)
         if key not in self._apps:
-            await sessions.admission.describe()
+            await sessions.admission.wait_described()
             app = build_app(sessions, mcp_key=self._mcp_key)
             app.router.redirect_slashes = False
             self._apps.setdefault(key, app)
@@ -124,15 +122,15 @@ def _add_health_routes(
 
     @app.get("/readyz", include_in_schema=False)
     async def readyz() -> Response:
-        # A draining gateway stays ready: its sessions still need its address.
+        # A draining gateway stays ready, because its sessions still need its address.
         if is_ready():
             return _json({"status": "ok"})
         return _json({"status": "waiting for the first list of servers"}, 503)
 
-    app.post("/drain", include_in_schema=False)(_drain_of(environments, drain))
+    app.post("/drain", include_in_schema=False)(_make_drain_handler(environments, drain))
 
 
-def _drain_of(
+def _make_drain_handler(
     environments: Mapping[str, GatewaySessions], drain: Callable[[], None]
 ) -> Callable[[], Awaitable[Response]]:
     async def drain_now() -> Response:
@@ -153,26 +151,26 @@ def _add_metrics_route(app: FastAPI, metrics: GatewayMetrics) -> None:
 def _add_environment_routes(app: FastAPI, environments: Mapping[str, GatewaySessions]) -> None:
     @app.get("/v1/envs")
     async def list_environments() -> Response:
-        loads = [_load_json(one.environment_load) for one in environments.values()]
+        loads = [_load_json(sessions.environment_load) for sessions in environments.values()]
         return _json({"environments": loads})
 
     @app.get("/v1/envs/{name}")
-    async def show_environment(name: _Name) -> Response:
+    async def show_environment(name: _EnvironmentName) -> Response:
         sessions = find_environment(environments, name)
-        await sessions.admission.describe()
-        described = sessions.description
+        await sessions.admission.wait_described()
+        description = sessions.description
         return _json(
             _load_json(sessions.environment_load)
             | {
-                "environment": described.name,
-                "description": described.description,
-                "version": described.version,
-                "options": described.options,
-                "has_text_view": described.has_text_view,
-                "is_deterministic": described.is_deterministic,
-                "action_schema": described.action_schema,
-                "observation_schema": described.observation_schema,
-                "linger_s": described.linger_s,
+                "environment": description.name,
+                "description": description.description,
+                "version": description.version,
+                "options": description.options,
+                "has_text_view": description.has_text_view,
+                "is_deterministic": description.is_deterministic,
+                "action_schema": description.action_schema,
+                "observation_schema": description.observation_schema,
+                "linger_s": description.linger_s,
             }
         )
 
@@ -192,6 +190,6 @@ def _json(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def _respond_with_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EnvError), "registered for EnvError only"
     return error_response(error)

@@ -1,4 +1,4 @@
-"""An error as an HTTP answer: typed JSON, and a WebSocket gets it instead of its handshake."""
+"""Errors as HTTP responses with typed JSON, also in reply to a WebSocket handshake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.services.gateway.sessions.environments import UnknownEnvironmentError
 
 
 def error_response(error: EnvError, status: int | None = None) -> JSONResponse:
-    """The error with the status of its code, unless another is given."""
+    """Build the response to an error; `status` replaces the HTTP status of its code."""
     if status is None:
         is_unknown = isinstance(error, UnknownEnvironmentError)
         status = 404 if is_unknown else STATUS_OF_CODE[error.code].http
@@ -30,7 +30,7 @@ def error_response(error: EnvError, status: int | None = None) -> JSONResponse:
 
 
 async def refuse(error: EnvError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request or a handshake with the error."""
+    """Send an error as the response to a request or a handshake."""
     response = error_response(error)
     if scope["type"] == "websocket":
         await WebSocket(scope, receive, send).send_denial_response(response)

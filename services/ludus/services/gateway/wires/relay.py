@@ -1,11 +1,11 @@
-"""Passes the calls of a client's stream on to the streams of the servers.
+"""Relay of the calls of a client's stream to the streams of the servers.
 
     client stream --call--> server's stream      a future and a callback, no task, no re-encoding
     client stream <-reply-- server's stream
 
-What that path cannot do becomes a task: opening and ending sessions, and calls that wait for
-a server or for a connection that broke. A client waits for the answer to one call before it
-makes the next one for the same session, so the two paths need no order between them.
+Other calls become tasks: opening and closing sessions, and calls that wait for a server or a
+broken connection. A client waits for the reply to one call before it sends the next call of the
+same session, so the two paths need no common order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
 from ludus.services.gateway.tenancy.quotas import Quotas
 from ludus.services.gateway.wires.step_many import StepManyRelay
 
-_PASSED_ON = frozenset({"step", "reset", "state", "call_tool"})
+_RELAYED_KINDS = frozenset({"step", "reset", "state", "call_tool"})
 
 
 class CallRelay:
-    """The Connect streams of one environment's clients."""
+    """The relay for the Connect streams of one environment's clients."""
 
     def __init__(self, sessions: GatewaySessions, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._sessions = sessions
@@ -39,62 +39,64 @@ class CallRelay:
         self._step_many = StepManyRelay(sessions, metrics)
         self._quotas = quotas
         self._metrics = metrics
-        self.call_begins, self.call_ends = sessions.call_begins, sessions.call_ends
+        self.begin_call, self.end_call = sessions.begin_call, sessions.end_call
 
     async def serve(
         self, batches: AsyncIterable[pb.CallBatch], write: Write, connection: Connection
     ) -> None:
-        """Answer every call of the batches."""
-        conversation = _Conversation(self, ReplyWriter(write), connection)
+        """Serve a client's stream until it ends, then release its sessions."""
+        stream = _ClientStream(self, ReplyWriter(write), connection)
         try:
-            await conversation.serve(batches)
+            await stream.serve(batches)
         finally:
             self._sessions.release(connection)
 
-    def stream_for(self, kind: str, session_id: str, connection: Connection) -> CallStream | None:
-        """The live stream to the session's server; None where that takes a wait.
+    def find_live_stream(
+        self, kind: str, session_id: str, connection: Connection
+    ) -> CallStream | None:
+        """Return the live stream to the session's server, or None if a call must wait for it.
 
         Raises:
-            EnvError: the id is none of this tenant's.
+            EnvError: the id is not valid for this tenant and environment.
         """
         sessions = self._sessions
         route = sessions.route(session_id, for_tools=kind == "call_tool")
         if route.is_tools_only:
-            return None  # its session is known to the server by another id
+            return None  # the server knows the session by another id
         sessions.attach((session_id,), connection)
-        link = sessions.fleet.link_of(route.server_id)
+        link = sessions.fleet.find_link(route.server_id)
         return link.live_stream(route.server_id) if link is not None else None
 
     def count(self, kind: str, num_calls: int) -> None:
-        """Take calls from the tenant's rate of steps.
+        """Count calls against the tenant's rate of steps.
 
         Raises:
-            RateLimitError: too fast.
+            RateLimitError: the rate is too high.
         """
         try:
-            self._quotas.stepping(current_tenant(), num_calls)
+            self._quotas.count_steps(current_tenant(), num_calls)
         except EnvError as error:
             environment = self._sessions.environment
-            self._metrics.called(environment, kind, error.code, None, num_calls)
+            self._metrics.count_calls(environment, kind, error.code, None, num_calls)
             raise
 
-    def settled(
-        self, call: pb.Call, kind: str, outcome: pb.Reply | EnvError, took_s: float
+    def record_outcome(
+        self, call: pb.Call, kind: str, outcome: pb.Reply | EnvError, duration_s: float
     ) -> None:
-        """Note what an answer says of its session."""
+        """Record the outcome of a call in the metrics and for its session."""
         sessions, code = self._sessions, OK
         if isinstance(outcome, EnvError):
             code = outcome.code
-            sessions.note_failure(getattr(call, kind).session_id, outcome)
+            sessions.record_failure(getattr(call, kind).session_id, outcome)
         elif kind == "step":
-            sessions.note_result(call.step.session_id, outcome.result)
-        self._metrics.called(sessions.environment, kind, code, took_s)
+            sessions.record_result(call.step.session_id, outcome.result)
+        self._metrics.count_calls(sessions.environment, kind, code, duration_s)
 
-    async def answer(self, call: pb.Call, kind: str | None, connection: Connection) -> pb.Reply:
-        """The reply to a call that may have to wait.
+    async def perform(self, call: pb.Call, kind: str | None, connection: Connection) -> pb.Reply:
+        """Perform a call that may have to wait, and return its reply.
 
         Raises:
-            EnvError: what the reply is instead.
+            EnvError: the call failed.
         """
         reply = pb.Reply()
         match kind:
@@ -121,7 +123,7 @@ class CallRelay:
                     is_repeatable=_is_repeatable(call, kind),
                 )
                 if kind == "step":
-                    self._sessions.note_result(message.session_id, reply.result)
+                    self._sessions.record_result(message.session_id, reply.result)
             case _:
                 raise InvalidCallError(
                     "expected one of open, open_group, reset, step, step_many, state, call_tool,"
@@ -131,8 +133,8 @@ class CallRelay:
         return reply
 
 
-class _Conversation:
-    """One client's stream: its calls on the way, and the replies that wait to be written."""
+class _ClientStream:
+    """One client's stream: its running calls and its pending replies."""
 
     def __init__(self, relay: CallRelay, replies: ReplyWriter, connection: Connection) -> None:
         self._relay = relay
@@ -141,8 +143,8 @@ class _Conversation:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._backlog = Backlog()
-        self._num_on_the_way = 0
-        self._all_back = asyncio.Event()
+        self._num_relayed = 0
+        self._all_relayed = asyncio.Event()
 
     async def serve(self, batches: AsyncIterable[pb.CallBatch]) -> None:
         writing = asyncio.create_task(self._replies.write_forever())
@@ -151,77 +153,77 @@ class _Conversation:
                 for call in batch.calls:
                     await self._backlog.wait_for_room()
                     await self._replies.wait_for_room()
-                    self._begin(call)
-            await self._drain()
+                    self._start_call(call)
+            await self._wait_until_idle()
             await self._replies.flush()
         finally:
             writing.cancel()
             for task in self._tasks:
                 task.cancel()
 
-    async def _drain(self) -> None:
-        """Wait until every call is answered."""
-        while self._num_on_the_way or self._tasks:
+    async def _wait_until_idle(self) -> None:
+        """Wait until every call has completed."""
+        while self._num_relayed or self._tasks:
             if self._tasks:
                 await asyncio.wait(self._tasks)
-            if self._num_on_the_way:
-                self._all_back.clear()
-                await self._all_back.wait()
+            if self._num_relayed:
+                self._all_relayed.clear()
+                await self._all_relayed.wait()
 
-    def _begin(self, call: pb.Call) -> None:
+    def _start_call(self, call: pb.Call) -> None:
         kind = call.WhichOneof("call")
-        if kind not in _PASSED_ON:
-            self._start(self._answer(call, kind))
+        if kind not in _RELAYED_KINDS:
+            self._start_task(self._perform(call, kind))
             return
         message = getattr(call, kind)
         try:
             self._relay.count(kind, 1)
-            stream = self._relay.stream_for(kind, message.session_id, self._connection)
+            stream = self._relay.find_live_stream(kind, message.session_id, self._connection)
             if stream is None:
-                self._start(self._answer(call, kind))
+                self._start_task(self._perform(call, kind))
                 return
             future = stream.begin(lambda upstream: upstream.CopyFrom(call))
         except EnvError as error:
             self._refuse(call, message.session_id, error)
             return
-        self._num_on_the_way += 1
+        self._num_relayed += 1
         num_bytes = message.ByteSize()
         self._backlog.add(num_bytes)
         future.add_done_callback(lambda done: self._backlog.remove(num_bytes))
-        self._relay.call_begins(message.session_id)
-        future.add_done_callback(self._settler(call, kind, message))
+        self._relay.begin_call(message.session_id)
+        future.add_done_callback(self._make_reply_callback(call, kind, message))
 
-    def _settler(
+    def _make_reply_callback(
         self, call: pb.Call, kind: str, message: Any
     ) -> Callable[[asyncio.Future[pb.Reply]], None]:
-        began_s = self._loop.time()
+        started_s = self._loop.time()
 
-        def settle(done: asyncio.Future[pb.Reply]) -> None:
-            self._num_on_the_way -= 1
-            self._relay.call_ends(message.session_id)
-            if not self._num_on_the_way:
-                self._all_back.set()
+        def finish(done: asyncio.Future[pb.Reply]) -> None:
+            self._num_relayed -= 1
+            self._relay.end_call(message.session_id)
+            if not self._num_relayed:
+                self._all_relayed.set()
             if done.cancelled():
                 return
             error = done.exception()
             if error is None:
                 reply = done.result()
-                self._relay.settled(call, kind, reply, self._loop.time() - began_s)
+                self._relay.record_outcome(call, kind, reply, self._loop.time() - started_s)
                 reply.call_id = call.call_id
                 self._replies.put(reply)
             elif isinstance(error, ConnectionLostError) and _is_repeatable(call, kind):
-                self._start(self._answer(call, kind))
+                self._start_task(self._perform(call, kind))
             elif isinstance(error, EnvError):
-                self._relay.settled(call, kind, error, 0.0)
+                self._relay.record_outcome(call, kind, error, 0.0)
                 self._refuse(call, message.session_id, error)
 
-        return settle
+        return finish
 
-    async def _answer(self, call: pb.Call, kind: str | None) -> None:
+    async def _perform(self, call: pb.Call, kind: str | None) -> None:
         num_bytes = call.ByteSize()
         self._backlog.add(num_bytes)
         try:
-            reply = await self._relay.answer(call, kind, self._connection)
+            reply = await self._relay.perform(call, kind, self._connection)
         except EnvError as error:
             self._refuse(call, call_session_id(call), error)
             return
@@ -235,14 +237,14 @@ class _Conversation:
         fill_error(reply.error, error, session_id)
         self._replies.put(reply)
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _start_task(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 def _is_repeatable(call: pb.Call, kind: str) -> bool:
-    """True for calls that may be made twice: numbered steps, resets that nobody saw, reads."""
+    """Return whether a call may be sent twice, as numbered steps, resets and reads may."""
     if kind == "step":
         return bool(call.step.step_index) or call.step.HasField("reset")
     return kind in ("reset", "state")

@@ -1,8 +1,8 @@
-"""The gRPC wire: EnvService of every environment, on one port.
+"""The gRPC wire: the EnvService of all environments on one port.
 
     metadata `ludus-env` --> environment --> CallRelay
 
-Who calls is decided before (`authentication.AuthenticateCalls`).
+`authentication.AuthenticateCalls` checks the caller first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ludus.services.gateway.wires.relay import CallRelay
 
 
 class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
-    """Answers the rpcs of all environments."""
+    """The EnvService of all environments."""
 
     def __init__(
         self,
@@ -33,21 +33,23 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         metrics: GatewayMetrics,
     ) -> None:
         self._environments = environments
-        self._relays = {name: CallRelay(one, quotas, metrics) for name, one in environments.items()}
+        self._relays = {
+            name: CallRelay(sessions, quotas, metrics) for name, sessions in environments.items()
+        }
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        sessions = await self._find(context)
+        sessions = await self._find_environment(context)
         try:
-            await sessions.admission.describe()
+            await sessions.admission.wait_described()
             return describe_message(sessions.description)
         except EnvError as error:
             await abort(context, error)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        return status_message("gateway", (await self._find(context)).load)
+        return status_message("gateway", (await self._find_environment(context)).load)
 
     async def Connect(self, request_iterator: Any, context: Context) -> None:
-        relay = self._relays[(await self._find(context)).environment]
+        relay = self._relays[(await self._find_environment(context)).environment]
         await context.send_initial_metadata(((CONNECTED_KEY, "1"),))
         connection = Connection()
         try:
@@ -55,8 +57,8 @@ class GatewayServicer(env_pb2_grpc.EnvServiceServicer):
         except EnvError as error:
             await abort(context, error)
 
-    async def _find(self, context: Context) -> GatewaySessions:
-        """The environment that the metadata name; no name means the only one."""
+    async def _find_environment(self, context: Context) -> GatewaySessions:
+        """Return the environment named in the metadata; no name selects the only environment."""
         metadata = dict(context.invocation_metadata() or ())
         try:
             return find_environment(self._environments, str(metadata.get(ENVIRONMENT_KEY, "")))

@@ -1,4 +1,4 @@
-"""The steps of one call, taken on the servers of their sessions.
+"""Relay of `step_many` calls to the servers of their sessions.
 
 steps --ids--> one server: one call    --> its replies
            +-> several: a call to each --> replies in the order of the steps
@@ -19,8 +19,8 @@ from ludus.services.gateway.tenancy.metrics import OK, GatewayMetrics
 
 
 @dataclass(slots=True)
-class _Part:
-    """The steps that go to one server."""
+class _ServerSteps:
+    """The steps of a call that go to one server."""
 
     route: Route
     indices: list[int] = field(default_factory=list)
@@ -28,29 +28,29 @@ class _Part:
 
 
 class StepManyRelay:
-    """Passes the steps of one environment's clients on."""
+    """The relay for `step_many` calls of one environment's clients."""
 
     def __init__(self, sessions: GatewaySessions, metrics: GatewayMetrics) -> None:
         self._sessions = sessions
         self._metrics = metrics
 
     async def step_many(self, call: pb.Call, connection: Connection) -> pb.Reply:
-        """The reply, with one result or error per step."""
+        """Take all steps and return a reply with one result or error per step."""
         parts, replies = self._split(call.step_many, connection)
         if len(parts) == 1 and not replies:
-            return await self._ask(parts[0], call)
-        answers = await asyncio.gather(*(self._ask(part, call) for part in parts))
-        for part, answer in zip(parts, answers, strict=True):
-            replies.update(zip(part.indices, answer.step_many.replies, strict=True))
+            return await self._call_server(parts[0], call)
+        server_replies = await asyncio.gather(*(self._call_server(part, call) for part in parts))
+        for part, server_reply in zip(parts, server_replies, strict=True):
+            replies.update(zip(part.indices, server_reply.step_many.replies, strict=True))
         merged = pb.Reply()
         merged.step_many.replies.extend(replies[index] for index in range(len(replies)))
         return merged
 
     def _split(
         self, request: pb.StepManyRequest, connection: Connection
-    ) -> tuple[list[_Part], dict[int, pb.StepReply]]:
-        """The steps by server, and the replies to those that can go nowhere."""
-        sessions, parts = self._sessions, dict[str, _Part]()
+    ) -> tuple[list[_ServerSteps], dict[int, pb.StepReply]]:
+        """Group the steps by server; also return error replies for steps without a server."""
+        sessions, parts = self._sessions, dict[str, _ServerSteps]()
         replies: dict[int, pb.StepReply] = {}
         for index, step in enumerate(request.steps):
             try:
@@ -60,7 +60,7 @@ class StepManyRelay:
                 continue
             part = parts.get(route.server_id)
             if part is None:
-                part = parts[route.server_id] = _Part(route)
+                part = parts[route.server_id] = _ServerSteps(route)
             part.indices.append(index)
             part.steps.append(step)
         sessions.attach(
@@ -68,23 +68,23 @@ class StepManyRelay:
         )
         return list(parts.values()), replies
 
-    async def _ask(self, part: _Part, call: pb.Call) -> pb.Reply:
-        """The server's reply; its sessions are in use until it is there."""
+    async def _call_server(self, part: _ServerSteps, call: pb.Call) -> pb.Reply:
+        """Call a server and return its reply; its sessions are in use meanwhile."""
         for step in part.steps:
-            self._sessions.call_begins(step.session_id)
+            self._sessions.begin_call(step.session_id)
         try:
-            return await self._reply(part, call)
+            return await self._request_reply(part, call)
         finally:
             for step in part.steps:
-                self._sessions.call_ends(step.session_id)
+                self._sessions.end_call(step.session_id)
 
-    async def _reply(self, part: _Part, call: pb.Call) -> pb.Reply:
-        """The server's reply; if it cannot be had, one with an error for each step."""
+    async def _request_reply(self, part: _ServerSteps, call: pb.Call) -> pb.Reply:
+        """Call a server and return its reply, or a reply with an error for each step."""
         sessions, server_id = self._sessions, part.route.server_id
 
         def write(upstream: pb.Call) -> None:
             if len(part.steps) == len(call.step_many.steps):
-                upstream.step_many.CopyFrom(call.step_many)  # a fifth of the time
+                upstream.step_many.CopyFrom(call.step_many)  # takes a fifth of the time
             else:
                 upstream.step_many.steps.extend(part.steps)
             if call.HasField("trace"):
@@ -92,34 +92,33 @@ class StepManyRelay:
 
         started_s = asyncio.get_running_loop().time()
         try:
-            link = await sessions.link_to(part.route)
+            link = await sessions.find_link(part.route)
             reply = await link.call(
                 server_id,
                 write,
-                is_repeatable=all(one.step_index or one.HasField("reset") for one in part.steps),
+                is_repeatable=all(step.step_index or step.HasField("reset") for step in part.steps),
             )
         except EnvError as error:
             code, reply = str(error.code), pb.Reply()
             for step in part.steps:
-                sessions.note_failure(step.session_id, error)
+                sessions.record_failure(step.session_id, error)
                 reply.step_many.replies.append(_failure(error, step.session_id))
         else:
             code = OK
-            for step, one in zip(part.steps, reply.step_many.replies, strict=True):
-                self._note(step.session_id, one)
-        took_s = asyncio.get_running_loop().time() - started_s
-        num_resets = sum(one.HasField("reset") for one in part.steps)
+            for step, step_reply in zip(part.steps, reply.step_many.replies, strict=True):
+                self._record(step.session_id, step_reply)
+        duration_s = asyncio.get_running_loop().time() - started_s
+        num_resets = sum(step.HasField("reset") for step in part.steps)
         for kind, num in (("step", len(part.steps) - num_resets), ("reset", num_resets)):
             if num:
-                self._metrics.called(sessions.environment, kind, code, took_s, num)
+                self._metrics.count_calls(sessions.environment, kind, code, duration_s, num)
         return reply
 
-    def _note(self, session_id: str, reply: pb.StepReply) -> None:
-        """Note what an answer says of its session."""
+    def _record(self, session_id: str, reply: pb.StepReply) -> None:
         if reply.HasField("error"):
-            self._sessions.note_failure(session_id, read_error(reply.error))
+            self._sessions.record_failure(session_id, read_error(reply.error))
         else:
-            self._sessions.note_result(session_id, reply.result)
+            self._sessions.record_result(session_id, reply.result)
 
 
 def _failure(error: EnvError, session_id: str) -> pb.StepReply:

@@ -1,0 +1,148 @@
+"""A follower of a list of cluster objects that survives failures of the API server.
+
+    API server --LIST--> on_list --WATCH--> on_event --the watch ends--> WATCH again
+                            ^-------------- too old to continue ----------'
+
+No callback runs before the first LIST has succeeded. After that an unreachable API server changes
+nothing: the last known list stays valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ludus.env.backoff import doubling
+from ludus.proto.errors import ClusterError
+from ludus.services.kubernetes.api import EventType, JsonObject, KubernetesApi, WatchEvent
+
+_log = logging.getLogger(__name__)
+
+_STABLE_AFTER_S = 10.0
+"""Minimum duration of a successful watch without events, in seconds."""
+_GONE = 410
+_BAD_VERSION_STATUSES = frozenset({400, 504})
+"""Statuses for a version unknown to the API server, for example after a restore."""
+_MAX_FAILURES = 3
+"""Consecutive failed watches after which the list is read again, whatever the failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """Timeouts and retry delays."""
+
+    watch_timeout_s: int = 300
+    """Maximum duration of a watch, in seconds. Each watch requests a random 80 to 100 % of it, so
+    that gateways that started together do not reconnect together."""
+    first_retry_s: float = 0.5
+    max_retry_s: float = 30.0
+
+
+class ListFollower:
+    """A follower of the objects at a path that match a label selector.
+
+    Args:
+        name: description of the objects, for the log.
+        on_list: called with all objects after each LIST.
+        on_event: called with each change, except bookmarks.
+        on_failure: called with the error of each failed request.
+        sleep: waits between two attempts.
+    """
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        path: str,
+        selector: str,
+        name: str,
+        on_list: Callable[[Sequence[JsonObject]], None],
+        on_event: Callable[[WatchEvent], None],
+        *,
+        on_failure: Callable[[ClusterError], None] | None = None,
+        options: FollowOptions | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._api = api
+        self._path, self._query = path, {"labelSelector": selector}
+        self._name = name
+        self._on_list, self._on_event, self._on_failure = on_list, on_event, on_failure
+        self._options = options or FollowOptions()
+        self._sleep = sleep
+        self._version = ""
+        """Version at which a watch continues; empty if the list must be read again."""
+        self._logged_status = -1
+        """Status of the last logged failure; -1 while there is none."""
+        self._num_failures = 0
+        """Number of failed watches after the last message from the API server."""
+
+    async def run(self) -> None:
+        """Follow until cancelled, or until `on_list` or `on_event` raises."""
+        options = self._options
+        pauses = doubling(options.first_retry_s, options.max_retry_s)
+        while True:
+            started_s, first_version = time.monotonic(), self._version
+            failure: ClusterError | None = None
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch()
+            except ClusterError as error:
+                failure = error
+                self._record_failure(error)
+                if self._on_failure is not None:
+                    self._on_failure(error)
+            if self._version != first_version or time.monotonic() - started_s >= _STABLE_AFTER_S:
+                pauses = doubling(options.first_retry_s, options.max_retry_s)
+                if failure is None:
+                    continue
+            retry_after_s = failure.retry_after_s if failure is not None else 0.0
+            pause_s = min(max(next(pauses), retry_after_s), options.max_retry_s)
+            await self._sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _list(self) -> None:
+        objects = await self._api.read(self._path, self._query)
+        self._record_success()
+        self._on_list(objects.get("items") or ())
+        self._version = str((objects.get("metadata") or {}).get("resourceVersion", ""))
+
+    async def _watch(self) -> None:
+        watch = self._api.watch(
+            self._path,
+            version=self._version,
+            timeout_s=max(1, round(self._options.watch_timeout_s * random.uniform(0.8, 1.0))),
+            query=self._query,
+        )
+        async with aclosing(watch) as events:
+            async for event in events:
+                self._record_success()
+                metadata = event.object.get("metadata") or {}
+                self._version = str(metadata.get("resourceVersion") or self._version)
+                if event.type != EventType.BOOKMARK:
+                    self._on_event(event)
+
+    def _record_failure(self, error: ClusterError) -> None:
+        is_watch = bool(self._version)
+        self._num_failures += is_watch
+        if is_watch and (error.status == _GONE or self._is_bad_version(error)):
+            _log.info("%s: the watch cannot continue; listing again", self._name)
+            self._version = ""
+        elif error.status != self._logged_status:
+            self._logged_status = error.status
+            _log.warning("%s: keeping the last known list: %s", self._name, error)
+
+    def _is_bad_version(self, error: ClusterError) -> bool:
+        names_version = (
+            error.status in _BAD_VERSION_STATUSES or "resource version" in str(error).lower()
+        )
+        return names_version or self._num_failures >= _MAX_FAILURES
+
+    def _record_success(self) -> None:
+        self._num_failures = 0
+        if self._logged_status >= 0:
+            self._logged_status = -1
+            _log.info("%s: the API server responds again", self._name)
