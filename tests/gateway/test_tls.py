@@ -345,14 +345,26 @@ def missing_authorities(tls: TlsFiles) -> TlsFiles:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (missing_cert, r"cert = .*tls\.crt must be a readable PEM file, got No such file or directory; create"),
-        (missing_key, r"key = .*tls\.key must be a readable PEM file, got No such file or directory; create"),
+        (
+            missing_cert,
+            r"cert = .*tls\.crt must be a readable PEM file, got No such file or directory; create",
+        ),
+        (
+            missing_key,
+            r"key = .*tls\.key must be a readable PEM file, got No such file or directory; create",
+        ),
         (key_of_another, r"private key in .*\.key does not belong to the certificate .*tls\.crt"),
-        (swapped, r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, got something else; name"),
+        (
+            swapped,
+            r"cert = .*tls\.key must be a PEM file with a CERTIFICATE, got something else; name",
+        ),
         (encrypted, r"must not have a passphrase; decrypt it with: openssl"),
         (nonsense, r"cannot load the certificate .*tls\.crt and its private key .*; write both"),
         (no_authorities, r"client_ca = .*empty\.pem must be a PEM file with a CERTIFICATE"),
-        (missing_authorities, r"client_ca = .*absent\.pem must be a readable PEM file, got No such file"),
+        (
+            missing_authorities,
+            r"client_ca = .*absent\.pem must be a readable PEM file, got No such file",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
