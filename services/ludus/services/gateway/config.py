@@ -16,13 +16,15 @@ from __future__ import annotations
 import os
 import secrets
 import tomllib
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
+import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ludus.env.security.session_ids import MIN_KEY_BYTES
-from ludus.env.security.tls import TlsFiles
+from ludus.env.security.tls import TlsFiles, client_channel_credentials
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.options import (
     Isolation,
@@ -154,12 +156,23 @@ class ServersSection(_Section):
             raise ValueError("cert_file and key_file must be set together; set both or neither")
         return self
 
-    @property
-    def identity(self) -> TlsFiles | None:
-        """Client certificate and key, or None if they are not set."""
-        if self.cert_file is None or self.key_file is None:
-            return None
-        return TlsFiles(self.cert_file, self.key_file)
+    @cached_property
+    def authorization(self) -> str:
+        """Value of the `authorization` metadata; empty sends none."""
+        token = read_variable(self.token_env)
+        return f"Bearer {token}" if token else ""
+
+    @cached_property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """TLS credentials. None uses TLS only with grpcs:// addresses.
+
+        Raises:
+            ConfigError: a certificate or key file is not usable.
+        """
+        if self.cert_file is not None and self.key_file is not None:
+            identity = TlsFiles(self.cert_file, self.key_file)
+            return client_channel_credentials(self.ca_file, identity)
+        return client_channel_credentials(self.ca_file) if self.ca_file else None
 
 
 class TlsSection(_Section):

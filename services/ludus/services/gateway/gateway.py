@@ -22,7 +22,7 @@ from typing import Any
 from ludus.env.runtime import run_until_signal
 from ludus.env.sandbox.privileges import hide_process
 from ludus.env.security.session_ids import SessionKey
-from ludus.env.security.tls import TlsFiles, client_channel_credentials
+from ludus.env.security.tls import TlsFiles
 from ludus.env.security.variables import SESSION_KEY_VARIABLE
 from ludus.env.serving.listeners import (
     HttpListener,
@@ -39,14 +39,12 @@ from ludus.services.gateway.config import (
     GatewayConfig,
     KubernetesEnvironment,
     SandboxEnvironment,
-    ServersSection,
     StaticEnvironment,
     SubprocessEnvironment,
     read_variable,
 )
 from ludus.services.gateway.fleet.admission import FleetAdmission
 from ludus.services.gateway.fleet.endpoints import EndpointSource
-from ludus.services.gateway.fleet.server_link import LinkOptions
 from ludus.services.gateway.fleet.sources import StaticSource, SubprocessSource
 from ludus.services.gateway.sessions.routes import RouteCache
 from ludus.services.gateway.sessions.sessions import GatewayContext, GatewaySessions
@@ -180,10 +178,17 @@ class Gateway:
         self.metrics = GatewayMetrics(config.environments, self._read_loads)
         self.access.on_failure = self.metrics.count_auth_failure
         session_key = SessionKey(key.encode())
+        if config.servers.credentials is not None:  # raises ConfigError before anything starts
+            _log.info("connecting to environment servers with TLS")
         routes = RouteCache(session_key)
-        links = _make_link_options(config.servers)
         context = GatewayContext(
-            session_key, routes, self.access, self.quotas, self.metrics, config.sessions, links
+            session_key,
+            routes,
+            self.access,
+            self.quotas,
+            self.metrics,
+            config.sessions,
+            config.servers,
         )
         for name in config.environments:
             self.environments[name] = GatewaySessions(name, context)
@@ -324,21 +329,6 @@ def _make_access(config: GatewayConfig, clock: Callable[[], float]) -> TenantAcc
         return TenantAccess.from_file(config.tenants_file, clock=clock)
     token = read_variable(config.token_env)
     return TenantAccess.from_token(token) if token else TenantAccess.open()
-
-
-def _make_link_options(servers: ServersSection) -> LinkOptions:
-    token = read_variable(servers.token_env)
-    return LinkOptions(
-        authorization=f"Bearer {token}" if token else "",
-        poll_interval_s=servers.poll_interval_s,
-        unreachable_after_s=servers.unreachable_after_s,
-        retry_within_s=servers.retry_within_s,
-        call_timeout_s=servers.call_timeout_s,
-        credentials=client_channel_credentials(servers.ca_file, servers.identity)
-        if servers.ca_file or servers.identity
-        else None,
-        server_name=servers.server_name,
-    )
 
 
 def _make_source(

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from ludus.env.sessions.admission_queue import AdmissionQueue
 from ludus.proto.errors import CapacityError, ErrorCode, InvalidCallError, UnavailableError
-from ludus.services.gateway.config import SessionsSection
+from ludus.services.gateway.config import ServersSection, SessionsSection
 from ludus.services.gateway.fleet.fleet import Fleet, Share
-from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
+from ludus.services.gateway.fleet.server_link import ServerLink
 
 RETRY_AFTER_S = 1.0
 """Retry delay for refused callers, in seconds."""
@@ -46,7 +46,7 @@ class FleetAdmission:
         self,
         environment: str,
         limits: SessionsSection,
-        links: LinkOptions,
+        servers: ServersSection,
         on_wait: Callable[[float], None],
     ) -> None:
         self._on_wait = on_wait
@@ -62,7 +62,7 @@ class FleetAdmission:
         )
         self.num_waiting_for_description = 0
         """Number of callers that wait for the first server to respond."""
-        self.fleet = Fleet(links, self._queue.advance, lambda: bool(self._queue))
+        self.fleet = Fleet(servers, self._queue.advance, lambda: bool(self._queue))
         self._shares_by_size: defaultdict[int, deque[list[Share]]] = defaultdict(deque)
         """Shares reserved for waiting opens, by size, until the opens receive them."""
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ludus.env.types import EnvironmentDescription
+from ludus.services.gateway.config import ServersSection
 from ludus.services.gateway.fleet.endpoints import ServerEndpoint
-from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
+from ludus.services.gateway.fleet.server_link import ServerLink
 
 _MAX_REMOVED = 4096
 _MAX_PAIRS = 4
@@ -56,7 +57,7 @@ class Fleet:
 
     def __init__(
         self,
-        options: LinkOptions,
+        options: ServersSection,
         on_change: Callable[[], None],
         has_waiting: Callable[[], bool],
         generator: random.Random | None = None,

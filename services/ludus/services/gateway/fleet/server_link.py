@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 
@@ -29,6 +28,7 @@ from ludus.env.limits import MAX_GATEWAY_CALL_BYTES
 from ludus.env.types import EnvironmentDescription
 from ludus.proto.env.v1 import env_pb2 as pb
 from ludus.proto.errors import EnvError, SessionLostError, UnavailableError
+from ludus.services.gateway.config import ServersSection
 from ludus.services.gateway.fleet.endpoints import ServerEndpoint
 
 _log = logging.getLogger(__name__)
@@ -43,25 +43,6 @@ _CHANNEL_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
-    """Options of the connections to servers."""
-
-    authorization: str = ""
-    """Value of the `authorization` metadata; empty sends none."""
-    poll_interval_s: float = 1.0
-    unreachable_after_s: float = 3.0
-    """Seconds of silence after which a server gets no new sessions."""
-    retry_within_s: float = 5.0
-    """Maximum time that a call waits for a broken connection, in seconds."""
-    call_timeout_s: float = 600.0
-    credentials: grpc.ChannelCredentials | None = None
-    """TLS credentials. None uses TLS only with grpcs:// addresses, with gRPC's built-in
-    certificate authorities."""
-    server_name: str = ""
-    """Name in the servers' certificates; empty means the host of their address."""
-
-
 class ServerLink:
     """The connection to one server, its load and its reserved capacity.
 
@@ -73,7 +54,7 @@ class ServerLink:
     def __init__(
         self,
         endpoint: ServerEndpoint,
-        options: LinkOptions,
+        options: ServersSection,
         on_change: Callable[[], None],
         pause_s: Callable[[], float],
     ) -> None:
@@ -407,7 +388,7 @@ class ServerLink:
         self._poll_soon.set()
 
 
-def _make_port(endpoint: ServerEndpoint, options: LinkOptions) -> ServerPort:
+def _make_port(endpoint: ServerEndpoint, options: ServersSection) -> ServerPort:
     metadata = (("authorization", options.authorization),) if options.authorization else ()
     scheme, _, target = endpoint.grpc_address.rstrip("/").rpartition("://")
     credentials = options.credentials

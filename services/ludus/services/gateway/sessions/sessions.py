@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -35,9 +35,9 @@ from ludus.proto.errors import (
     SessionLostError,
     UnavailableError,
 )
-from ludus.services.gateway.config import SessionsSection
+from ludus.services.gateway.config import ServersSection, SessionsSection
 from ludus.services.gateway.fleet.admission import FleetAdmission
-from ludus.services.gateway.fleet.server_link import LinkOptions, ServerLink
+from ludus.services.gateway.fleet.server_link import ServerLink
 from ludus.services.gateway.sessions.opener import PlacedSession, SessionOpener
 from ludus.services.gateway.sessions.routes import Route, RouteCache
 from ludus.services.gateway.sessions.tracked import TrackedSession, TrackedSessions
@@ -73,7 +73,7 @@ class GatewayContext:
     quotas: Quotas
     metrics: GatewayMetrics
     limits: SessionsSection
-    links: LinkOptions
+    servers: ServersSection
 
 
 class GatewaySessions:
@@ -91,7 +91,7 @@ class GatewaySessions:
         self.admission = FleetAdmission(
             environment,
             limits,
-            context.links,
+            context.servers,
             lambda seconds: context.metrics.record_wait(environment, seconds),
         )
         self.fleet = self.admission.fleet
@@ -246,13 +246,10 @@ class GatewaySessions:
     async def reset(self, session_id: str, args: ResetArgs) -> EncodedResult:
         """Start a new episode; see `Sessions`."""
         self._count("reset")
-
-        def write(call: pb.Call) -> None:
-            call.reset.session_id = session_id
-            fill_reset_args(call.reset.args, args)
-
+        request = pb.Call()
+        fill_reset_args(request.reset.args, args)
         # If the connection breaks, no client has seen the first result, so a reset may be repeated.
-        reply = await self.call("reset", session_id, write, is_repeatable=True)
+        reply = await self.call("reset", session_id, request, is_repeatable=True)
         return read_encoded(reply.result)
 
     async def step(
@@ -260,54 +257,37 @@ class GatewaySessions:
     ) -> EncodedResult:
         """Take a step; see `Sessions`."""
         self._count("step")
-
-        def write(call: pb.Call) -> None:
-            step = call.step
-            step.session_id = session_id
-            step.step_index = step_index
-            step.timeout_s = timeout_s
-            if isinstance(action, bytes):
-                step.action_json = action
-            else:
-                step.action_text = action
-
-        reply = await self.call("step", session_id, write, is_repeatable=step_index > 0)
+        step = pb.StepRequest(step_index=step_index, timeout_s=timeout_s)
+        if isinstance(action, bytes):
+            step.action_json = action
+        else:
+            step.action_text = action
+        reply = await self.call(
+            "step", session_id, pb.Call(step=step), is_repeatable=step_index > 0
+        )
         self.record_result(session_id, reply.result)
         return read_encoded(reply.result)
 
     async def state(self, session_id: str) -> bytes:
         """Return the environment's state as JSON."""
         self._count("state")
-
-        def write(call: pb.Call) -> None:
-            call.state.session_id = session_id
-
-        reply = await self.call("state", session_id, write, is_repeatable=True)
+        reply = await self.call("state", session_id, is_repeatable=True)
         return reply.state.state_json
 
     async def call_tool(self, session_id: str, name: str, arguments: JsonObject) -> bytes:
         """Call a tool of the environment and return its result as JSON."""
         self._count("call_tool")
-
-        def write(call: pb.Call) -> None:
-            call.call_tool.session_id = session_id
-            call.call_tool.name = name
-            call.call_tool.arguments_json = plain_json(arguments, "arguments")
-
-        reply = await self.call("call_tool", session_id, write)
+        tool_call = pb.CallToolRequest(name=name, arguments_json=plain_json(arguments, "arguments"))
+        reply = await self.call("call_tool", session_id, pb.Call(call_tool=tool_call))
         return reply.call_tool.result_json
 
     async def close(self, session_id: str) -> None:
         """Close a session; return normally if it is already gone."""
-
-        def write(call: pb.Call) -> None:
-            call.close.session_id = session_id
-
         tracked = self.tracked.get(session_id)
         try:
             self.route(session_id)
             self.tracked.remove(session_id, _CLOSED)
-            await self.call("close", session_id, write, is_repeatable=True)
+            await self.call("close", session_id, is_repeatable=True)
         except InfrastructureError:  # the session is gone, or ends after its linger time
             self._metrics.count_lost(self.environment, tracked is not None)
         finally:
@@ -320,12 +300,8 @@ class GatewaySessions:
         self._authorize()
         if not self.tracked.remove_connection(session_id, connection):
             return
-
-        def write(call: pb.Call) -> None:
-            call.detach.session_id = session_id
-
         try:
-            await self.call("detach", session_id, write, is_repeatable=True)
+            await self.call("detach", session_id, is_repeatable=True)
         except InfrastructureError:
             return  # the session is gone, or lingers because of the broken connection
         self.tracked.mark_detached(session_id)
@@ -400,16 +376,22 @@ class GatewaySessions:
         self,
         kind: str,
         session_id: str,
-        write: Callable[[pb.Call], None],
+        request: pb.Call | None = None,
         *,
         is_repeatable: bool = False,
     ) -> pb.Reply:
-        """Send any call of a session to its server and return the reply."""
+        """Send a call of a session to its server and return the reply.
+
+        Args:
+            kind: field of `pb.Call` that the call sets.
+            request: other fields of the call.
+        """
         route = self.route(session_id, for_tools=kind == "call_tool")
         server_session_id = route.session_id
 
-        def write_with_server_id(call: pb.Call) -> None:
-            write(call)
+        def write(call: pb.Call) -> None:
+            if request is not None:
+                call.CopyFrom(request)
             getattr(call, kind).session_id = server_session_id
 
         self.tracked.begin_call(server_session_id)
@@ -418,9 +400,7 @@ class GatewaySessions:
         try:
             with hide_driving_id(server_session_id, session_id):
                 link = await self.find_link(route)
-                reply = await link.call(
-                    route.server_id, write_with_server_id, is_repeatable=is_repeatable
-                )
+                reply = await link.call(route.server_id, write, is_repeatable=is_repeatable)
             if route.is_tools_only:
                 reply.call_tool.session_id = session_id
             return reply

@@ -119,7 +119,7 @@ class CallRelay:
                 reply = await self._sessions.call(
                     kind,
                     message.session_id,
-                    lambda upstream: upstream.CopyFrom(call),
+                    call,
                     is_repeatable=_is_repeatable(call, kind),
                 )
                 if kind == "step":
